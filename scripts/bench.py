@@ -6,13 +6,14 @@
     python scripts/bench.py systems=[off,off:again,head:auto5] concurrency=[1,2,4,8,16,32,64] never_slower=0.02
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
-scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts,
-in an order of its own, `concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers
-differ in length, as answers do. A ratio is taken against `off` of the same round. Of another program's answers those
-are counted that are the same as `off`'s; in bf16 few are, since each program rounds in its own order. The last line of
-standard output is one JSON document, which also says how many of our engine's steps drafted and what each kind took.
-With `never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere: where it
-seems so, as many rounds follow again, twice at most, and all of them count.
+scripts/bench_systems.py explains the systems' names. Every round runs every system once on the same prompts, in an
+order that changes from round to round. `concurrency` prompts are in flight: whenever one finishes, the next starts.
+With `min_tokens` the output lengths vary, as they do in serving. A ratio divides a system's speed by that of `off` in
+the same round. For other programs the script counts the responses that equal those of `off`; in bf16 few do, because
+each program rounds in a different order. The last line of standard output is one JSON document, which also states how
+many steps of our engine were speculative and how long speculative and plain steps took. With `never_slower` the exit
+code is 1 if an adaptive (`auto`) system was slower than plain decoding in any cell: where a cell would fail, its rounds
+are repeated, at most twice, and all rounds count.
 """
 
 import os
@@ -50,23 +51,23 @@ from scripts.bench_systems import System, folder_of, is_adaptive, is_ours, make_
 
 @dataclass
 class Cell:
-    """One system at one concurrency."""
+    """The measurements of one system at one temperature and concurrency."""
 
     tokens_per_s: list[float] = field(default_factory=list)  # one per round
     ratios: list[float] = field(default_factory=list)  # against `off` of the same round
     acceptance_length: float | None = None
-    identical: bool | None = None  # token ids equal to those of `off`; None for another program's
-    steps: StepTimes | None = None  # of our engine, all rounds together
-    agreement: tuple[int, int] | None = None  # of another program's greedy answers how many are `off`'s, of how many
+    identical: bool | None = None  # token ids equal to those of `off`; None for another program
+    steps: StepTimes | None = None  # of our engine, summed over the rounds
+    agreement: tuple[int, int] | None = None  # another program's greedy responses: how many equal `off`'s, of how many
 
 
-AGAIN = 2  # times that a cell which seems slower than plain decoding gets its rounds once more
+AGAIN = 2  # how often the rounds of a cell that seems slower than plain decoding are repeated
 
 Results = dict[float, dict[int, dict[str, Cell]]]  # by temperature, concurrency and system
 
 
 def count_matching(reference: list[list[int]], outputs: list[list[int]], ends: tuple[int, ...]) -> int:
-    """How many answers are the same up to an end-of-text id: what follows one, programs that ignore it do not share."""
+    """Return how many outputs equal their reference up to its first end token, after which programs may differ."""
 
     def text(ids: list[int]) -> list[int]:
         return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]
@@ -77,7 +78,10 @@ def count_matching(reference: list[list[int]], outputs: list[list[int]], ends: t
 
 
 def measure(config: BenchConfig, systems: dict[str, System], tasks: list[Task], ends: tuple[int, ...]) -> Results:
-    """`ends`: the target's end tokens. Ctrl-C ends it with what has been measured."""
+    """Measure every system at every temperature and concurrency; `ends` are the target's end tokens.
+
+    Ctrl-C stops the run and returns the cells that have at least one round.
+    """
     from tqdm import tqdm
 
     results: Results = {}
@@ -107,8 +111,10 @@ def warm_up(systems: dict[str, System], group: list[Task], temperature: float, b
 
 
 def run_rounds(config: BenchConfig, results: Results, once: Callable[[], None], bar: Any) -> None:
-    """All rounds of the one concurrency and temperature of `results`; once more while it seems slower than plain
-    decoding, which a few rounds say of anything on a machine whose speed changes by itself.
+    """Run the rounds of the one cell group (temperature and concurrency) in `results`.
+
+    They are repeated, up to AGAIN times, while an adaptive system seems slower than plain decoding: on a machine whose
+    speed drifts, a few rounds can suggest that for any system.
     """
     for retries_left in reversed(range(1 + AGAIN)):
         for _ in range(config.rounds):
@@ -129,8 +135,10 @@ def run_round(
     ends: tuple[int, ...],
     bar: Any,
 ) -> None:
-    """Every system once on all tasks, into its cell, in an order of the round's own: who comes first, and after whom,
-    changes speeds by more than some of what is measured. In as many rounds as systems each has every place once.
+    """Run every system once on all tasks and add the results to its cell.
+
+    The order changes from round to round, because a system's position and its predecessor change its speed by more than
+    some of the differences to be measured. Over as many rounds as there are systems, each runs once at every position.
     """
     turns, place = divmod(len(cells["off"].ratios), len(systems))
     order = random.Random(f"{temperature} {concurrency} {turns}").sample(list(systems), len(systems))
@@ -158,8 +166,8 @@ def run_round(
 
 
 def slower_than_plain(results: Results, slack: float) -> list[str]:
-    """Where drafting as far as pays is slower than plain decoding by more than `slack` and what plain decoding itself
-    varies, which `off:again` measured.
+    """Return a message for every cell in which an adaptive system is slower than plain decoding by more than `slack`
+    plus the variation of plain decoding, as measured by `off:again`.
     """
     from infer.console.compare import Spread
 
@@ -234,7 +242,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def without_folders(value: Any) -> Any:
-    """A document of this machine for others: a path is said from the repository, and of one outside it the name."""
+    """Return `value` without this machine's folders: paths become relative to the repository, outside it bare names."""
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -278,14 +286,14 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
 
 
 def head_folders(config: BenchConfig) -> dict[str, Path]:
-    """Of the exported heads that systems are named after, and of the configured one, by name."""
+    """Return the folders of the exported heads that system names refer to, and of the configured head, by name."""
     names = {name.partition(":")[0] for name in config.systems} & {*HEAD_NAMES}
     wanted = sorted(names | {config.head.name} - {"none"})
     return {name: folder_of(config, name if name in names else "head") for name in wanted}
 
 
 def head_summaries(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """What exported heads say of their own training, by name."""
+    """Return what the heads' provenance.json states about their training, by name, for heads that have that file."""
     kept = ("run", "steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
     summaries = {}
     for name, folder in folders.items():
@@ -312,7 +320,7 @@ def main(config: BenchConfig) -> None:
     if "off" not in config.systems:
         raise ValueError("systems: must hold off, which every ratio is taken against")
     config = with_head(config)
-    # Every round repeats the prompts: pages that the last round left would spare ours the prefill, and no other's.
+    # Every round repeats the prompts: a prefix cache would spare our engine the prefill, but not the other programs.
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, config.proposer, output_dir=config.output_dir)
     assert engine.tokenizer is not None

@@ -1,4 +1,4 @@
-"""What is asked in a bench: held-out lines of the demo corpus, which is code, or the prompts of files."""
+"""Prompts of the benchmarks: held-out lines of the demo corpus, which is code, or prompts read from files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from infer.config import BenchConfig, ServedConfig
 
 class Task(NamedTuple):
     prompt: list[int]
-    tokens: int  # that are to answer it
+    tokens: int  # max_tokens of the response
 
 
 def read_tasks(config: BenchConfig, tokenizer: Any) -> list[Task]:
-    """See `read_prompts`. Lengths are drawn evenly, by `seed`: servers never have requests that all end together."""
+    """Return the prompts of `read_prompts`, each with an output length drawn uniformly by `seed`.
+
+    Lengths vary because requests of a server do not all end together.
+    """
     lengths = random.Random(config.seed)
     shortest = config.max_tokens if config.min_tokens is None else config.min_tokens
     prompts = read_prompts(config, tokenizer)
@@ -23,10 +26,10 @@ def read_tasks(config: BenchConfig, tokenizer: Any) -> list[Task]:
 
 
 def read_prompts(config: BenchConfig | ServedConfig, tokenizer: Any) -> list[list[int]]:
-    """`num_prompts` token ids of at most `prompt_tokens` each, from the files in turn.
+    """Return the token ids of `num_prompts` prompts of at most `prompt_tokens` each, taken from the files in turn.
 
-    Prompts of the corpus have exactly so many. A conversation that is longer is left out, because cut it would be
-    another; a text is cut. Raises ValueError for a file that cannot be read or that holds too few.
+    Prompts of the demo corpus have exactly `prompt_tokens`. A longer conversation is skipped, because cutting it would
+    change its meaning; a longer text is cut. Raises ValueError for a file that cannot be read or holds too few prompts.
     """
     from models.demo.corpus import held_out_prompts
     from train.config import FilesDataConfig

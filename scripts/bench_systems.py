@@ -1,17 +1,17 @@
-"""What the bench compares: our engine with a proposer and a draft shape, and transformers' generate. By name:
+"""Systems that scripts/bench.py compares: our engine with a proposer and a draft shape, and other programs. By name:
 
-    off  off:again                         our engine, plain decoding; a second time, to see how much that varies
-    head  ngram  suffix  combined  ...     our engine with that proposer, drafting as `proposer.*` says
+    off  off:again                         our engine, plain decoding; a second time, to show how much speed varies
+    head  ngram  suffix  combined  ...     our engine with that proposer, configured by `proposer.*`
     eagle3  medusa  ...                    our engine with the exported head of that name
-    head:chain5  medusa:tree16  ...        the same with a draft shape of its own
-    head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays
-    head:auto-tree16  ...                  of a beam's 16 best nodes as many as pay
-    hf  hf_lookup  hf_assisted             transformers' generate: plain (a group of prompts after another), with
-                                           prompt lookup and with proposer.draft_model (one prompt at a time)
+    head:chain5  medusa:tree16  ...        the same with another draft shape
+    head:auto5  ngram:auto3  ...           adaptive chains of up to that many tokens
+    head:auto-tree16  ...                  adaptive trees: at most the 16 best nodes of a beam search
+    hf  hf_lookup  hf_assisted             transformers' generate: plain (in batches of prompts), with prompt lookup
+                                           and with proposer.draft_model as the assistant (one prompt at a time)
     server  vllm  llama.cpp  ...           servers, ours among them (scripts/peer_servers.py)
 
-The engine is one for all of ours: what differs is set before the clock starts. What an adaptive one has learnt of its
-costs and drafts it keeps from round to round, as a server does.
+All systems of our engine share one Engine; its proposer is set before the clock starts. An adaptive system keeps its
+cost and acceptance models from round to round, as a server does.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ class RunResult(NamedTuple):
 
 
 class System(NamedTuple):
-    prepare: Callable[[], None]  # once before it is timed
-    run: Callable[[list[Task], float, int], RunResult]  # tasks, temperature, how many of them in flight
+    prepare: Callable[[], None]  # called before each timed run
+    run: Callable[[list[Task], float, int], RunResult]  # tasks, temperature, max_concurrency
 
 
 def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
-    """`chain5`: five tokens in a row. `auto5`: as many as pay, up to five. `tree16`: the 16 best nodes of a beam, 4
-    wide and 5 deep up to 16 nodes, else 8 wide and 7 deep. `auto-tree16`: as many of them as pay. `fixed16`: the fixed
-    tree of that many nodes that the head was measured for. A named head that drafts less far does so. Raises ValueError
-    for another word.
+    """Return `config` with the draft shape that `shape` names.
+
+    `chain5`: chains of five tokens. `auto5`: adaptive chains of up to five tokens. `tree16`: the 16 best nodes of a
+    beam search, 4 wide and 5 deep up to 16 nodes, else 8 wide and 7 deep. `auto-tree16`: the same, adaptive. `fixed16`:
+    the fixed tree of that many nodes that was measured for the head. `engine_system` limits the depth to that of a
+    named head. Raises ValueError for any other shape.
     """
     match = re.fullmatch(r"(auto-tree|auto|chain|tree|fixed)(\d+)", shape)
     if match is None:
@@ -65,7 +67,10 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
 
 
 def is_ours(name: str) -> bool:
-    """The engine in this process: its ids must be those of `off`, and `auto` must not be slower."""
+    """Return whether the system runs on the engine in this process.
+
+    Its ids must equal those of `off`, and adaptive systems must not be slower than `off`.
+    """
     return name.partition(":")[0] in ENGINE_SYSTEMS
 
 
@@ -106,7 +111,7 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
 
 
 def load_heads(config: BenchConfig, engine: Any) -> dict[str, Any]:
-    """The exported heads that systems are named after."""
+    """Load the exported heads that system names refer to, by name."""
     from models.heads import load_head
 
     names = {name.partition(":")[0] for name in config.systems} & set(HEAD_NAMES)
@@ -115,13 +120,13 @@ def load_heads(config: BenchConfig, engine: Any) -> dict[str, Any]:
 
 
 def folder_of(config: BenchConfig, proposer: str) -> Path:
-    """Of the head that `proposer` names, or of the configured one."""
+    """Return the folder of the head that `proposer` names, else that of the configured head."""
     head = HeadConfig(name=proposer) if proposer in HEAD_NAMES else config.head
     return head_folder(head, config.output_dir, config.model.name)
 
 
 def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int, ...]) -> dict[str, System]:
-    """`ends`: the target's end tokens."""
+    """Load the transformers systems that `config.systems` names; `ends` are the target's end tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -138,7 +143,7 @@ def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int,
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
 
     def generate(tasks: list[Task], temperature: float, **options: Any) -> list[list[int]]:
-        """As many tokens for each as for the longest; those that were not asked for are not counted."""
+        """Generate as many tokens for every task as for the longest, then drop those beyond each task's length."""
         prompts, longest = [task.prompt for task in tasks], max(task.tokens for task in tasks)
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
@@ -181,12 +186,12 @@ def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int,
 
 
 def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Up to the first end token, which is included."""
+    """Return the ids up to and including the first end token."""
     return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
-    """Started here, one after another, and ended with `stack`; those that do not run stand still."""
+    """Start the servers one after another; `stack` stops them. A server is paused (SIGSTOP) unless it is measured."""
     from scripts.peer_servers import context_of, end_as_interrupted, make_server
 
     end_as_interrupted()
@@ -207,9 +212,9 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
 
 
 def make_systems(config: BenchConfig, engine: Any, stack: ExitStack) -> dict[str, System]:
-    """By name, `off` first. Servers end with `stack`.
+    """Return the systems of `config.systems` by name, `off` first; `stack` stops the servers.
 
-    Raises ValueError for a proposer, a head or a server that is not there.
+    Raises ValueError for a proposer, a head or a server that is not available.
     """
     proposers = {"off", *HEAD_NAMES, *engine.proposer_names}
     for name in config.systems:

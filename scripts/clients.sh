@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs the client programs that scripts/clients/ names into .clients/, starts a server and lets each of them talk to
-# it with its default settings:
+# Installs the client programs of scripts/clients/ into .clients/, starts a server and runs each client against it with
+# the client's default settings:
 #
 #   ./scripts/clients.sh                       # all of them; exit code 1 if one fails
 #   ./scripts/clients.sh openai litellm        # some; --help lists them
 #
-# Fast when there is nothing to install. PYTHON=... takes another Python than .venv's for the server.
+# Installs nothing if all is up to date. PYTHON=... runs the server with another Python than that of .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z "${PYTHON:-}" ]]; then

@@ -1,11 +1,11 @@
-"""What several training runs found, in one result file for the tables and plots of train/README.md.
+"""Collects the results of several training runs in one file, for the tables and plots of train/README.md.
 
     python scripts/collect_runs.py save=curves outputs/base outputs/given outputs/steps-1 gsm8k.json
 
-A word is the folder of a finished run (train/run.py), or a file whose last line is the JSON document of
-scripts/evaluate.py. The first run is the one that the others are compared with: of each it is written down in which
-keys it differs, its τ in the engine over the tokens trained, and what its exported head reached. Without save= the
-document is printed alone, which is the last line of standard output in any case.
+An argument is the folder of a finished run (train/run.py), or a file whose last line is the JSON document of
+scripts/evaluate.py. The first run is the baseline. For each run the document states the keys that differ from the
+baseline, τ in the engine over the tokens trained, and the results of its exported head. The document is the last line
+of standard output; with save= it is also written to a file.
 """
 
 import os
@@ -39,7 +39,7 @@ KEPT = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length",
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Raises ValueError for a folder without a finished run."""
+    """Return settings, metrics and provenance of a run. Raises ValueError for a folder without a finished run."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: no {CONFIG}; give the folder of a training run")
     schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
@@ -61,7 +61,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def curves(rows: list[dict[str, float]], exported: int) -> dict[str, Any]:
-    """τ in the engine over tokens; of the head of step `exported` coverage and acceptance by position."""
+    """Return τ in the engine over tokens, and coverage and acceptance by position of the head exported at `exported`.
+
+    Raises ValueError if an evaluated step was not logged.
+    """
     tokens = {0: 0.0}
     points, last = [], dict[str, float]()
     for row in rows:
@@ -79,13 +82,15 @@ def curves(rows: list[dict[str, float]], exported: int) -> dict[str, Any]:
 
 
 def differences(settings: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """The keys whose values differ; of another head or objective its name alone, with the keys that both have."""
+    """Return the keys whose values differ from `base`, without NAMES; keys that `base` lacks are left out, so another
+    head or objective shows as its name and the keys that both have.
+    """
     changed = {key: value for key, value in settings.items() if key in base and base[key] != value}
     return {key: value for key, value in changed.items() if not key.startswith(NAMES)}
 
 
 def name_of(config: dict[str, Any]) -> str:
-    """The run of an evaluated head, which is the name of its folder where head.path= gave it one."""
+    """Return the name of an evaluated head's run: the name of its folder if head.path is set, else the head's name."""
     return Path(config["head"]["path"] or config["head"]["name"]).name
 
 

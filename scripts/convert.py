@@ -1,10 +1,10 @@
-"""Converts a head's checkpoint from one format into another, and shows what became of every tensor.
+"""Converts a head's checkpoint from one format into another, and reports what each tensor became.
 
     python scripts/convert.py --from safeailab-eagle3 --to headway --verifier models/demo IN OUT
     python scripts/convert.py --from medusa --to vllm-medusa --allow-pickle IN OUT
     python scripts/convert.py --from auto --to speculators --dry-run IN OUT
 
-OUT appears whole or not at all, and must not be there yet. What was written is read back and compared before that.
+OUT must not exist yet and is written atomically, after the written files have been read back and compared.
 """
 
 import os
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
-    """Raises ValueError naming what is wrong; OUT is then not there."""
+    """Convert IN and write it to OUT. Raises ValueError that names the problem and leaves no OUT behind."""
     if args.out.exists() or args.out.is_symlink():
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
@@ -114,7 +114,10 @@ def destination(out: Path, *, dry_run: bool) -> Iterator[Path]:
 
 
 def record(args: argparse.Namespace, checkpoint: Checkpoint, verifier: Path | None) -> dict[str, Any]:
-    """provenance.json. Only a verifier that is here whole has a fingerprint, and binds the head to it."""
+    """Return the contents of provenance.json.
+
+    The head is bound to the verifier by its fingerprint only if the verifier's weights are present.
+    """
     facts: dict[str, Any] = {"converted_from": {"format": args.source, "folder": args.folder.resolve().name}}
     if checkpoint.verifier is not None:
         facts["target"] = checkpoint.verifier.name

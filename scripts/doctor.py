@@ -1,7 +1,7 @@
-"""Looks at this machine and says what would go wrong, each with a one-line fix: python scripts/doctor.py [--json]
+"""Checks this machine for problems and prints a one-line fix for each: python scripts/doctor.py [--json]
 
-Compares versions with the bounds of pyproject.toml, lists devices, and looks for the traps that are known to bite.
-Changes nothing. Exit code 1 when something is broken; a warning alone is 0.
+Compares installed versions with the bounds of pyproject.toml, lists devices, and checks for known pitfalls. Changes
+nothing. The exit code is 1 if something is broken, and 0 if there are only warnings.
 """
 
 import os
@@ -48,7 +48,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def requirements(pyproject: dict) -> Iterator[tuple[str, Requirement]]:
-    """(extra or "", requirement) for this platform; the project's references to its own extras are left out."""
+    """Yield (extra or "", requirement) for this platform, without the project's references to its own extras."""
     project = pyproject["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     for extra, lines in groups.items():
@@ -78,7 +78,7 @@ def check_package(extra: str, requirement: Requirement, version: str | None) -> 
 
 
 def check_kernels(version: str | None, location: Path | None) -> Check:
-    """Hugging Face's `kernels` distribution has the import name of our folder, and breaks transformers beside it."""
+    """Check for Hugging Face's `kernels` distribution: it has our folder's import name, and breaks transformers."""
     if version is not None:
         detail = f"the distribution `kernels` {version} hides the folder kernels/ and breaks transformers' imports"
         return Check("kernels package", "broken", detail, "pip uninstall kernels")
@@ -88,7 +88,9 @@ def check_kernels(version: str | None, location: Path | None) -> Check:
 
 
 def check_wandb(version: str | None, has_init: bool, folder: Path) -> Check:
-    """A folder of run files called wandb/ imports as an empty namespace package when the distribution is missing."""
+    """Check that `import wandb` finds the distribution: without it a wandb/ folder of run files is an empty namespace
+    package.
+    """
     if version is None:
         if folder.is_dir():
             detail = f"not installed, and {folder} would import in its place"
@@ -123,7 +125,7 @@ def check_devices() -> Check:
 
 
 def cpu_facts(cpuinfo: str) -> tuple[str, list[str]]:
-    """(model, known features) out of the text of /proc/cpuinfo."""
+    """Return (model, the CPU_FEATURES it has) from the text of /proc/cpuinfo."""
     model, flags = "", set()
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -155,7 +157,7 @@ def check_cpu() -> Check:
 
 
 def check_cpu_kernels(library: object, compiler: str | None, switch: str | None) -> Check:
-    """`library`: the loaded library or None; `switch`: the value of HEADWAY_CPU_KERNELS."""
+    """Check which CPU kernels are used; `library` is the loaded library or None, `switch` is HEADWAY_CPU_KERNELS."""
     if library is not None:
         return Check("cpu kernels", "ok", f"in C, built by {compiler}")
     if switch == "torch":

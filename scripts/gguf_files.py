@@ -1,7 +1,7 @@
-"""The same target for every program: as the GGUF file that llama.cpp reads, and as the folder that the others read.
+"""Converts a target for every program: to the GGUF file that llama.cpp reads, or the folder that the others read.
 
-A GGUF file is given to llama.cpp as it is, and is dequantised into a folder for the others. A folder, and an EAGLE-3
-head, is made a GGUF file by llama.cpp's own converter. What is made is kept under `peers`.
+llama.cpp reads a GGUF file directly; for the others it is dequantised into a folder. llama.cpp's converter turns a
+folder or an EAGLE-3 head into a GGUF file. Converted files are cached under `peers`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.gguf.file import is_gguf
 from train.storage import atomic
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-# The converter knows pre-tokenizers by a list of published models; who asks by token ids needs none, so one is named.
+# The converter only knows the pre-tokenizers of published models. Requests by token ids use none, so any name will do.
 CONVERT = """
 import sys
 tree, packages, *sys.argv = sys.argv[1:]
@@ -31,17 +31,23 @@ convert_hf_to_gguf.main()
 
 
 def gguf_of_target(peers: Path, target: Path, dtype: str) -> Path:
-    """`target`: a folder or GGUF file; `dtype`: torch's name. Raises ValueError with the converter's last words."""
+    """Return the target, a folder or GGUF file, as a GGUF file; `dtype` is torch's name.
+
+    Raises ValueError with the end of the converter's error output.
+    """
     return target if is_gguf(target) else _convert(peers, target, dtype, [])
 
 
 def gguf_of_head(peers: Path, head: Path, target: Path, dtype: str) -> Path:
-    """`head` in speculators' layout. Raises as above."""
+    """Return `head`, a folder in speculators' layout, as a GGUF file. Raises ValueError as `gguf_of_target` does."""
     return _convert(peers, head, dtype, ["--target-model-dir", str(folder_of_target(peers, target, dtype))])
 
 
 def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
-    """In Hugging Face's layout, of a GGUF file with its weights in `dtype`. Raises ValueError for a broken file."""
+    """Return the target as a folder in Hugging Face's layout; a GGUF file is dequantised to `dtype`.
+
+    Raises ValueError for a broken file.
+    """
     from models.targets import load_target
     from models.targets.writing import save_target
 

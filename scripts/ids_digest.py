@@ -1,14 +1,15 @@
-"""Digests of what the engine emits and drafts, for every kind of draft: equal before and after a change of its insides.
+"""Computes digests of emitted token ids and draft counts for every proposer, to compare before and after a refactoring.
 
     python scripts/ids_digest.py --save before.json
     python scripts/ids_digest.py --compare before.json
     python scripts/ids_digest.py --model demo --head outputs/heads/demo/eagle3
 
-One cell is a proposer (none, n-gram, suffix, chain and tree of the head, draft model, combined), temperature 0 or 1,
-one request or eight at a time, and fp32 or bf16. Its `ids` is the SHA-256 of all token ids, its `drafts` that of how
-many tokens every request drafted and had accepted at each depth. The target is its own draft model. Digests of two
-machines may differ, since products of another width round differently. With --compare the exit code is 1 if any differ.
-Within one dtype and temperature all `ids` must be equal, or speculation changed a token: that is exit code 1 as well.
+A cell is a combination of proposer (none, n-gram, suffix, chain and tree of the head, draft model, combined),
+temperature (0 or 1), concurrency (one or eight requests) and dtype (fp32 or bf16). Its `ids` is the SHA-256 of all
+token ids, its `drafts` that of the numbers of tokens drafted and accepted at each depth of every request. The draft
+model is the target itself. Digests may differ between machines, because products of another width round differently.
+With --compare the exit code is 1 if any digest differs. Within one dtype and temperature all `ids` must be equal, else
+speculation changed a token: the exit code is then 1 as well.
 """
 
 import os
@@ -55,7 +56,7 @@ DRAFTS = {
     "combined": ("combined", {}),
 }
 
-Cells = dict[str, dict[str, str]]  # "ids" and "drafts" by the cell's name
+Cells = dict[str, dict[str, str]]  # by the cell's name: its "ids" and "drafts"
 
 
 def digest(value: object) -> str:
@@ -68,7 +69,7 @@ def digests(completions: Sequence[Completion]) -> dict[str, str]:
 
 
 def run(model: ModelConfig, head: str, *, max_tokens: int, dtypes: Sequence[str], graphs: str) -> Iterator[Cells]:
-    """Yield the cells, some at a time."""
+    """Yield the cells one at a time."""
     for dtype in dtypes:
         shape = {"max_draft_tokens": 4, "draft_model": model.path}
         engine = Engine.load(
@@ -144,7 +145,7 @@ def main(argv: list[str]) -> int:
 
 
 def read(path: Path) -> Any:
-    """Raises ValueError for a file that `--save` did not write."""
+    """Read the cells that `--save` wrote. Raises ValueError for any other file."""
     cells = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(cells, dict) or not all(isinstance(cell, dict) for cell in cells.values()):
         raise ValueError(f"{path}: not a file of --save")

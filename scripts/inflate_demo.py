@@ -1,12 +1,12 @@
-"""Enlarges the demo target, and a head trained for it, to the sizes of a large model, with the same text.
+"""Enlarges the demo target, and a head trained for it, to the sizes of a large model without changing its output.
 
     python scripts/inflate_demo.py --shape llama3.1-8b OUT
     python scripts/inflate_demo.py --shape intermediate_size=1792 --dtype float32 OUT
     python scripts/inflate_demo.py --shape 0.4b --head outputs/heads/demo/eagle3 OUT
     python infer/generate.py model=demo model.path=OUT head=eagle3 head.path=OUT/eagle3 compare=true
 
-A target whose logits, and so whose text and acceptance length, are the small model's, at the cost of the large one:
-for measuring speed where no real weights are at hand. OUT appears whole or not at all. What is measured on it says so.
+The enlarged target has the small model's logits, and so its text and acceptance length, at the large model's cost: for
+measuring speed where no real weights are available. OUT is written atomically. Results measured on it state that.
 """
 
 import os
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def inflate(args: argparse.Namespace) -> None:
-    """Raises ValueError naming what is wrong; OUT is then not there."""
+    """Write the enlarged target and head to OUT. Raises ValueError that names the problem and leaves no OUT behind."""
     if args.out.exists() or args.out.is_symlink():
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
     dtype = DTYPES[args.dtype]

@@ -1,10 +1,10 @@
-"""Writes the tables of README.md and of the manuals anew from the newest result files: no number is typed by hand.
+"""Generates the tables of README.md and of the manuals from the newest result files, so no number is typed by hand.
 
-    python scripts/make_tables.py            # rewrites what stands between <!-- table NAME --> and <!-- end -->
-    python scripts/make_tables.py --check    # only says whether something would change; exit code 1 if so
+    python scripts/make_tables.py            # rewrites the text between <!-- table NAME --> and <!-- end -->
+    python scripts/make_tables.py --check    # only checks whether something would change; exit code 1 if so
 
-NAME is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
-PAGES are the files that are read. Plots of a table are drawn anew too, beside the result files.
+NAME is the name a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
+The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
 """
 
 import os
@@ -42,7 +42,7 @@ Cell = dict[str, Any]
 
 
 def newest(name: str) -> Path:
-    """The result file of that name with the latest date. Raises ValueError if there is none."""
+    """Return the result file of that name with the latest date. Raises ValueError if there is none."""
     files = sorted(RESULTS.glob(f"{name}-*.json"), key=lambda file: file.stem.rpartition("_")[2])
     if not files:
         raise ValueError(f"scripts/results/{name}-*.json: no such file; make it with scripts/bench.py save={name}")
@@ -79,7 +79,9 @@ def rows_of(header: list[str], rows: list[list[str]]) -> str:
 
 
 def by_temperature(result: Cell) -> str:
-    """One row per system, for each temperature its τ and the ratio of its speed to plain decoding, at one request."""
+    """Return a table with one row per system: τ and the ratio to plain decoding for each temperature, at the first
+    concurrency.
+    """
     temperatures = list(result["results"])
     grid = {temperature: next(iter(cells.values())) for temperature, cells in result["results"].items()}
     header = ["drafts", *(f"T = {t}: {column}" for t in temperatures for column in ("τ", "ratio"))]
@@ -91,8 +93,8 @@ def by_temperature(result: Cell) -> str:
 
 
 def by_program(result: Cell) -> str:
-    """One row per system: its speed and the ratio to plain decoding for every number of requests, τ, and how many of
-    its answers are plain decoding's.
+    """Return a table with one row per system: speed and ratio to plain decoding for every concurrency, τ, and how many
+    responses equal those of plain decoding.
     """
     (cells,) = result["results"].values()
     counts = list(cells)
@@ -113,8 +115,8 @@ def by_program(result: Cell) -> str:
 
 
 def by_load(result: Cell) -> str:
-    """One row per server; for each load tokens/s and the median time of a whole answer: at least so long, where some
-    were dropped.
+    """Return a table with one row per server: for each load tokens/s and the median time of a whole response, which is
+    a lower bound (≥) where requests were dropped.
     """
 
     def level(entry: Cell) -> str:
@@ -127,7 +129,7 @@ def by_load(result: Cell) -> str:
 
 
 def by_variant(result: Cell) -> str:
-    """One row per head: the two ways to train it, their speed, the ratio of these, and memory."""
+    """Return a table with one row per head: the speed of both training variants, their ratio, MFU and memory."""
     rows = []
     for head in [name for name in result["heads"] if f"{name}-against" in result["heads"]]:
         runs = [result["heads"][name] for name in (head, f"{head}-against")]
@@ -141,8 +143,8 @@ def by_variant(result: Cell) -> str:
 
 
 def by_batch(result: Cell) -> str:
-    """One row per temperature and number of requests: plain decoding's speed, how much that varies, and of every other
-    system the ratio to it and τ.
+    """Return a table with one row per temperature and concurrency: the speed of plain decoding and its variation, and
+    for every other system the ratio to plain decoding and τ.
     """
     rows, others = [], list[str]()
     for temperature, cells in result["results"].items():
@@ -157,7 +159,10 @@ def by_batch(result: Cell) -> str:
 
 
 def by_run(result: Cell) -> str:
-    """One row per training run: the keys in which it differs from the first, its budget, τ. Then what was evaluated."""
+    """Return a table with one row per training run, and one of the evaluations.
+
+    A run's row has the keys that differ from the first run, tokens trained, τ, acceptance by position and coverage.
+    """
     rows = []
     for name, run in result["runs"].items():
         taus = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
@@ -176,8 +181,9 @@ def by_run(result: Cell) -> str:
 
 
 def by_shape(result: Cell) -> str:
-    """Of an evaluation, one row per data set and shape of drafts, all of them last: τ at every temperature, acceptance
-    by position and the draft vocabulary's coverage at the first.
+    """Return a table of an evaluation with one row per draft shape and data set, and one for the mean over data sets.
+
+    τ is listed for every temperature, acceptance by position and coverage of the draft vocabulary for the first.
     """
     cells = result["results"]
     sets, shapes = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("data", "shape"))
@@ -206,7 +212,7 @@ def by_shape(result: Cell) -> str:
 
 
 def by_data_set(evaluations: dict[str, list[Cell]]) -> str:
-    """One row per evaluated head, one column per data set and temperature: τ."""
+    """Return a table of τ with one row per evaluated head and one column per data set and temperature."""
     if not evaluations:
         return ""
     heads = {name: {key_of(cell): cell for cell in cells} for name, cells in evaluations.items()}
@@ -227,20 +233,22 @@ def key_of(cell: Cell) -> str:
 
 
 def described(differs: Cell) -> Cell:
-    """Of another head its name alone: what else differs comes with it."""
+    """Return the differences, or only the name if the head differs: the other differences follow from that."""
     return {"head": differs["head.name"]} if "head.name" in differs else differs
 
 
 def plot_curves(result: Cell, path: Path) -> None:
-    """τ over the tokens trained: of every head, and of the target's own responses against the data's. Then τ at the end
-    over the steps of training-time test and over the draft vocabulary, where runs differ in these.
+    """Plot τ over the tokens trained, by head and by whether responses come from the target or from the data.
+
+    Further panels show the final τ over the steps of training-time test and over the size of the draft vocabulary, if
+    runs differ in these.
     """
     from matplotlib.figure import Figure
 
     base, runs = result["base"], result["runs"]
     first = next(iter(runs))
     changes: dict[str, Cell] = {name: described(item["differs"]) for name, item in runs.items()}
-    sizes = {  # by key: of each run that differs in this alone, its value and name
+    sizes = {  # by key: a function from a run's name to its value of that key
         "objective.steps": lambda name: changes[name].get("objective.steps", base["objective.steps"]),
         "head.draft_vocab_size": lambda name: runs[name]["draft_vocab_size"],
     }
@@ -285,7 +293,7 @@ def plot_curves(result: Cell, path: Path) -> None:
 
 
 def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], unchanged: str) -> dict[str, list[Any]]:
-    """τ over thousands of tokens, by label: of the first run, and of those that differ from it in `keys` alone."""
+    """Return τ over thousands of tokens, by label, for the first run and those that differ from it only in `keys`."""
     curves = dict[str, list[Any]]()
     for number, (name, run) in enumerate(runs.items()):
         differs = changes[name]
@@ -297,7 +305,7 @@ def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], uncha
 
 
 def plot_load(result: Cell, path: Path) -> None:
-    """Tokens/s, the median time of an answer and that between its tokens, over the load: a line for every server."""
+    """Plot tokens/s and the median times of a response and between tokens over the load, one line per server."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.8), layout="constrained")
@@ -354,7 +362,7 @@ PLOTS: dict[str, Callable[[Cell, Path], None]] = {
 
 
 def rewrite(page: Path) -> str:
-    """The page's text with every table between its marks written anew."""
+    """Return the page's text with every table regenerated. Raises ValueError for an unknown table."""
 
     def table(match: re.Match[str]) -> str:
         name = match[2]

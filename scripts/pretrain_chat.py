@@ -1,13 +1,14 @@
-"""Trains a target on given conversations, so that it answers in chat format and ends its answers.
+"""Trains a target on conversations from files, so that it responds in chat format and ends its responses.
 
     python scripts/inflate_demo.py --shape intermediate_size=1792 --dtype float32 outputs/grown     # 25.7 M parameters
     python scripts/pretrain_chat.py model=outputs/grown path=[gsm8k/train.jsonl.xz,sgd-dialogues/train.jsonl.xz] \\
         columns='{prompt: question, response: answer}' steps=500 export=outputs/chat_target
     python train/run.py model=outputs/chat_target head=eagle3 data=files data.path=...
 
-`path` takes what data.path of training takes: a row of each file in turn. Conversations that training holds out
-(data.held_out_share, by hash) are not learnt here either; the held-out loss is measured on them. Rows are packed into
-`sequence_length` tokens and no document sees another. The same command resumes; `export` appears at the end.
+`path` takes what data.path of training takes; rows are taken from the files in turn. Conversations that training holds
+out (data.held_out_share, by hash) are not trained on here either; the held-out loss is measured on them. Conversations
+are packed into rows of `sequence_length` tokens without attention across documents. Running the same command again
+resumes; the target is exported to `export` at the end.
 """
 
 import os
@@ -47,14 +48,14 @@ from train.features.online import target_features
 from train.objectives import alignment
 from train.storage import atomic
 
-# Like the demo target's. The end of an answer is a token; texts are trimmed, so that what was generated reads as what
-# was given.
+# Like the demo target's, but an assistant message ends with the EOS token, and texts are trimmed so that generated and
+# provided messages are rendered alike.
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | trim }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
-NOT_PREDICTED = -100  # cross_entropy's own mark
+NOT_PREDICTED = -100  # ignore_index of cross_entropy
 
 
 @dataclass
@@ -82,7 +83,7 @@ class ChatConfig(LoopConfig):
 
 
 def with_template(folder: Path) -> Tokenizer:
-    """The folder's tokenizer, speaking CHAT_TEMPLATE. Raises ValueError for one without a token that ends a text."""
+    """Return the folder's tokenizer with CHAT_TEMPLATE. Raises ValueError if it has no eos_token."""
     tokenizer = Tokenizer.load(folder)
     if "eos_token" not in tokenizer.special_tokens:
         raise ValueError(f"{folder}: its tokenizer_config.json names no eos_token, which is to end an answer")
@@ -103,19 +104,20 @@ def read_conversations(config: ChatConfig, tokenizer: Tokenizer, context: int) -
 
 
 def to_sequences(examples: Iterable[Example], tokenizer: Tokenizer, context: int, length: int) -> Sequences:
-    """Those that hold an answer, cut to `length` tokens."""
+    """Return the examples that contain a response, tokenized and cut to `length` tokens."""
     rows = []
     for example in examples:
         try:
             rows += provided_rows(example, tokenizer, context - 3)
-        except ValueError as error:  # of the held-out side, where only the prompt was looked at
+        except ValueError as error:  # a held-out conversation, of which only the prompt was checked before
             print(f"left out: {example.place}: {error}", file=sys.stderr)
     return Sequences.of(rows).cut(length)
 
 
 def labels_of(batch: Batch, lengths: Tensor) -> Tensor:
-    """The next token of every slot, `[B, T]`; NOT_PREDICTED in the padding (`lengths` `[B]`: of the rows without it)
-    and where the next token begins another document.
+    """Return the next token of every slot, `[B, T]`; `lengths` `[B]` are the rows' lengths without padding.
+
+    The label is NOT_PREDICTED in the padding and where the next token begins another document.
     """
     predicted = torch.arange(batch.ids.shape[1]) < lengths[:, None] - 1
     if batch.starts is not None:
@@ -124,23 +126,23 @@ def labels_of(batch: Batch, lengths: Tensor) -> Tensor:
 
 
 def answered(batch: Batch) -> Tensor:
-    """bool `[B, T]`: a slot's next token is an answer's."""
+    """Return bool `[B, T]`: whether a slot's next token belongs to an assistant message."""
     return alignment.shift_left(batch.assistant, 1)
 
 
 def token_losses(model: LlamaTarget, batch: Batch, labels: Tensor) -> Tensor:
-    """Nats `[B * T]`; 0 where nothing is predicted."""
+    """Return the losses in nats, `[B * T]`; 0 where the label is NOT_PREDICTED."""
     logits = model.logits(target_features(model, batch, ()).hidden)
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=NOT_PREDICTED)
 
 
 class Rows:
-    """Sequences packed into rows, and the loss of some of these."""
+    """Sequences packed into rows, with the loss of a batch and of all rows."""
 
     def __init__(self, sequences: Sequences, config: ChatConfig) -> None:
         self.sequences, self.learn, self.seed = sequences, config.learn, config.seed
         self.packs = best_fit(sequences.lengths.tolist(), config.sequence_length)
-        self.size = config.batch_tokens // config.sequence_length  # rows of a batch
+        self.size = config.batch_tokens // config.sequence_length  # rows per batch
 
     def labelled(self, packs: list[list[int]]) -> tuple[Batch, Tensor]:
         batch = self.sequences.packed(packs)
@@ -156,7 +158,7 @@ class Rows:
 
     @torch.no_grad()
     def nats(self, model: LlamaTarget) -> dict[str, float]:
-        """Per token, of all rows: of every token, and of the answers'."""
+        """Return the mean nats per token over all rows: of every token, and of those in assistant messages."""
         losses, masks = [], []
         for start in range(0, len(self.packs), self.size):
             batch, labels = self.labelled(self.packs[start : start + self.size])
@@ -168,16 +170,19 @@ class Rows:
 
 
 def export(model: LlamaTarget, folder: Path) -> None:
-    """In bf16, in the layout it was read in, with CHAT_TEMPLATE; whole or not there."""
+    """Export the model in bf16, in the layout it was read in, with CHAT_TEMPLATE; the folder is written atomically."""
     model.to(torch.bfloat16)
     with atomic.replace_folder(folder) as staging:
         save_target(model, staging)
-        (staging / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")  # wins over tokenizer_config.json
-        shutil.rmtree(staging / TEMPLATE_FOLDER, ignore_errors=True)  # it has learnt this template alone
+        (staging / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")  # overrides tokenizer_config.json
+        shutil.rmtree(staging / TEMPLATE_FOLDER, ignore_errors=True)  # the model was trained on CHAT_TEMPLATE only
 
 
 def train(config: ChatConfig) -> dict[str, Any] | None:
-    """None when stopped. Raises ValueError for data and models that cannot be used."""
+    """Train and export the target; return a summary, or None when stopped.
+
+    Raises ValueError for data and models that cannot be used.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     model = load_target(str(resolve_path(config.model)))

@@ -1,11 +1,12 @@
-"""Trains the demo target: a small, deep Llama on the running Python's standard library, into models/demo/.
+"""Trains the demo target, a small, deep Llama, on the running Python's standard library and exports it to models/demo/.
 
     python scripts/pretrain_demo.py                      # resumes outputs/pretrain_demo if it is there
     python scripts/pretrain_demo.py steps=40 folder=/somewhere export=/somewhere/demo
 
-Constant learning rate after a warm-up, then a linear cool-down, its end on the full context: until the cool-down begins
-the trajectory does not depend on `steps`, so a run can be stopped and given another length. Matrices are trained by
-Muon, embedding and norms by AdamW (both from torch.optim). `compile=true` needs a C++ compiler and gains a fifth.
+The learning rate is constant after a warm-up and then cools down linearly; the last steps use the full context. Until
+the cool-down begins the trajectory does not depend on `steps`, so a stopped run can be resumed with another length.
+Muon trains the matrices, AdamW embedding and norms (both from torch.optim). `compile=true` needs a C++ compiler and is
+a fifth faster.
 """
 
 import os
@@ -37,8 +38,8 @@ from models.weights import split_merged
 from scripts.pretraining import FREE_ON_RESUME, LoopConfig, read_config, run_steps
 
 END = "<|endoftext|>"
-# Bits of a conversation in a base model's own language: Python comments. The demo is no chat model; this makes
-# /v1/chat/completions usable with it.
+# Renders messages as Python comments, which this base model has seen in training. The demo is no chat model; the
+# template makes /v1/chat/completions usable with it.
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
@@ -54,15 +55,15 @@ class PretrainConfig(LoopConfig):
     kv_heads: int = 2
     vocab_size: int = 2048
     context: int = 1024
-    short_context: int = 256  # before the last `long_share`; positions past it are learnt in a few hundred steps
-    long_share: float = 0.15  # of the steps
+    short_context: int = 256  # used before the last `long_share` of steps; later positions take a few hundred steps
+    long_share: float = 0.15  # share of the steps
     eval_tokens: int = 32768
     folder: str = "outputs/pretrain_demo"
     export: str = "models/demo"
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE on the training files; id 0 ends a document."""
+    """Train a byte-level BPE tokenizer on the training files; id 0 is END, which separates documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -109,7 +110,9 @@ def hf_config(config: PretrainConfig) -> dict:
 
 
 def initialise(model: LlamaTarget, layers: int) -> None:
-    """Normal(0, 0.02); what writes into the residual stream is scaled by 1 / sqrt(2 · layers) (GPT-2)."""
+    """Initialise matrices from Normal(0, 0.02); projections into the residual stream are scaled by 1 / sqrt(2 · layers)
+    (GPT-2).
+    """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -117,7 +120,7 @@ def initialise(model: LlamaTarget, layers: int) -> None:
 
 
 def sample_batch(stream: Tensor, step: int, config: PretrainConfig) -> Tensor:
-    """Windows `[B, T + 1]` at offsets that depend on (seed, step) alone: resuming needs no sampler state."""
+    """Return windows `[B, T + 1]` at offsets that depend only on (seed, step), so resuming needs no sampler state."""
     length = config.context if step >= (1 - config.long_share) * config.steps else config.short_context
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     starts = torch.randint(0, len(stream) - length, (config.batch_tokens // length, 1), generator=generator)
@@ -132,7 +135,7 @@ def token_losses(model: LlamaTarget, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaTarget, stream: Tensor, tokens: int, context: int) -> float:
-    """Mean nats per token over `tokens` held-out tokens in windows spread evenly over the stream."""
+    """Return the mean nats per token over `tokens` held-out tokens in windows spread evenly over the stream."""
     count = max(1, min(tokens, len(stream) - 1) // context)
     starts = torch.linspace(0, len(stream) - context - 1, count).long()[:, None]
     losses = [token_losses(model, stream[rows + torch.arange(context + 1)]) for rows in starts.split(4)]

@@ -1,8 +1,8 @@
-"""What the scripts that train a target share: schedule, optimisers, checkpoints, and the loop that can be stopped.
+"""Shared code of the scripts that train a target: schedule, optimisers, checkpoints, and a resumable training loop.
 
-Constant learning rate after a warm-up, then a linear cool-down: until it begins the trajectory does not depend on
-`steps`, so a run can be stopped and given another length. The layers' matrices are trained by Muon, all
-else by AdamW (both from torch.optim). Knows nothing about where batches come from.
+The learning rate is constant after a warm-up and then cools down linearly. Until the cool-down begins the trajectory
+does not depend on `steps`, so a stopped run can be resumed with another length. Muon trains the layers' matrices, AdamW
+everything else (both from torch.optim). This module does not depend on where batches come from.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from infer.options.literal_text import literal_overrides
 from models.targets.llama import LlamaTarget
 
 Optimizers = Sequence[torch.optim.Optimizer]
-RECENT = 100  # steps that the printed training loss is a mean of
+RECENT = 100  # steps over which the printed training loss is averaged
 
 
 @dataclass
 class LoopConfig:
-    """Keys of every such script."""
+    """The configuration keys that all these scripts share."""
 
     batch_tokens: int = 4096
     steps: int = 1760
     warmup: int = 60
-    cooldown: float = 0.4  # of the steps
+    cooldown: float = 0.4  # share of the steps
     muon_lr: float = 0.02
     adam_lr: float = 0.003
     weight_decay: float = 0.02
@@ -57,7 +57,7 @@ C = TypeVar("C", bound=LoopConfig)
 
 
 def read_config(schema: type[C], argv: Sequence[str], doc: str | None) -> C:
-    """key=value words; -h prints `doc` and the keys. A mistake ends the program with a message that names the key."""
+    """Parse key=value arguments; -h prints `doc` and the keys. Raises SystemExit with a message that names the key."""
     structured = OmegaConf.structured(schema)
     if {"-h", "--help"} & set(argv):
         print(doc)
@@ -86,7 +86,7 @@ def learning_rate_factor(step: int, config: LoopConfig) -> float:
 
 
 def save_checkpoint(path: Path, model: LlamaTarget, optimizers: Optimizers, step: int, config: LoopConfig) -> None:
-    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}  # a tied one once
+    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}  # tied weights once
     for index, optimizer in enumerate(optimizers):
         for key, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{index}.{key}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
@@ -98,7 +98,10 @@ def save_checkpoint(path: Path, model: LlamaTarget, optimizers: Optimizers, step
 def load_checkpoint(
     path: Path, model: LlamaTarget, optimizers: Optimizers, config: LoopConfig, free: set[str] = FREE_ON_RESUME
 ) -> int:
-    """The step it was made at. Ends the program when a key that is not `free` was another."""
+    """Load model and optimisers and return the checkpoint's step.
+
+    Raises SystemExit if a key outside `free` differs from the checkpoint's configuration.
+    """
     with safe_open(str(path), framework="pt") as file:
         metadata = file.metadata()
     saved = json.loads(metadata["config"])
@@ -126,10 +129,11 @@ def run_steps(
     *,
     free: set[str] = FREE_ON_RESUME,
 ) -> float | None:
-    """From the folder's checkpoint, if there is one, to config.steps. SIGTERM and SIGINT stop it, a checkpoint written.
+    """Train to config.steps, resuming from the folder's checkpoint if there is one.
 
-    `loss_at(step)`: the mean loss of that step's batch, under autocast. `measure()`: held-out metrics, `held_out` among
-    them. Returns the mean training loss of the last RECENT steps; None when stopped.
+    SIGTERM and SIGINT stop the loop after writing a checkpoint. `loss_at(step)` returns the mean loss of that step's
+    batch and is called under autocast. `measure()` returns held-out metrics, including `held_out`. Returns the mean
+    training loss of the last RECENT steps, or None when stopped.
     """
     folder = resolve_path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)

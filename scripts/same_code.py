@@ -1,15 +1,14 @@
-"""Shows that a change touches names, docstrings and comments alone: syntax trees of a revision and of the working tree.
+"""Checks that a change touches only names, docstrings and comments, by comparing syntax trees with those of a revision.
 
     python scripts/same_code.py HEAD                     # docstrings, comments, names local to a function
     python scripts/same_code.py v1 --names names.txt     # after renames of other names as well
     python scripts/same_code.py HEAD --list              # also print the other names that were renamed
 
 A line of the file is `old new`: identifiers, keyword arguments, attributes and parts of module names. Local names may
-change without being listed, as long as within a function every old name has one new name and no two have the same.
-With --list every consistent rename of attributes, keyword arguments and module-level names is accepted and printed
-with its file, for a reader to check. Imports that follow each other are compared as a set, since their order is by
-name. Files that git recognises as moved are compared with what they were. Prints what differs and ends with exit code 1
-if anything does.
+change without being listed, as long as old and new names correspond one to one within a function. With --list every
+consistent rename of attributes, keyword arguments and module-level names is accepted and printed with its file, for a
+reader to check. Consecutive imports are compared as a set, because they are sorted by name. Files that git recognises
+as moved are compared with their old version. Prints the differences; the exit code is 1 if there are any.
 """
 
 import os
@@ -64,7 +63,7 @@ class Differs(Exception):
 
 
 class Renames:
-    """Names of one scope, before and after. Raises Differs unless old and new names correspond one to one."""
+    """The names of one scope, before and after. `add` raises Differs unless they correspond one to one."""
 
     def __init__(self) -> None:
         self.new: dict[str, str] = {}
@@ -80,10 +79,10 @@ class Renames:
 
 
 def renames(before: ast.Module, after: ast.Module) -> dict[str, str]:
-    """Return the names that two otherwise equal trees spell differently, without those local to a function.
+    """Return the names, other than those local to a function, that differ between two otherwise equal trees.
 
-    A function with all that is nested in it is one scope. Attributes, keyword arguments and what is defined outside of
-    functions are names of the file. Raises Differs for any other difference.
+    A function and everything nested in it are one scope. Attributes, keyword arguments and names defined outside of
+    functions belong to the file's scope. Raises Differs for any other difference.
     """
     shared = Renames()
     _compare(before, after, shared, None, frozenset())
@@ -138,9 +137,10 @@ def _bound(function: ast.AST) -> Iterator[str]:
 def differing(
     root: Path, revision: str, names: Mapping[str, str], renamed: dict[str, dict[str, str]] | None = None
 ) -> list[str]:
-    """Return what of the Python files that changed since `revision` is more than names and prose.
+    """Return a message for every Python file that differs from `revision` in more than names, docstrings and comments.
 
-    `renamed`, if passed, accepts renames that are not local to a function and receives them by file.
+    `renamed`, if passed, accepts renames that are not local to a function and receives them by file. Raises ValueError
+    with git's message if git fails.
     """
     git = ["git", "-C", str(root)]
     changes = _output([*git, "diff", "-M", "--name-status", revision, "--", "*.py"])
@@ -173,7 +173,7 @@ def _output(command: list[str]) -> str:
 
 
 def read_names(path: Path) -> dict[str, str]:
-    """Raises ValueError naming the line that is not `old new`."""
+    """Read a file of renames. Raises ValueError naming the line that is not `old new`."""
     names = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         words = line.split()

@@ -1,13 +1,13 @@
-"""Measures servers under an open load: requests come when they come, as from many users, and latency is what they wait.
+"""Measures speed and latency of servers under an open load: requests arrive independently of earlier responses.
 
     python scripts/served.py model=demo head=eagle3
     python scripts/served.py systems=[server,server:head:auto3,vllm,vllm:head] loads=[0.1,1,3] save=served
 
-One server runs at a time (scripts/peer_servers.py says which there are). Arrivals are a Poisson process, the same for
-every server. A load of 1 is `capacity` requests per second: unless given, what the first server answers when `slots` of
-them are always under way. After `seconds` a load ends, and what has been received until then is its speed. Requests
-then under way have DRAIN_S to end; those that do not are dropped, and count with the time that they had waited, so
-that percentiles are lower bounds where many are. The last line of standard output is one JSON document.
+One server runs at a time (scripts/peer_servers.py lists them). Arrivals are a Poisson process, the same for every
+server. A load of 1 is `capacity` requests per second; its default is what the first server completes with `slots`
+requests always in flight. A load lasts `seconds`, and its speed counts the tokens received in that time. Requests still
+in flight then have DRAIN_S to finish; the rest are dropped and count with the time they had waited, so percentiles are
+lower bounds where many were dropped. The last line of standard output is one JSON document.
 """
 
 import os
@@ -42,13 +42,13 @@ SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "files")
 
 @dataclass
 class RequestTrace:
-    """What came of one request: seconds after it was due, and the ids."""
+    """The times of one request, in seconds of the load's clock, and its token counts."""
 
     due: float
     first: float | None = None  # its first token
-    last: float | None = None  # its last
+    last: float | None = None  # its last token
     tokens: int = 0
-    in_time: int = 0  # of them those that came while the load lasted
+    in_time: int = 0  # tokens received while the load lasted
     refused: bool = False
 
 
@@ -57,18 +57,18 @@ class Level:
     """One server under one load."""
 
     load: float
-    requests_per_s: float  # that came
-    tokens_per_s: float  # that were received while the load lasted
+    requests_per_s: float  # sent
+    tokens_per_s: float  # received while the load lasted
     finished: int
     unfinished: int
     refused: int
-    first_token_s: dict[str, float]  # p50 and p90, of those that came
+    first_token_s: dict[str, float]  # p50 and p90, over all requests sent
     latency_s: dict[str, float]
     token_s: dict[str, float]  # between two tokens of a request
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Times of a Poisson process of `rate` per second."""
+    """Return the arrival times in seconds of a Poisson process of `rate` per second."""
     source, at, times = random.Random(f"arrivals-{seed}-{rate}"), 0.0, []
     while (at := at + source.expovariate(rate)) < seconds:
         times.append(at)
@@ -81,12 +81,12 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 class Load:
-    """Requests to one server. `clock` starts with it."""
+    """Sends requests to one server. `clock` counts seconds from the start of the current load."""
 
     def __init__(self, server: Server, config: ServedConfig, prompts: list[list[int]]) -> None:
         self.server, self.config, self.prompts = server, config, prompts
         self.start = time.perf_counter()
-        # A new connection each time: some servers close one that waits just when the next request is sent on it.
+        # A new connection for each request: some servers close an idle one just as the next request is sent on it.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.client = httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits)
 
@@ -109,7 +109,7 @@ class Load:
                     heard.in_time += count if now <= self.config.seconds else 0
 
     async def open(self, rate: float) -> tuple[list[RequestTrace], float]:
-        """What came of every request, and when the last was ended or dropped."""
+        """Send requests at `rate` per second; return their traces and the time when unfinished ones were dropped."""
         self.start = time.perf_counter()
         all_heard, running = list[RequestTrace](), list[asyncio.Task[None]]()
         for number, due in enumerate(arrivals(rate, self.config.seconds, self.config.seed)):
@@ -122,7 +122,10 @@ class Load:
         return all_heard, await self._end(running)
 
     async def closed(self, seconds: float) -> float:
-        """Requests per second that are answered when `slots` of them are always under way."""
+        """Return the requests per second that the server completes with `slots` of them always in flight.
+
+        Raises ValueError if it refuses one.
+        """
         self.start = time.perf_counter()
         answered = list[RequestTrace]()
 
@@ -144,18 +147,18 @@ class Load:
         return sum(heard.tokens for heard in answered) / self.config.max_tokens / end
 
     async def _end(self, running: list[asyncio.Task[None]]) -> float:
-        """Hangs up; answers the time until then."""
+        """Cancel the requests in flight, wait for a free slot of the server and return the time of the cancellation."""
         end = self.clock
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.ask(0, RequestTrace(0.0))  # answered only once there is room again
+        await self.ask(0, RequestTrace(0.0))  # completes only once the server has a free slot again
         await asyncio.sleep(REST_S)
         return end
 
 
 def summary(load: float, all_heard: list[RequestTrace], seconds: float, end: float, max_tokens: int) -> Level:
-    """Of a load that lasted `seconds`; `end` is when what was unfinished was dropped."""
+    """Summarise a load that lasted `seconds`; unfinished requests were dropped at the time `end`."""
     done = [heard for heard in all_heard if heard.tokens >= max_tokens]
     several = [heard for heard in all_heard if heard.tokens > 1]
     return Level(
@@ -174,7 +177,7 @@ def summary(load: float, all_heard: list[RequestTrace], seconds: float, end: flo
 
 
 async def measure(server: Server, config: ServedConfig, prompts: list[list[int]], capacity: float | None) -> Any:
-    """The levels of one server, and the capacity that they are multiples of."""
+    """Return the levels of one server, and the capacity in requests per second that their loads are multiples of."""
     load = Load(server, config, prompts)
     async with load.client:
         await load.closed(min(WARM_UP_S, config.seconds))
@@ -207,7 +210,7 @@ def save(config: ServedConfig, document: dict[str, Any]) -> None:
 
 
 def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
-    """The systems of a result of today, taken with the same settings. Raises ValueError if they differ."""
+    """Return the systems already in `file`. Raises ValueError if it was measured with other settings."""
     if not file.is_file():
         return {}
     before = json.loads(file.read_text(encoding="utf-8"))

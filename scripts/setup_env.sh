@@ -1,6 +1,6 @@
 # Sourced by test.sh (`source setup_env.sh dev`) and quickstart.sh (`source setup_env.sh train,serve`): makes .venv at the
 # repository root if need be, installs Headway with those extras, and leaves the interpreter in $PYTHON.
-# Fast when there is nothing to do: a stamp in .venv holds the hash of the pyproject.toml that was installed.
+# Returns at once when there is nothing to do: a stamp in .venv holds the hash of the installed pyproject.toml.
 #
 #   HEADWAY_PYTHON       the Python (3.11 or later) to make .venv with; else the first that fits of python3, python3.14, ...
 #   HEADWAY_TORCH_INDEX  the package index to take torch from, such as PyTorch's CPU index on a machine without a GPU
@@ -25,7 +25,7 @@ find_python() {
     die "no Python 3.11 or later found (tried: ${HEADWAY_PYTHON:-python3, python3.11 to python3.14}); set HEADWAY_PYTHON"
 }
 
-# Whether this Python has a torch of the range. Reads metadata and imports nothing.
+# Tests whether this Python has a torch version in the range. Reads metadata only; does not import torch.
 has_torch() {
     "$1" - "$TORCH_RANGE" 2>/dev/null <<'PY'
 import re, sys
@@ -39,7 +39,7 @@ PY
 make_venv() {
     local python options=()
     python="$(find_python)"
-    # A torch that the machine already has is shared: it fits the machine's GPU, or its lack of one.
+    # An already installed torch is reused, because it matches the machine's GPU, or its lack of one.
     if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' && has_torch "$python"; then
         options=(--system-site-packages)
     fi
@@ -56,7 +56,8 @@ pip_knows_cpu_torch() {
     "$PYTHON" -m pip install -q --dry-run --no-deps --report - "$TORCH_CPU" 2>/dev/null | grep -q '"version": "[^"]*+cpu"'
 }
 
-# Installed before everything else, because a plain dependency on torch would bring the CUDA build even where no GPU is.
+# Installs torch before everything else, because a plain dependency on torch would install the CUDA build even without a
+# GPU.
 install_torch() {
     if [ -n "${HEADWAY_TORCH_INDEX:-}" ]; then
         say "installing torch from HEADWAY_TORCH_INDEX"
@@ -79,17 +80,17 @@ setup_env() {
     local extras="$1" stamp="$ROOT/.venv/.headway-installed" hash
     [ -x "$PYTHON" ] || make_venv
     hash="$("$PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$ROOT/pyproject.toml")"
-    # the extra dev holds all others
+    # The extra dev contains all others.
     if grep -qsxF -e "$hash dev" -e "$hash $extras" "$stamp"; then return; fi
     has_torch "$PYTHON" || install_torch
     say "installing headway[$extras] into .venv (a few minutes the first time)"
     "$PYTHON" -m pip install -q --no-compile -e "$ROOT[$extras]"
-    # its clients are tested against; scipy, scikit-learn and what else its metrics need would be 300 MB more
+    # Tests run lm_eval's API clients; without --no-deps scipy, scikit-learn and more for its metrics would add 300 MB.
     if [ "$extras" = dev ]; then "$PYTHON" -m pip install -q --no-deps "$LM_EVAL"; fi
     printf '%s\n' "$hash $extras" >>"$stamp"
 }
 
-# The playground's tests drive a real browser; whoever may install one gets it.
+# The playground's tests drive a real browser; it is installed if the user has the permission.
 ensure_browser() {
     if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then return; fi
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

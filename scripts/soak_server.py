@@ -1,9 +1,10 @@
-"""Keeps a server busy with random requests and looks for what must never be: 5xx, torn streams, leaks.
+"""Soak-tests a running server with random requests and checks for 5xx responses, incomplete streams and leaks.
 
     python scripts/soak_server.py http://127.0.0.1:8000 --minutes 20
 
-Completions, chats and responses; whole and streamed, hung up in the middle, with stops, grammars, several answers and
-mistakes. Ends with a card and one JSON line; exit code 1 if anything was wrong. An API key comes from HEADWAY_API_KEY.
+Requests use the completions, chat completions and responses APIs; some are streamed, some are disconnected midway, and
+some have stop strings, grammars, several choices or invalid values. Prints a summary and one line of JSON; the exit
+code is 1 if there was a problem. An API key is read from HEADWAY_API_KEY.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STRUCTURES: list[dict[str, Any]] = [
     {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
     {"json_object": True},
 ]
-MISTAKES: list[dict[str, Any]] = [  # of every endpoint
+MISTAKES: list[dict[str, Any]] = [  # invalid at every endpoint
     {"temperature": -1},
     {"top_p": 2},
     {"seed": -2},
@@ -48,8 +49,8 @@ MISTAKES: list[dict[str, Any]] = [  # of every endpoint
 ENDS = ("data: [DONE]", "response.completed", "response.incomplete", '"code":"grammar_failed"')
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 REFUSALS = (429, 503)
-SAMPLES = 40  # of the server's memory and open files, over the whole time
-GROWTH = 1.1, 128.0  # from the second quarter to the last: so many times as much and so many MiB more is a leak
+SAMPLES = 40  # of the server's memory and open files, evenly over the whole run
+GROWTH = 1.1, 128.0  # a leak: memory grows by more than this factor plus these MiB from the second quarter to the last
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Report:
     files: list[float] = field(default_factory=list)
 
     def check_growth(self) -> None:
-        """The first quarter is for everything to be touched once."""
+        """Add a problem if memory grew from the second quarter of the run to the last; the first is warm-up."""
         quarter = len(self.memory) // 4
         if quarter == 0:
             return
@@ -72,7 +73,7 @@ class Report:
 
 
 def request(random_: random.Random, model: str) -> tuple[str, dict[str, Any], bool]:
-    """A path, a body, and whether it is a mistake."""
+    """Return a random path and body, and whether the request is invalid."""
     text = " ".join(random_.choices(WORDS, k=random_.randint(1, 60)))
     body: dict[str, Any] = {
         "model": model,
@@ -138,7 +139,7 @@ async def send(client: httpx.AsyncClient, random_: random.Random, model: str, re
 
 
 async def soak(url: str, *, seconds: float, clients: int, seed: int = 0, key: str | None = None) -> Report:
-    """Ends by itself after `seconds` and what is then under way."""
+    """Send requests from `clients` concurrent clients for `seconds`, wait for those in flight and return the report."""
     report, end = Report(), time.monotonic() + seconds
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client:
@@ -167,14 +168,14 @@ async def soak(url: str, *, seconds: float, clients: int, seed: int = 0, key: st
 
 
 async def counters(client: httpx.AsyncClient) -> dict[str, float]:
-    """Of /metrics, without labels."""
+    """Return the values of /metrics by name, without labels."""
     lines = (await client.get("/metrics")).raise_for_status().text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name.partition("{")[0]: float(value) for name, value in pairs}
 
 
 async def settle(client: httpx.AsyncClient, report: Report) -> None:
-    """Once nobody asks, nothing may be left running, waiting or held."""
+    """Check that without requests nothing is left running or waiting and no KV cache is in use."""
     for _ in range(100):
         samples = await counters(client)
         report.tokens = samples["headway_generation_tokens_total"]

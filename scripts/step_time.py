@@ -1,12 +1,12 @@
-"""Where the time of a step goes: in forwards of target and head, or in the Python around them.
+"""Measures how an engine step's time divides between forwards of the target, forwards of the head, and Python code.
 
     python scripts/step_time.py model=demo head=eagle3
     python scripts/step_time.py model=demo head=none proposer=none engine.threads=1 max_tokens=128
     python scripts/step_time.py model=demo head=eagle3 proposer.adaptive=true plot=costs.png
 
-Decodes held-out prompts of the demo's corpus one at a time, timing every forward from call to return, so it belongs on
-an idle machine without a GPU. The last line of standard output is one JSON document. `plot` draws what decides how far
-is drafted: what verifies and drafts were measured to cost at the first start.
+Decodes held-out prompts of the demo corpus one at a time and times every forward from call to return, so it needs an
+idle machine without a GPU. The last line of standard output is one JSON document. `plot` draws the cost table from
+which the controller chooses draft lengths: the times of verifying and drafting that were profiled at the first start.
 """
 
 import os
@@ -30,7 +30,7 @@ from infer.speculation.control.cost_model import CostTable
 
 
 class Stopwatch:
-    """Adds up the time spent in the calls it wraps; a call within a wrapped call counts once."""
+    """Sums the time spent in wrapped calls; nested wrapped calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self.calls, self._inside = 0.0, 0, False
@@ -53,7 +53,7 @@ class Stopwatch:
 
 
 def plot_costs(table: CostTable, file: str) -> None:
-    """Milliseconds of a verify over the rows of each request, and of drafting over its depth: one line per batch."""
+    """Plot milliseconds of a verify over rows per request, and of drafting over depth, one line per batch size."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -95,7 +95,7 @@ def main(config: StepTimeConfig) -> None:
         for name in ("fuse", "step", "logits"):
             head.wrap(engine.head, name)
     params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=0, ignore_eos=True)
-    steps: list[tuple[float, float, float]] = []  # seconds: the step, in the target, in the head
+    steps: list[tuple[float, float, float]] = []  # seconds: whole step, target, head
     for prompt in held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens):
         engine.add(prompt, params)
         engine.step()  # the prefill

@@ -1,12 +1,12 @@
-"""A search for the settings of the highest acceptance length, by Optuna: one training per trial.
+"""Searches for the training settings with the highest acceptance length, using Optuna: one training run per trial.
 
     python scripts/sweep.py study=lr trials=12 model=demo head=eagle3 steps=200 \
         'optim.lr=tag(log,interval(1e-4,1e-2))' 'objective.steps=range(3,7)' 'objective.loss=choice(kl,lk)'
 
-Words are those of train/run.py. One whose value is Hydra's choice, range or interval is searched over, on a logarithmic
-scale with the tag `log`; the others hold for all trials. A trial's value is the τ that the engine measured of its head,
-which lies in <output_dir>/sweeps/<study>/<number>. The same command again goes on with the study. `pip install
-'headway[sweep]'` brings Optuna. The last line of standard output is one JSON document.
+Arguments are those of train/run.py. A value that is Hydra's choice, range or interval is searched over, on a
+logarithmic scale with the tag `log`; the others hold for all trials. A trial's value is the τ that the engine measured
+with its head, which is exported to <output_dir>/sweeps/<study>/<number>. Running the same command again continues the
+study. `pip install 'headway[sweep]'` installs Optuna. The last line of standard output is one JSON document.
 """
 
 import os
@@ -30,11 +30,11 @@ from hydra.errors import HydraException
 
 from infer.options.literal_text import SWEEP
 
-Suggest = Callable[[Any], Any]  # of an optuna.Trial
+Suggest = Callable[[Any], Any]  # takes an optuna.Trial
 
 
 def searched(override: Override) -> Suggest:
-    """How a trial chooses the value. Raises ValueError for a sweep that has no meaning here."""
+    """Return the function with which a trial chooses the value. Raises ValueError for an unsupported kind of sweep."""
     key, value = override.key_or_group, override.value()
     if isinstance(value, ChoiceSweep):
         choices = [str(choice) for choice in override.sweep_string_iterator()]
@@ -42,7 +42,7 @@ def searched(override: Override) -> Suggest:
     if isinstance(value, RangeSweep):
         start, stop, step = value.start, value.stop, value.step
         if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int):
-            last = start + (stop - 1 - start) // step * step  # as Python's range, without its end
+            last = start + (stop - 1 - start) // step * step  # the stop is exclusive, as in Python's range
             return lambda trial: trial.suggest_int(key, start, last, step=step)
     if isinstance(value, IntervalSweep) and value.start is not None and value.end is not None:
         low, high, log = float(value.start), float(value.end), "log" in value.tags
@@ -51,7 +51,10 @@ def searched(override: Override) -> Suggest:
 
 
 def read_overrides(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
-    """The words of every trial, and what differs. Raises ValueError when there is nothing to search over."""
+    """Split the arguments into those fixed for all trials and those searched over, by key.
+
+    Raises ValueError when there is nothing to search over.
+    """
     fixed, free = [], {}
     for word in words:
         key, _, text = word.partition("=")
@@ -72,7 +75,7 @@ def read_overrides(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
 
 
 def train(words: list[str]) -> float | None:
-    """τ in the engine of one run's head; None if the run failed, and it says why."""
+    """Run one training and return the τ that the engine measured with its head; None if the run failed."""
     command = [sys.executable, str(Path(HERE).parent / "train" / "run.py"), *words]
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if process.returncode or not process.stdout.strip():
@@ -81,7 +84,10 @@ def train(words: list[str]) -> float | None:
 
 
 def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Suggest]) -> dict[str, Any]:
-    """Raises ValueError where Optuna is missing, where the settings are wrong, and when no trial succeeded."""
+    """Run the trials and return a summary of the study.
+
+    Raises ValueError if Optuna is missing, if the settings are wrong, or if no trial succeeded.
+    """
     from infer.cli import compose
     from infer.config_checks import resolve_path
     from train.config import TrainConfig

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Lint, format, types, tests. Makes .venv if need be. Arguments go to pytest: ./scripts/test.sh tests/unit -k config
+# Lint, format, types, tests. Makes .venv if needed. Arguments go to pytest: ./scripts/test.sh tests/unit -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh dev
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-# Types are checked beside the first tests, for pyright runs on one core.
+# Types are checked in parallel with the first tests, because pyright uses one core.
 types=$(mktemp)
 "$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &
 checker=$!
 trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
-# A worker per core and a thread per worker: two threads that share a core with anything else wait for each other.
+# One worker per core and one thread per worker: with two threads, one that shares its core with another process would
+# delay the other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 result=0
 "$PYTHON" -m pytest -q -n auto --dist worksteal --durations 25 --durations-min 5 "$@" || result=$?

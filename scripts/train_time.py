@@ -1,14 +1,15 @@
-"""How fast each head trains on this machine, nothing else running, and in how much memory.
+"""Measures how fast each head trains on this otherwise idle machine, and in how much memory.
 
     python scripts/train_time.py experiment=demo-heads heads=[eagle,eagle3,medusa,mlp,p-eagle] steps=12 save=training
     python scripts/train_time.py heads=[eagle3] steps=12 packing=true objective.fused=true \\
         against=[packing=false,objective.fused=false]
     python scripts/train_time.py heads=[eagle] steps=12 model.path=<folder> against=[objective.fused=false]
 
-All words but `heads`, `against`, `rounds` and `save` are those of train/run.py, which runs once per head, for a few
-steps, and exports nothing that lasts; with `against` once more with those words instead (logits of all slots and one
-sequence a row, say). `rounds=3` runs both in turn so often, for a machine whose speed changes. MFU is the head's own
-products per second over those of a matrix product. The last line of standard output is one JSON document.
+All arguments but `heads`, `against`, `rounds` and `save` are those of train/run.py, which runs once per head for a few
+steps; the exported head is deleted. With `against` each head runs a second time with those overrides (for example with
+the logits of all slots and one sequence per row). `rounds=3` alternates the two variants three times, for a machine
+whose speed varies. MFU is the head's FLOP/s over those of a plain matrix product. The last line of standard output is
+one JSON document.
 """
 
 import os
@@ -45,7 +46,7 @@ def whole_number(key: str, text: str) -> int:
 
 
 def check_words(heads: list[str], variants: dict[str, list[str]]) -> None:
-    """Before any run begins. Raises ValueError for words that training does not take."""
+    """Validate the arguments before any run begins. Raises ValueError for arguments that training does not accept."""
     from infer.cli import compose
     from train.config import TrainConfig
 
@@ -57,7 +58,10 @@ def check_words(heads: list[str], variants: dict[str, list[str]]) -> None:
 
 
 def run_head(head: str, words: list[str], name: str, exported: str) -> list[dict[str, float]]:
-    """Metrics of its steps, but for those that warm up. Raises SystemExit with the run's exit code if it failed."""
+    """Run one training and return the metrics of its steps after the warm-up.
+
+    Raises SystemExit, with the run's exit code if it failed.
+    """
     from infer.cli import compose
     from infer.config_checks import resolve_path
     from train.config import TrainConfig
@@ -80,7 +84,7 @@ def run_head(head: str, words: list[str], name: str, exported: str) -> list[dict
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of steps: tokens per second, median and range; memory; MFU's numerator; seconds by part."""
+    """Summarise the steps: tokens per second (median and range), memory, head FLOP/s, and seconds by part of a step."""
     from train.step_clock import PARTS
 
     speeds = [row["train/tokens_per_s"] for row in rows]
@@ -95,7 +99,7 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def peak_flops(words: list[str]) -> float:
-    """Of a matrix product, in the dtype that the runs compute in."""
+    """Return the FLOP/s of a matrix product in the dtype that the runs compute in."""
     import torch
 
     from infer.cli import compose
@@ -124,7 +128,7 @@ def main() -> int:
 
     words = take_words(sys.argv[1:], options)
     against = options["against"].strip("[]")
-    # the same key twice is an error of Hydra's: the later word takes the earlier one's place
+    # Hydra rejects the same key twice, so an override from `against` replaces the earlier one.
     replacements = {word.partition("=")[0]: word for word in against.split(",") if word}
     variants = {"": words}
     if replacements:
@@ -138,7 +142,7 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a run of that name would be resumed, not timed
+    peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a new name: an existing run would be resumed
     results: dict[str, Any] = {}
     for head in heads:
         rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}

@@ -15,14 +15,14 @@ TEMPLATES: dict[str, dict[str, str]] = {
     if not path.stem.endswith("_tool_use")
 }
 TEMPLATES["hermes"]["tool_use"] = (FOLDER / "hermes_tool_use.jinja").read_text(encoding="utf-8")
-# What the families can do, read off their templates.
+# What each family's templates support.
 TAKES_PARTS = {"gemma3", "glm4moe", "minimax", "vision"}
 NEEDS_PARTS = {"vision"}
 SHOWS_DEVELOPER = {"hermes", "llama3", "llama3_1", "smollm2", "vision"}
 SHOWS_CALLS = {"deepseek", "glm4moe", "hermes", "llama3_1", "minimax", "mistral", "qwen2_5", "qwen3"}
 NEEDS_TEXT_ARGUMENTS = {"deepseek"}
 
-Conversation = dict[str, Any]  # messages, and maybe tools: a request's fields, and a row's
+Conversation = dict[str, Any]  # messages and optionally tools, as fields of a request or of a dataset row
 
 PARAMETERS = {
     "type": "object",
@@ -70,7 +70,7 @@ CONVERSATIONS: dict[str, Conversation] = {
 
 
 def with_templates(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    """The tokenizer, speaking the family's templates. Its one special token ends texts and begins them."""
+    """Return the tokenizer with the family's templates; its one special token is both BOS and EOS."""
     return Tokenizer(
         tokenizer.backend,
         eos_ids=tokenizer.eos_ids,

@@ -1,6 +1,6 @@
 """Fixtures that every test may use: a tiny random target as a Hugging Face folder, its tokenizer, a random head for it.
 
-The folder is written by transformers, so reading it tests our reader. Everything is seeded. Session fixtures are shared
+The folder is written by transformers, so loading it tests our reader. Everything is seeded. Session fixtures are shared
 and must not be changed: load your own copy to pack or train it.
 """
 
@@ -34,7 +34,7 @@ if not torch.cuda.is_available():
 
 from tests.interpreted import INTERPRETED, scaled
 
-# How long an example takes says nothing of it: other processes may use the machine.
+# No deadline: other processes may use the machine, so an example may take any time.
 hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("timeless")
 
@@ -50,7 +50,7 @@ MakeTarget = Callable[..., Path]
 
 @pytest.fixture(scope="session", autouse=True)
 def probe_nothing() -> Iterator[None]:
-    """In Triton's interpreter an engine starts without trying out what exactness rests on, which takes it minutes."""
+    """Skip the start-up checks of exactness in Triton's interpreter, where they take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             patch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)
@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def train_tiny_tokenizer() -> Any:
-    """Byte-level BPE: END, the 256 bytes and a few merges learned from the sources of `textwrap`."""
+    """Train a byte-level BPE: END, the 256 bytes and a few merges learned from the source of `textwrap`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -87,7 +87,7 @@ def train_tiny_tokenizer() -> Any:
 
 @pytest.fixture(scope="session")
 def make_target_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
-    """`make_target_folder(seed=0, dtype=torch.float32, **config)`: a fresh random Llama; keys are LlamaConfig's."""
+    """Return `make(seed=0, dtype=torch.float32, **overrides)`: writes a random Llama; keys are LlamaConfig's."""
     tokenizer = train_tiny_tokenizer()
 
     def make(*, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
@@ -97,13 +97,13 @@ def make_target_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
             "vocab_size": VOCAB_SIZE,
             "hidden_size": scaled(64, 32),
             "intermediate_size": scaled(128, 64),
-            "num_hidden_layers": scaled(8, 3),  # 8: the fewest on which the default aux layers differ
+            "num_hidden_layers": scaled(8, 3),  # with fewer than 8 the default aux layers coincide
             "num_attention_heads": scaled(4, 2),
             "num_key_value_heads": scaled(2, 1),
             "max_position_embeddings": 512,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
-            "initializer_range": 0.1,  # wide, so that argmax does not hang on the last bits
+            "initializer_range": 0.1,  # large, so that argmax does not depend on the last bits
             "bos_token_id": 0,
             "eos_token_id": 0,
         }
@@ -148,7 +148,7 @@ def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory)
     from models.heads.eagle3_config import Eagle3Config
     from models.vocab import build_draft_vocab
 
-    counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # some order that is no prefix of the vocabulary
+    counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # an order whose most frequent ids are no prefix of the vocabulary
     aux: dict[str, Any] = {} if tiny_target.config.num_layers >= 8 else {"aux_layers": (0, 1, 2)}
     head = Eagle3Head(Eagle3Config.for_target(tiny_target.config, draft_vocab_size=128, **aux))
     head.set_vocabulary(*build_draft_vocab(counts, 128, forced_ids=[0]))
@@ -174,14 +174,14 @@ def tiny_head(tiny_head_folder: Path, tiny_target: Any) -> Any:
 
 @pytest.fixture
 def started_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
-    """Processes that this test started, directly or not, and that have not ended."""
+    """Return a function that lists the processes that this test started, directly or not, and that have not ended."""
     mark = f"HEADWAY_TEST={uuid.uuid4()}"
     monkeypatch.setenv(*mark.split("="))
 
     def started() -> list[int]:
         pids = []
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended a moment ago
+            with contextlib.suppress(OSError):  # the process has just ended
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     pids.append(int(folder.name))
         return pids

@@ -1,4 +1,4 @@
-"""The law that a sampled token must follow, by the textbook, and how far counts may stray from a law."""
+"""The textbook distribution of a sampled token, and how far observed counts may deviate from a distribution."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Z = 4.5  # the bound on a chi-square statistic, in its standard deviations: one 
 def sampling_probs(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """p' `[V]` in float64: temperature, min-p, top-k, then top-p of what is left, by sorting and cutting."""
+    """Return p' `[V]` in float64: temperature, min-p, top-k, then top-p of the rest, by sorting and cutting."""
     p = (logits.double() / temperature).softmax(-1)
     ordered, index = p.sort(descending=True)
     keep = torch.ones_like(p, dtype=torch.bool)
@@ -29,9 +29,9 @@ def sampling_probs(
 
 
 def chi_square_excess(counts: Tensor, probs: Tensor) -> float:
-    """(statistic - degrees of freedom) / its standard deviation, cells with too little in them merged.
+    """Return (chi-square statistic - degrees of freedom) / its standard deviation, with small cells merged.
 
-    Infinite if something was counted that the law rules out.
+    Infinite if something was counted that has probability zero.
     """
     if counts[probs == 0].any():
         return math.inf

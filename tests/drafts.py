@@ -1,4 +1,4 @@
-"""What becomes of drafts, made up."""
+"""Made-up results of verifying drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files of tiny checkpoint folders, written with the package's writer and its table of names."""
+"""Writes GGUF files of tiny checkpoint folders with the gguf package's writer and its table of names."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ Change = Callable[[gguf.GGUFWriter], None]
 def write_gguf(
     folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Matrices in `kinds` by turns, all else in fp32; `change` may add keys. Returns what the tensors of the file stand
-    for, under the names and in the order of the folder.
+    """Write matrices in `kinds` by turns and all else in fp32; `change` may add keys. Return the dequantised tensors
+    of the file, with the names and in the layout of the folder.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -64,7 +64,7 @@ def write_gguf(
             stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append(value)
         else:
             writer.add_tensor(_name(names, name), raw, raw_dtype=kind)
-    for name, values in stacks.items():  # sorted by name is by number: fewer than ten experts
+    for name, values in stacks.items():  # sorted by name, which is by number for fewer than ten experts
         writer.add_tensor(_name(names, name), np.stack(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -80,7 +80,7 @@ def _name(names: gguf.TensorNameMap, name: str) -> str:
 
 
 def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, Any]) -> int:
-    """How many heads the rows are of that converters order for ggml's rotary embedding; 0 for all other tensors."""
+    """Return the number of heads if converters permute the tensor's rows for ggml's rotary embedding, otherwise 0."""
     if architecture is not gguf.MODEL_ARCH.LLAMA:
         return 0
     if ".q_proj." in name:
@@ -103,7 +103,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     rope = config.get("rope_parameters") or {}
-    if "full_attention" in rope:  # of Gemma 3, whose files hold the base of full attention alone
+    if "full_attention" in rope:  # Gemma 3, whose files hold the RoPE base of full attention only
         rope = rope["full_attention"]
         writer.add_sliding_window(config["sliding_window"])
     writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
@@ -121,7 +121,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
-    """What each frequency is divided by."""
+    """Return the divisor of each RoPE frequency."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -132,7 +132,7 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """Byte-level BPE, split as GPT-2 splits."""
+    """Write a byte-level BPE with GPT-2's pre-tokenizer."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = content["model"]["vocab"]
     special = {token["content"] for token in content["added_tokens"]}

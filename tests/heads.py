@@ -1,4 +1,4 @@
-"""Every head and every flag, on tiny targets: what parametrised tests run over."""
+"""Every head with every flag, for parametrised tests on tiny targets."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def make_objective(head: Head, name: str, **settings: Any) -> Objective:
 
 
 def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, *, rounds: int = 60) -> Head:
-    """Trains the head on `sequences` until it knows them nearly by heart, so that drafts of every length are accepted.
+    """Train the head on `sequences` until it has nearly memorised them, so that drafts of every length are accepted.
 
-    `target` gives the features and may be packed.
+    `target` computes the features and may be packed.
     """
     objective = make_objective(head, OBJECTIVE_OF[head.name], steps=steps)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
@@ -80,7 +80,7 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
 
 
 def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) -> Head:
-    """A random head on the unpacked `target`; every parameter that usually starts at one or zero is moved off it."""
+    """Return a random head for the unpacked `target`, with noise on parameters that usually start at one or zero."""
     name, options = VARIANTS[variant]
     kind = HEADS[name]
     if target.config.num_layers < 8 and name in ("eagle3", "p-eagle"):

@@ -1,6 +1,6 @@
 """Sizes for a run in Triton's interpreter (kernels/README.md), where a step takes some 200 times as long.
 
-The same tests over less: shorter prompts and answers, fewer rounds, a smaller target.
+The tests are the same, but prompts and outputs are shorter, rounds fewer and the target smaller.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that published checkpoints have, trained in a moment: each writes spaces in its own way."""
+"""Tokenizers of the kinds that published checkpoints have, trained on little text: each encodes spaces differently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIAL = ("<unk>", "<s>", "</s>")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-SIZE = 512  # of each vocabulary at most
+SIZE = 512  # maximum size of each vocabulary
 REPLACE, JOIN = decoders.Replace("▁", " "), [decoders.ByteFallback(), decoders.Fuse()]
 
 
@@ -25,7 +25,7 @@ def corpus() -> list[str]:
 
 
 def with_bytes(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same with its byte tokens as words of the model, which characters outside its alphabet fall back on."""
+    """Return the tokenizer with byte fallback: its byte tokens encode characters outside its alphabet."""
     written = json.loads(backend.to_str())
     written["added_tokens"] = [token for token in written["added_tokens"] if token["content"] in SPECIAL]
     written["model"] |= {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
@@ -36,7 +36,7 @@ def bpe(*, normalizer: Any, pre_tokenizer: Any, decoder: Any) -> tokenizers.Toke
     backend = tokenizers.Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # for learning words alone
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # only for training
     special = [*SPECIAL, *BYTES]
     backend.train_from_iterator(
         corpus(), trainers.BpeTrainer(vocab_size=SIZE, special_tokens=special, show_progress=False)
@@ -54,7 +54,7 @@ def bpe(*, normalizer: Any, pre_tokenizer: Any, decoder: Any) -> tokenizers.Toke
 
 
 def llama() -> tokenizers.Tokenizer:
-    """Llama 2, Mistral 0.1: a space is prepended, and the first one of a text is stripped."""
+    """Llama 2, Mistral 0.1: encoding prepends a space, and decoding strips the first one."""
     return bpe(
         normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         pre_tokenizer=None,
@@ -63,7 +63,7 @@ def llama() -> tokenizers.Tokenizer:
 
 
 def mistral() -> tokenizers.Tokenizer:
-    """Llama 2 as it is exported today: Metaspace before the first word alone."""
+    """Llama 2 as it is exported today: Metaspace prepends a space to the first word only."""
     return bpe(
         normalizer=None,
         pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
@@ -72,14 +72,14 @@ def mistral() -> tokenizers.Tokenizer:
 
 
 def gemma() -> tokenizers.Tokenizer:
-    """Nothing is prepended and nothing stripped."""
+    """Gemma: no space is prepended or stripped."""
     return bpe(
         normalizer=normalizers.Replace(" ", "▁"), pre_tokenizer=None, decoder=decoders.Sequence([REPLACE, *JOIN])
     )
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """Metaspace as the decoder, which drops the first space by itself."""
+    """Unigram: the decoder is Metaspace, which drops the first space."""
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
@@ -91,7 +91,7 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 def word_piece() -> tokenizers.Tokenizer:
-    """The decoder puts the spaces."""
+    """WordPiece: the decoder inserts the spaces."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -115,7 +115,7 @@ def backend_of(kind: str) -> tokenizers.Tokenizer:
 
 
 def write_end_tokens(source: Path, folder: Path, config: Any, generation: Any) -> Path:
-    """A checkpoint like `source` whose files name these end tokens; None: generation_config.json is not there."""
+    """Write a copy of `source` whose files name these end tokens; `generation` None: no generation_config.json."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     content = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": config}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -126,7 +126,7 @@ def write_end_tokens(source: Path, folder: Path, config: Any, generation: Any) -
 
 
 def write_tokenizer(kind: str, folder: Path, *, source: Path, **settings: Any) -> Path:
-    """A checkpoint like `source`, whose vocabulary has at least SIZE ids, with this tokenizer; `settings`: of its
+    """Write a copy of `source`, whose vocabulary must have at least SIZE ids, with this tokenizer and `settings` in its
     tokenizer_config.json."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer_json(kind), encoding="utf-8")

@@ -1,37 +1,37 @@
-/* Paged attention, keys always in order of position.
+/* Paged attention; keys are always processed in order of position.
  *
- * A row's keys are the committed positions of its request and then its own tail: the rows of this step up to its own
- * (a chain, a prompt), or those whose bits are set in its ancestor word (a tree; ancestors come in order of depth because
- * parents precede children). In plain decoding the same keys would be met in the same order, so the bits are the same
- * whatever the shape of the draft, the batch or the number of threads.
+ * A row sees the committed positions of its request and then its tail: this step's rows of the request up to the row
+ * itself (a chain, a prompt), or those whose bits are set in its tree mask (a tree; ancestors come in order of depth
+ * because parents precede children). Plain decoding would process the same keys in the same order, so the bits are the
+ * same whatever the shape of the draft, the batch or the number of threads.
  *
- * Rows of one request and heads that share their keys read these together: a key or a value is loaded, and widened, once
- * for all of them. Each sum has the order that it has alone.
+ * Rows of one request, and query heads that share a KV head, are processed together: each key and value is loaded and
+ * widened once for all of them. Every sum keeps the order in which it would be computed alone.
  */
 #include "attention.h"
 
 #define MAX_CHUNKS 16 /* head sizes up to 256 */
-#define QUERIES 8     /* that read together, at most */
-#define MAX_TAIL 64   /* bits of an ancestor word */
+#define QUERIES 8     /* most queries that are processed together */
+#define MAX_TAIL 64   /* bits of a tree mask */
 #ifdef __AVX512F__
-#define SUMS 16 /* vectors that stay in registers beside those that are added to them */
+#define SUMS 16 /* most vectors of sums that stay in registers, with the vectors added to them */
 #else
 #define SUMS 4
 #endif
 
-/* Rows first .. first + rows - 1, all of one request. Keys are shared ones, of which each row sees the first few, and
- * then a tail of its own.
+/* Rows first .. first + rows - 1, all of one request. Row r sees the first `shared[r]` of the keys that the rows share,
+ * and then the `tail[r]` keys of its tail.
  */
 typedef struct {
     int64_t first, rows, shared[QUERIES], tail[QUERIES];
-    int32_t *slots, *tails; /* slots of the shared keys; [rows, MAX_TAIL] of the others */
+    int32_t *slots, *tails; /* slots of the shared keys; [rows, MAX_TAIL] slots of the tails */
 } block;
 
 INLINE int64_t slot_of(const attention_args *a, int64_t request, int64_t place) {
     return a->table[request * a->pages + place / a->page_size] * a->page_size + place % a->page_size;
 }
 
-/* How many rows from `first` on can be a block, `most` at most. */
+/* Return how many rows from `first` on can form a block: at most `most`. */
 static int64_t extent(const attention_args *a, int64_t first, int64_t most) {
     int64_t rows = 1, left = a->rows - first;
     for (const int64_t *request = a->request + first, *committed = a->committed + first; rows < most && rows < left; rows++)
@@ -71,12 +71,12 @@ void attention_write(const attention_args *a, int64_t first, int64_t end) {
     }
 }
 
-/* Where the `i`-th key that row `r` of the block sees lies. */
+/* Return the slot of the `i`-th key that row `r` of the block sees. */
 INLINE ptrdiff_t slot_at(const block *b, int64_t r, int64_t i) {
     return i < b->shared[r] ? b->slots[i] : b->tails[r * MAX_TAIL + i - b->shared[r]];
 }
 
-/* Asks for what is read sixteen keys later, `end` excluded: a processor's own guesses stop where a page does. */
+/* Prefetch what is read sixteen keys after `i`, if before `end`: the hardware prefetcher stops at the end of a page. */
 INLINE void fetch(const attention_args *a, ptrdiff_t base, const int32_t *slots, int64_t i, int64_t end, int kind, int chunks) {
     if (i + LANES >= end) return;
     ptrdiff_t element = kind == FLOAT32 ? sizeof(float) : sizeof(bf16), bytes = chunks * LANES * element;
@@ -90,7 +90,7 @@ INLINE vec times(const vec *q, const vec *key, int chunks) {
     return dot;
 }
 
-/* Softmax's numerators of `count` scores, in place; answers their sum. There is room up to whole vectors. */
+/* Replace `count` scores with the numerators of their softmax, and return the sum. There is room for whole vectors. */
 INLINE float exponentials(float *scores, int64_t count) {
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < padded; i++) scores[i] = -1e30f;
@@ -109,12 +109,12 @@ INLINE float exponentials(float *scores, int64_t count) {
     return sum_lanes(sums);
 }
 
-/* Adds the values of keys `begin` up to `end` to `n` queries' sums, weighted by scores `stride` apart. */
+/* Add the values of keys `begin` to `end`, exclusive, to the sums of `n` queries, weighted by scores `stride` apart. */
 INLINE void add_values(
     const attention_args *a, ptrdiff_t values, const int32_t *slots, int64_t begin, int64_t end, const float *scores,
     int64_t stride, vec (*out)[MAX_CHUNKS], int n, int kind, int chunks
 ) {
-    vec sums[MAX_CHUNKS], value[MAX_CHUNKS]; /* of the first, no more than SUMS, or those of one query */
+    vec sums[MAX_CHUNKS], value[MAX_CHUNKS]; /* sums: n * chunks are used, at most SUMS unless n is 1 */
     for (int j = 0; j < n; j++)
         for (int c = 0; c < chunks; c++) sums[j * chunks + c] = out[j][c];
     for (int64_t i = begin; i < end; i++) {
@@ -130,7 +130,7 @@ INLINE void add_values(
         for (int c = 0; c < chunks; c++) out[j][c] = sums[j * chunks + c];
 }
 
-/* The block's rows for query heads `head` .. `head` + `heads` - 1, which share their keys. */
+/* Compute the block's rows for query heads `head` .. `head` + `heads` - 1, which share a KV head. */
 INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_t heads, float *scores, int kind, int chunks) {
     int64_t dim = chunks * LANES, kv = head / (a->heads / a->kv_heads), stride = a->longest + LANES;
     ptrdiff_t keys = kv * a->slots * dim, values = keys + a->kv_heads * a->slots * dim;
@@ -198,13 +198,13 @@ INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_
     }
 }
 
-/* Floats of scratch that a thread needs: its queries' scores, the slots of their keys. */
+/* Return the floats of scratch that a thread needs: scores of its queries, and slots of their keys. */
 int64_t attention_scratch(int64_t longest) { return QUERIES * (longest + LANES + MAX_TAIL) + longest; }
 
-/* Blocks by heads are shared out by their rows. */
+/* Compute thread `self`'s part of the pairs of a block and a KV head; threads get about equally many rows. */
 INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
     int64_t group = a->heads / a->kv_heads, heads = group < QUERIES ? group : QUERIES, most = QUERIES / heads;
-    int64_t all = a->rows * a->kv_heads, each = a->threads > 1 ? all / (2 * a->threads) : all; /* some for everyone */
+    int64_t all = a->rows * a->kv_heads, each = a->threads > 1 ? all / (2 * a->threads) : all; /* some per thread */
     most = a->window && a->window < a->longest ? 1 : most < each ? most : each > 1 ? each : 1;
     int64_t first = all * self / a->threads, end = all * (self + 1) / a->threads, at = 0;
     float *scores = a->scratch + self * attention_scratch(a->longest);
@@ -219,7 +219,7 @@ INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
     }
 }
 
-/* Head sizes are compiled in: with a constant number of chunks the query and the output stay in registers. */
+/* Head sizes are compile-time constants: with a constant number of chunks, query and output stay in registers. */
 #define CASE(kind, chunks) \
     case kind * 32 + chunks: \
         share(a, self, kind, chunks); \
@@ -233,7 +233,7 @@ void attention_share(const attention_args *a, int64_t self) {
     }
 }
 
-/* Whether a head size has a case above. */
+/* Return whether a head size has a case above. */
 int attention_takes(int64_t dim) {
     int64_t chunks = dim / LANES;
     return dim % LANES == 0 && (chunks == 1 || chunks == 2 || chunks == 4 || chunks == 5 || chunks == 6 || chunks == 8 || chunks == 16);
@@ -244,7 +244,7 @@ static void work(void *data) {
     attention_share(a, a->threads > 1 ? a->self() : 0);
 }
 
-/* Answers 0, or -1 for a head size that it does not take (nothing is written then). */
+/* Return 0, or -1 for a head size that is not supported (nothing is written then). */
 int paged_attention(attention_args *a) {
     if (!attention_takes(a->dim)) return -1;
     attention_write(a, 0, a->rows);

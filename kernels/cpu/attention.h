@@ -8,7 +8,7 @@ typedef struct {
     void *cache;           /* [2, kv_heads, slots, D] */
     void *out;             /* [R, heads, D], contiguous */
     const int64_t *table;  /* [B, pages] page ids */
-    const int64_t *request, *committed, *offset, *words; /* [R] each; words: none where rows see all before them */
+    const int64_t *request, *committed, *offset, *words; /* [R] each; words: tree masks, null for causal rows */
     float *scratch;        /* [threads, attention_scratch(longest)] */
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, kind, threads;
@@ -20,10 +20,10 @@ typedef struct {
 int attention_takes(int64_t dim);
 int64_t attention_scratch(int64_t longest);
 
-/* Puts the keys and values of the rows from `first` up to `end` where they will be read. */
+/* Write the keys and values of rows `first` to `end`, exclusive, to their slots of the cache. */
 void attention_write(const attention_args *a, int64_t first, int64_t end);
 
-/* What thread `self` of `threads` does of it: its rows' heads. All that a row sees must have been written. */
+/* Compute the rows and heads of thread `self`, of `threads`. Everything that a row sees must have been written. */
 void attention_share(const attention_args *a, int64_t self);
 
 #endif

@@ -1,20 +1,20 @@
-/* A whole forward of a decoder: for each layer RMSNorm, QKV, QK norm, rotary embedding, paged attention, output
- * projection, RMSNorm, gated MLP, and the norm at the end, in one call and one parallel region. A head's layer may read
- * its input as it is (EAGLE), or beside the embedding of a token, each normed by itself (EAGLE-3). What attention and MLP
- * add to the stream may be normed before (Gemma).
+/* Fused decoder: a whole forward pass in one call and one parallel region. Per layer: RMSNorm, QKV projection, QK norm,
+ * rotary embedding, paged attention, output projection, RMSNorm, gated MLP; then the final norm. A layer of a head may
+ * read its input without a norm (EAGLE), or concatenated with a token embedding, each normed separately (EAGLE-3). The
+ * outputs of attention and MLP may be normed before they are added to the residual stream (Gemma).
  *
- * Of the last layer every row's keys and values are for others to see, but its answer may be wanted of some rows alone:
- * from there on the others are left out.
+ * In the last layer every row's keys and values are written, since other rows attend to them, but the outputs of only
+ * some rows may be needed: after the keys and values are written, the other rows are dropped.
  *
- * It calls the kernels that run one by one otherwise (linear.c, attention.c, rows.c) and rounds where they do, so it
- * gives the same bits as they do. A barrier stands wherever a thread reads what others wrote.
+ * It calls the kernels that otherwise run separately (linear.c, attention.c, rows.c) and rounds where they do, so its
+ * bits are the same. There is a barrier wherever a thread reads what other threads wrote.
  */
 #include "decoder.h"
 #include "rows.h"
 
 typedef struct {
     const decoder_args *a;
-    int64_t self, rows, first, end; /* of `rows` those that are this thread's wherever rows are shared out */
+    int64_t self, rows, first, end; /* thread `self` computes rows `first` to `end`, exclusive, of `rows` */
 } part;
 
 static part part_of(const decoder_args *a, int64_t self, int64_t rows) {
@@ -35,7 +35,7 @@ static void norm(const part *p, const void *weight, void *out) {
     barrier(p);
 }
 
-/* What attention reads. */
+/* Return the input of the layer's QKV projection. */
 static const void *enter(const part *p, const decoder_layer *layer) {
     const decoder_args *a = p->a;
     int64_t size = a->hidden_size;
@@ -62,7 +62,7 @@ static void apply(const part *p, const linear_args *weights, const void *x, cons
     barrier(p);
 }
 
-/* Adds to the stream what a half of a layer makes of x, normed where it has a norm for that. */
+/* Apply a linear layer to x and add its output to the residual stream, normed first if there is a norm `weight`. */
 static void add(const part *p, const linear_args *weights, const void *x, const void *weight) {
     const decoder_args *a = p->a;
     if (!weight) {
@@ -77,7 +77,7 @@ static void add(const part *p, const linear_args *weights, const void *x, const 
     barrier(p);
 }
 
-/* Addressed by `rows`, with queries, keys and values beside each other. */
+/* Return attention's arguments for the rows that `rows` addresses; a row's queries, keys and values are contiguous. */
 static attention_args addressed(const part *p, const attention_args *rows, const decoder_layer *layer, void *cache) {
     const decoder_args *a = p->a;
     attention_args own = *rows;
@@ -112,7 +112,7 @@ static void attend(const part *p, const attention_args *rows, const decoder_laye
     barrier(p);
 }
 
-/* The kept rows come first, in stream and queries. */
+/* Move the kept rows to the front of the residual stream and the queries, and return this thread's part of them. */
 static part keep_rows(const part *p) {
     const decoder_args *a = p->a;
     const attention_args *kept = a->kept;

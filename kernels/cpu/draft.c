@@ -1,44 +1,44 @@
 /* One level of a batch of drafts with a recurrent head, in one call: embeddings of the tokens drafted last, the head's
- * layers, its LM head, and the choice.
+ * layers, its LM head, and sampling.
  *
- * The first level has the rows that wait to be read, several of a request, of which the last goes on. Further ones have a
- * row of each chain, or the nodes of each tree that it is grown from. It calls the kernels that run one by one otherwise,
- * so it drafts the same tokens as they do.
+ * The rows of the first level are the unread rows (prefill of the head), several per request; each request's last row
+ * is drafted from. Further levels have one row per chain, or the nodes that each tree is grown from. It calls the
+ * kernels that otherwise run separately, so it drafts the same tokens as they do.
  */
 #include "decoder.h"
 #include "noise.h"
 #include "rows.h"
 
 typedef struct {
-    decoder_args *decoder;     /* the layers; x: [rows, hidden] the rows' states, then those that drafts go on from;
-                                * kept: [chains] each one's last row */
-    const linear_args *joined; /* makes a layer's input of embedding and state; null: a layer has both beside each other */
+    decoder_args *decoder;     /* the layers; x: [rows, hidden] states of the rows, on return of those drafted from;
+                                * kept: [chains] the last row of each */
+    const linear_args *joined; /* projects embedding and state to the input of a layer; null: a layer reads both */
     const linear_args *lm_head;
     const void *embedding;     /* [V, hidden] */
     const void *cos, *sin;     /* [P, dim], by position */
-    const void *norm;          /* [hidden], before the LM head; null: there is none */
+    const void *norm;          /* [hidden], before the LM head; null: none */
     const int64_t *draft_ids;  /* [lm_head->outputs] target ids */
-    int64_t *ids, *positions, *committed, *offset, *request; /* [rows]; committed to request as in attention.h */
-    const int64_t *low, *high; /* [chains] of the seeds, as in noise.h */
+    int64_t *ids, *positions, *committed, *offset, *request; /* [rows]; the last three as in attention.h */
+    const int64_t *low, *high; /* [chains] halves of the seeds, as in noise.c */
     const float *temperature;  /* [chains] */
-    void *tokens;              /* [rows, hidden]; with `joined` [rows, 2 * hidden] */
-    void *turned;              /* [2, rows, dim] */
+    void *tokens;              /* [rows, hidden] embeddings; with `joined` [rows, 2 * hidden], with the states */
+    void *turned;              /* [2, rows, dim] cos and sin of the rows */
     void *normed, *logits;     /* [chains, hidden | outputs] */
-    int64_t *columns;          /* [chains, count] the best of each, as choose_best has them, and likewise */
+    int64_t *columns;          /* [chains, count] the best of each, like keys and masses as in choose_best */
     float *keys, *masses;
-    uint32_t *scratch;         /* as linear.h has it, for `joined` and the LM head */
+    uint32_t *scratch;         /* as in linear.h, for `joined` and the LM head */
     int64_t rows, chains, dim, joined_threads, threads;
-    int64_t count;             /* 0: the choice alone, [chains] */
+    int64_t count;             /* 0: only the choice, columns [chains] */
 } draft_args;
 
-/* The nodes that trees are grown from next: `width` of each root's, children of the `before` that were run last. Of a
- * node's keys lie, from its root's place on, those of all nodes that were run earlier, `used` of a root. */
+/* The nodes that trees are grown from next: `width` per root, children of the `before` nodes per root that were run
+ * last. Their keys are written after those of all nodes that were run earlier, `used` per root. */
 typedef struct {
     const draft_args *draft;
-    const int64_t *parent, *tokens; /* [roots, width] places among those run last; target ids */
-    const void *states;             /* [roots, before, hidden] of those run last */
-    const int64_t *words;           /* [roots, before] their ancestors, as in attention.h */
-    int64_t *own_words;             /* [roots, width] */
+    const int64_t *parent, *tokens; /* [roots, width] indices among the nodes run last; target ids */
+    const void *states;             /* [roots, before, hidden] of the nodes run last */
+    const int64_t *words;           /* [roots, before] their tree masks, as in attention.h; null: they are roots */
+    int64_t *own_words;             /* [roots, width] on return the tree masks of the nodes */
     const int64_t *positions, *committed, *request; /* [roots] */
     int64_t roots, before, width, used, level;
 } branch_args;
@@ -68,7 +68,7 @@ static void enter(const draft_args *a) {
         d->tokens = a->tokens;
 }
 
-/* The last row of each chain becomes its first, and the place after it the next. */
+/* Set up the next row of each chain: the state of its last row, at the next position and place. */
 static void go_on(const draft_args *a) {
     const decoder_args *d = a->decoder;
     if (d->hidden != d->x)
@@ -82,13 +82,13 @@ static void go_on(const draft_args *a) {
     }
 }
 
-/* Rows are read, and nothing is drafted: only what others will see of them is made. */
+/* Prefill the rows without drafting: compute only what other rows will see of them. */
 void draft_read(const draft_args *a) {
     enter(a);
     decoder(a->decoder);
 }
 
-/* What the states that drafts go on from are followed by. */
+/* Sample the tokens that follow the states drafted from. */
 static void choices(const draft_args *a) {
     const decoder_args *d = a->decoder;
     int64_t size = d->hidden_size, outputs = a->lm_head->outputs;
@@ -106,7 +106,7 @@ static void choices(const draft_args *a) {
         );
 }
 
-/* Every chain's next token, after which it is ready for the one after that; or what trees are to be grown from. */
+/* Draft the next token of every chain and set up the row after it; or rank the tokens that trees are grown from. */
 void draft(const draft_args *a) {
     enter(a);
     decoder(a->decoder);

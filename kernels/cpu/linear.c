@@ -1,17 +1,19 @@
-/* y = x Wᵀ + b. Weights of 4 and 8 bits are read as they are stored and widened in registers; those of 16 and 32 bits
- * have the rows' own dtype. This is how vectors do it; where a processor multiplies tiles, linear_tiles.c does what it can.
+/* y = x Wᵀ + b. Weights of 4 and 8 bits are read as stored and widened in registers; those of 16 and 32 bits have the
+ * dtype of x. This is the vector implementation; on a processor with matrix tiles, linear_tiles.c computes the layers
+ * that it supports.
  *
- * An output's sum runs along K in this order whatever the number of rows: within a group of weights that share a scale
- * from its first on, then the groups' sums, each times its scale. Without scales it is one sum from first to last.
+ * The sum of an output runs along K in the same order for any number of rows: within each group of weights that share a
+ * scale, from first to last; then over the groups' sums, each times its scale. Without scales it is one sum from first
+ * to last.
  */
 #include "linear_tiles.h"
 #include "panels.h"
 #include "widen.h"
 
 #define MOST_ROWS 6 /* of a tile */
-#define WIDE_ROWS 12 /* where nothing is widened: their sums fit the registers, and one pass over the weights is enough */
+#define WIDE_ROWS 12 /* if nothing is widened: their sums fit the registers, and one pass over the weights is enough */
 
-/* part[r][v] += x[r][k] and on, times the weights of one word of each output. */
+/* part[r][v] += the products of x[r], from k on, and the weights in one word per output. */
 INLINE void add_word(
     const linear_args *a, vec part[][VECTORS], const uint32_t *words, int64_t row, int64_t k, int rows, int format, int x_kind
 ) {
@@ -97,7 +99,7 @@ INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int
     linear_answer(a, row, panel, rows, sums, VECTORS);
 }
 
-/* sums[r][v] += the pair x[r] times the pairs w[v]. */
+/* sums[r][v] += the dot products of the pair x[r] and the pairs w[v]. */
 INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, const vec *w, int rows) {
 #ifdef __AVX512BF16__
 #pragma GCC unroll 12
@@ -108,7 +110,7 @@ INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, const vec *w,
             sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
     }
 #else
-    /* The low halves, then the high ones: with both widened at once the sums would leave the registers. */
+    /* The low halves, then the high ones: with both widened at once the sums would be spilled from the registers. */
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         vec wide[WIDE_VECTORS];
@@ -126,8 +128,8 @@ INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, const vec *w,
 #endif
 }
 
-/* sums[r][v] += the products of `steps` words of x, of every row the first, then the second, and of a panel's weights.
- * `lines` of what lies from `fetch` on are brought nearer at every step. */
+/* sums[r][v] += the products of `steps` words per row of x and a panel's weights; x holds the first word of every row,
+ * then the second, and so on. Every step prefetches `lines` cache lines from `fetch` on. */
 INLINE void add_words(
     vec sums[][WIDE_VECTORS], const uint32_t *x, const uint32_t *words, int64_t steps, const uint32_t *fetch, int lines,
     int rows, int kind
@@ -152,8 +154,8 @@ INLINE void add_words(
     }
 }
 
-/* A panel's sums over `steps` words along K from `first` on. x lies as add_words says; sums begin as `held`
- * `[rows, 32]` has them, or at `first` 0 as zero, and end there. */
+/* Arguments for a panel's sums over `steps` words along K from `first` on. x is laid out as for add_words. The sums are
+ * loaded from `held` `[rows, 32]`, or start at zero if `first` is 0, and are stored in `held`. */
 typedef struct {
     const uint32_t *x, *words, *fetch;
     float *held;
@@ -178,7 +180,7 @@ INLINE void sum_tile(const wide_tile *t, int rows, int kind) {
         for (int v = 0; v < WIDE_VECTORS; v++) store_f32(t->held + r * WIDE_PANEL + v * LANES, sums[r][v]);
 }
 
-/* Rows of a tile are compiled in, so that its sums stay in registers. */
+/* The number of rows of a tile is a compile-time constant, so that its sums stay in registers. */
 #define WIDE_CASE(rows) \
     case rows: \
         if (kind == FLOAT32) \
@@ -194,8 +196,8 @@ static void wide_rows(const wide_tile *t, int64_t rows, int64_t kind) {
     }
 }
 
-/* `count` rows from `row` on into tiles, whose number it answers: of a tile's rows the words of one k lie beside each
- * other. */
+/* Pack `count` rows from `row` on into tiles, and return the number of tiles. In a tile the words of all its rows for
+ * one k are contiguous. */
 static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64_t steps, uint32_t *to) {
     int64_t tiles = (count + WIDE_ROWS - 1) / WIDE_ROWS;
     const uint32_t *x = (const uint32_t *)a->x + row * steps;
@@ -211,12 +213,12 @@ static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64
     return tiles;
 }
 
-/* Rows in tiles; every BLOCK of a panel's weights is read for all of them before the next. */
+/* Compute rows in tiles; every BLOCK of a panel's weights is read for all of the tiles before the next BLOCK. */
 static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel) {
     int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
     int64_t blocks = (a->rows + PACKED_ROWS - 1) / PACKED_ROWS;
     uint32_t *scratch = a->scratch + self * PACKED_ROWS * steps;
-    const uint32_t *packed = a->rows > 1 ? scratch : a->x; /* one row lies as a tile of it does */
+    const uint32_t *packed = a->rows > 1 ? scratch : a->x; /* a single row already has the layout of a tile */
     float held[PACKED_ROWS * WIDE_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t row = part(a->rows, b, blocks), count = part(a->rows, b + 1, blocks) - row;
@@ -229,7 +231,7 @@ static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, 
                     wide_tile own = {.x = packed + from * steps + k * rows, .words = words + k * WIDE_PANEL,
                                      .held = held + from * WIDE_PANEL, .first = k,
                                      .steps = steps - k < BLOCK ? steps - k : BLOCK};
-                    own.lines = tiles == 1 ? 2 : t < 2; /* of the next block, which the first two share */
+                    own.lines = tiles == 1 ? 2 : t < 2; /* of the next block, shared by the first two tiles */
                     own.fetch = own.words + own.steps * (WIDE_PANEL + t * own.lines * LANES);
                     wide_rows(&own, rows, a->x_kind);
                 }
@@ -272,7 +274,7 @@ static void work(void *data) {
     linear_share(a, a->threads > 1 ? a->self() : 0);
 }
 
-/* Whether x may be bf16 where weights are narrow; else the caller widens it. */
+/* Return whether x may be bf16 with weights of 4 or 8 bits; if not, the caller widens it. */
 int linear_takes_bf16(void) {
 #ifdef __AVX512BF16__
     return 1;
@@ -281,7 +283,7 @@ int linear_takes_bf16(void) {
 #endif
 }
 
-/* Whether weights of x's own dtype are read here: where a tile's sums fit the registers. */
+/* Return whether weights in the dtype of x are supported: only where the sums of a tile fit the registers. */
 int linear_takes_wide(void) {
 #ifdef __AVX512F__
     return 1;

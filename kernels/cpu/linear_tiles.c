@@ -1,9 +1,9 @@
-/* Linears on a processor that multiplies tiles (AMX): 16 rows by 32 inputs with 32 inputs by 16 outputs, in bf16, in one
- * instruction that takes as long for one row as for sixteen. Within it sums are taken in an order of its own, and of a
- * row they do not depend on the others, so here all numbers of rows go this way.
+/* Linear layers on a processor with matrix tiles (AMX): one instruction multiplies 16 rows by 32 inputs with 32 inputs
+ * by 16 outputs, in bf16, and takes as long for one row as for sixteen. Its order of summation is its own, and a row's
+ * sums do not depend on the other rows; so here any number of rows is computed with tiles.
  *
- * The words of a panel in bf16 lie as the instruction wants them. Weights of 8 and 4 bits are widened a piece of a panel
- * at a time, once for all rows.
+ * The words of a panel in bf16 have the layout that the instruction expects. Weights of 8 and 4 bits are widened one
+ * piece of a panel at a time, once for all rows.
  */
 #include "linear_tiles.h"
 #include "panels.h"
@@ -14,22 +14,22 @@
 
 #define TILE 16
 #define TILE_ROWS (2 * TILE)
-#define WIDE_BLOCK (16 * TILE_ROWS)  /* rows for which all weights pass by once */
-#define NARROW_BLOCK (6 * TILE_ROWS) /* likewise; their sums wait in a cache while a panel is widened piece by piece */
-#define PIECE 16                     /* words along K that are widened at a time, at most those of a group */
+#define WIDE_BLOCK (16 * TILE_ROWS)  /* rows per pass over all weights */
+#define NARROW_BLOCK (6 * TILE_ROWS) /* likewise; their sums stay in cache while a panel is widened piece by piece */
+#define PIECE 16                     /* most words along K that are widened at a time, all of one group */
 
 static int tiles_allowed;
 
-/* What is stored before stays before: compilers do not know all that these instructions read and write. */
+/* Compiler barrier: earlier stores stay before it. Compilers do not know all that tile instructions read and write. */
 #define COMPILED_BEFORE() __asm__ volatile("" ::: "memory")
 
 typedef struct {
     uint8_t palette, start, unused[14];
-    uint16_t bytes[16]; /* of a row of each tile */
+    uint16_t bytes[16]; /* per row of each tile */
     uint8_t rows[16];
 } tile_shapes;
 
-/* Rows of tiles 0 to 7, all of 64 bytes a row; a tile of none is not there. */
+/* Set the number of rows of tiles 0 to 7, with 64 bytes per row; a tile with 0 rows is not configured. */
 static void shape_tiles(const int64_t *rows) {
     tile_shapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++)
@@ -38,8 +38,8 @@ static void shape_tiles(const int64_t *rows) {
     _tile_loadconfig(&shapes);
 }
 
-/* `sums` `[first + second, 32]` of a panel's `steps` words along K. What lies a block further on is brought nearer.
- * Tiles 0 and 1 hold rows, `first` and `second` of them, 2 and 3 weights, which they share, 4 to 7 their sums. */
+/* Compute `sums` `[first + second, 32]` over a panel's `steps` words along K. With `fetches`, prefetch the weights one
+ * BLOCK ahead. Tiles 0 and 1 hold `first` and `second` rows of x, 2 and 3 the weights for both, 4 to 7 the sums. */
 INLINE void wide_sums(
     const uint32_t *x, const uint32_t *words, int64_t steps, int64_t first, float *sums, int second, int fetches
 ) {
@@ -98,13 +98,13 @@ static void wide_share(const linear_args *a, int64_t first_panel, int64_t end_pa
     }
 }
 
-/* int8 comes 2^24 times too large: a byte above three of zeros, as which fp32 holds it just as well. */
+/* int8 is widened to 2^24 times its value, a byte above three zero bytes, which fp32 represents just as exactly. */
 #define UNIT(format) ((format) == INT8 ? 0x1p-24f : 1.0f)
 
-/* For a shuffle: what each word's four bytes become, bytes of its own by number or NONE, which is zero. */
+/* Return the indices of a byte shuffle: each word's four bytes become its bytes a, b, c and d; NONE becomes zero. */
 #define NONE 0x80
 INLINE __m512i from_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    __m128i words = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0); /* shuffles count in four of them */
+    __m128i words = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0); /* indices count within four words */
     return _mm512_add_epi8(_mm512_set1_epi32((int)(a | b << 8 | c << 16 | d << 24)), _mm512_broadcast_i32x4(words));
 }
 
@@ -114,15 +114,15 @@ INLINE __m512 raised(__m512i words, int byte) {
     return _mm512_cvtepi32_ps(_mm512_shuffle_epi8(words, from_bytes(NONE, NONE, NONE, (uint32_t)byte)));
 }
 
-/* As widen_pair has it, times 1 / UNIT. Shifts wait for one port; so bytes are shuffled where that is as good. */
+/* Return what widen_pair does, times 1 / UNIT. Shifts wait for one port, so bytes are shuffled if that is as good. */
 INLINE __m512i raised_pair(uvec words, int place, int format) {
     if (format != INT8) return (__m512i)widen_pair(words, place, format);
     __m512i low = (__m512i)raised((__m512i)words, place / 2), high = (__m512i)raised((__m512i)words, place / 2 + 2);
     return _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, from_bytes(2, 3, NONE, NONE));
 }
 
-/* `count` words along K of a panel -> `to` `[count * weights of a word / 2, 64]`, words of bf16. What lies as far on as
- * `count` is brought nearer. */
+/* Widen `count` words along K of a panel -> `to` `[count * weights per word / 2, 64]`, words of two bf16 each. Prefetch
+ * the `count` words after them. */
 INLINE void widen_piece(const uint32_t *words, int64_t count, int format, uint32_t *to) {
     for (int64_t i = 0; i < count; i++, words += PANEL)
         for (int v = 0; v < VECTORS; v++) {
@@ -135,8 +135,8 @@ INLINE void widen_piece(const uint32_t *words, int64_t count, int format, uint32
         }
 }
 
-/* `sums` `[rows of a tile, 64]` of a piece of `pairs` along K are begun, or added to. x is `row` bytes a row.
- * Tile 0 holds rows, 1 to 3 weights, 4 to 7 sums. */
+/* Compute `sums` `[rows of a tile, 64]` over a piece of `pairs` along K, or add to them if `begun`. x has `row` bytes
+ * per row. Tile 0 holds rows, 1 to 3 weights, 4 to 7 sums. */
 INLINE void piece_sums(const uint32_t *x, size_t row, const uint32_t *wide, int64_t pairs, float *sums, int begun) {
     const size_t line = PANEL * sizeof(uint32_t);
     if (begun) {
@@ -167,7 +167,7 @@ INLINE void piece_sums(const uint32_t *x, size_t row, const uint32_t *wide, int6
     _tile_stored(7, sums + 3 * LANES, line);
 }
 
-/* totals `[rows, 64]` = sums times the scales and `unit`, or += where groups came before. */
+/* totals `[rows, 64]` = sums times the scales and `unit`; += if `begun`, after the first group. */
 INLINE void add_group(const float *sums, const float *scale, float unit, int64_t rows, float *totals, int begun) {
     for (int64_t r = 0; r < rows; r++, sums += PANEL, totals += PANEL)
         for (int v = 0; v < PANEL; v += LANES) {
@@ -176,7 +176,7 @@ INLINE void add_group(const float *sums, const float *scale, float unit, int64_t
         }
 }
 
-/* Weights of 8 and 4 bits. Tiles of rows are alike but for the last, for shaping takes time. */
+/* Weights of 8 and 4 bits. All tiles of rows but the last have the same shape, since configuring tiles takes time. */
 INLINE void narrow_share(const linear_args *a, int64_t first_panel, int64_t end_panel, int format) {
     int64_t blocks = (a->rows + NARROW_BLOCK - 1) / NARROW_BLOCK, held = held_by(format), shaped = 0;
     size_t row_bytes = a->inputs * sizeof(bf16);

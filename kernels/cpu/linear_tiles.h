@@ -3,13 +3,13 @@
 
 #include "linear.h"
 
-/* Whether this linear is multiplied by tiles here, whatever the number of its rows. */
+/* Return whether this linear layer is computed with tiles, for any number of rows. */
 int takes_tiles(const linear_args *a);
 
-/* Panels `first` to `end` of it, for all rows. */
+/* Compute its panels `first` to `end`, exclusive, for all rows. */
 void tile_share(const linear_args *a, int64_t first, int64_t end);
 
-/* Asks the kernel for tiles, for this process, or gives them up. Answers whether they are in use. */
+/* Request tiles from the operating system for this process, or stop using them. Return whether they are in use. */
 int linear_tiles(int wanted);
 
 #endif

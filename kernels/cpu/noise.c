@@ -1,4 +1,4 @@
-/* Gumbel noise as kernels/noise.py defines it, bit for bit: every addition and multiplication is rounded by itself. */
+/* Gumbel noise as kernels/noise.py defines it, bit for bit: every addition and multiplication is rounded separately. */
 #pragma GCC optimize("fp-contract=off")
 #pragma STDC FP_CONTRACT OFF
 #include "noise.h"
@@ -59,8 +59,8 @@ INLINE vec gumbel(uvec word) {
     return -log_of(f, exponent);
 }
 
-/* At least what gumbel() answers: -log(-log(1 - u)) <= -log u, of which u's exponent tells enough. The slack is far above
- * what gumbel() errs by. */
+/* Return an upper bound on gumbel(): -log(-log(1 - u)) <= -log u, which u's exponent bounds in turn. The slack is far
+ * above the error of gumbel(). */
 INLINE vec most_gumbel(uvec word) {
     ivec exponent = ((ivec)uniform(word) >> 23) - 127;
     return __builtin_convertvector(-exponent, vec) * 0.6931472f + 1e-3f;
@@ -97,7 +97,7 @@ INLINE uint32_t row_key(int64_t low, int64_t high, int64_t position) {
     return mix(mix(mix((uint32_t)low) ^ (uint32_t)high) ^ (uint32_t)position);
 }
 
-/* What the noise of the sixteen columns from `v` on is made of. */
+/* Return the random words from which the noise of the sixteen columns from `v` on is computed. */
 INLINE uvec column_words(const int64_t *ids, int64_t v, uint32_t key) {
     uint32_t lanes[LANES];
     for (int64_t i = 0; i < LANES; i++)
@@ -121,7 +121,7 @@ INLINE void choose_rows(
             if (sampled) {
                 uvec word = column_words(ids, v, key);
                 value /= divisor;
-                if (!any_above(value + most_gumbel(word), bar)) continue; /* as nearly all */
+                if (!any_above(value + most_gumbel(word), bar)) continue; /* nearly always */
                 value += gumbel(word);
             }
             ivec better = value > best;
@@ -137,7 +137,7 @@ INLINE void choose_rows(
     }
 }
 
-/* Into the `held` of at most `count` keys, which descend; behind those that are as large. Answers how many are held then. */
+/* Insert a key into the `held` keys, at most `count`, descending, after those equal to it. Return the new `held`. */
 INLINE int64_t insert(float key, int64_t column, float *keys, int64_t *columns, int64_t held, int64_t count) {
     if (held == count && !(key > keys[count - 1])) return held;
     int64_t place = held < count ? held++ : count - 1;
@@ -169,8 +169,9 @@ INLINE void best_rows(
     }
 }
 
-/* What kernels/choose.py chooses where nothing restricts the law: logits [rows, size], size a multiple of 16, rows
- * `stride` elements apart; temperature, the seeds' halves and positions [rows]; ids [size] of the columns, or null. */
+/* Choose a column of each row by the rule of kernels/choose.py, without top-k, top-p and min-p: logits [rows, size],
+ * size a multiple of 16, rows `stride` elements apart; temperature, halves of the seeds and positions [rows]; ids
+ * [size] of the columns, or null. */
 void choose(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
     const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int64_t kind
@@ -181,8 +182,8 @@ void choose(
         choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, BFLOAT16);
 }
 
-/* The `count` <= size columns that the same rule ranks first, [rows, count], and their keys; masses [rows]: the sums of
- * e^(key - best key) over each row's keys, whose last bits may differ from other forms'. */
+/* Return the `count` <= size columns that the same rule ranks first, [rows, count], and their keys; masses [rows]: sums
+ * of e^(key - best key) over all keys of a row, whose last bits may differ from other implementations'. */
 void choose_best(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
     const int64_t *ids, int64_t *columns, float *keys, float *masses, int64_t count, int64_t rows, int64_t stride,

@@ -1,6 +1,6 @@
-/* How weights of a linear lie: in panels of 64 outputs, or of 32 where nothing is to be widened. A panel's weights lie in
- * words of 32 bits, one beside another for its outputs: a word holds 8 (int4), 4, 2 (bf16) or 1 weights of one output in
- * order along K, two or more of them in pairs (widen.h).
+/* Layout of a linear layer's weights: panels of 64 outputs, or of 32 if nothing is widened. A panel consists of 32-bit
+ * words, those of its outputs next to each other. A word holds 8 (int4), 4 (8 bits), 2 (bf16) or 1 (fp32) weights of
+ * one output in order along K, in pairs (widen.h) if there are more than one.
  */
 #ifndef HEADWAY_PANELS_H
 #define HEADWAY_PANELS_H
@@ -11,11 +11,11 @@
 #define PANEL (VECTORS * LANES)
 #define WIDE_VECTORS 2
 #define WIDE_PANEL (WIDE_VECTORS * LANES)
-#define BLOCK 128 /* words along K that are summed for all rows before the next: they stay in a cache */
+#define BLOCK 128 /* words along K that are summed for all rows before the next block: they stay in cache */
 
 INLINE int64_t part(int64_t total, int64_t index, int64_t parts) { return total * index / parts; }
 
-/* Puts a panel's sums `[rows, vectors * 16]` where they belong; what lies beyond the last output is dropped. */
+/* Write the outputs for a panel's sums `[rows, vectors * 16]`; columns beyond the last output are dropped. */
 void linear_answer(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int vectors);
 
 #endif

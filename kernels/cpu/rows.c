@@ -1,5 +1,5 @@
-/* The small row-wise operations of a decoder layer. One row is one job: no row's bits depend on another. Sizes are
- * multiples of 16 (the caller checks). In bf16 the results that torch would round are rounded. */
+/* The small row-wise operations of a decoder layer. No row's bits depend on another row. Sizes are multiples of 16 (the
+ * caller checks). In bf16, intermediate results are rounded where torch would round them. */
 #include "rows.h"
 
 #define BY_KIND(kind, call_f32, call_bf16) \
@@ -26,8 +26,8 @@ INLINE void rms_norm_rows(
     }
 }
 
-/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. centred: the scale is 1 + weight, and the
- * product alone is rounded. */
+/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. centred: the scale is 1 + weight, and only
+ * the product is rounded. */
 void rms_norm(
     const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centred
 ) {

@@ -3,7 +3,7 @@
 
 #include "vec.h"
 
-/* `out` may be `x` where rows lie beside each other there as well. */
+/* `out` may be `x` if the rows of x are contiguous too. */
 void rms_norm(
     const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centred
 );

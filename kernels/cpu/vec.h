@@ -50,7 +50,7 @@ INLINE void store_bf16(bf16 *p, vec v) {
     memcpy(p, &h, sizeof h);
 }
 
-/* `kind` is a constant wherever these are called from, so no branch is left. */
+/* `kind` is a constant wherever these are called, so no branch is left. */
 INLINE vec load(const void *base, ptrdiff_t index, int kind) {
     return kind == FLOAT32 ? load_f32((const float *)base + index) : load_bf16((const bf16 *)base + index);
 }
@@ -62,7 +62,7 @@ INLINE void store(void *base, ptrdiff_t index, vec v, int kind) {
         store_bf16((bf16 *)base + index, v);
 }
 
-/* What a bf16 tensor would hold: for intermediate results that torch rounds. */
+/* Round to what a tensor of `kind` holds: for intermediate results that torch rounds. */
 INLINE vec rounded(vec v, int kind) {
     if (kind == FLOAT32) return v;
     bf16 h[LANES];
@@ -88,7 +88,7 @@ INLINE float sum_lanes(vec v) {
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #endif
 
-/* sum_lanes of each of sixteen vectors, which are used up: the same additions, of several vectors at a time. */
+/* sum_lanes of each of sixteen vectors, which are overwritten: the same additions, several vectors at a time. */
 INLINE vec sum_lanes_of_each(vec *v) {
     for (int i = 0; i < 8; i++) {
         vec a = v[2 * i], b = v[2 * i + 1];
@@ -115,7 +115,7 @@ INLINE float max_lanes(vec v) {
     return m;
 }
 
-/* e^x for x <= 88, to about one unit in the last place (Cephes' polynomial); below -87 it is zero. */
+/* e^x for x <= 88, to about one unit in the last place (Cephes' polynomial); zero for x <= -87. */
 INLINE vec vec_exp(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     ivec keep = x > -87.0f;
@@ -134,8 +134,8 @@ INLINE vec vec_exp(vec x) {
     return (vec)((ivec)(p * (vec)power) & keep);
 }
 
-/* Work split over threads of the OpenMP runtime that torch has already started (a second runtime would fight it for
- * the cores). `parallel` is its GOMP_parallel, `self` its omp_get_thread_num; null means this thread alone. */
+/* Work is split over threads of the OpenMP runtime that torch has already started (a second runtime would compete with
+ * it for the cores). `parallel` is its GOMP_parallel, `self` its omp_get_thread_num; null: this thread only. */
 typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
 typedef int (*self_fn)(void);
 

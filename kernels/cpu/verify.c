@@ -1,7 +1,7 @@
-/* The path that a verify accepts (kernels/verify.py says how it is told), of trees on the host. */
+/* Verification of draft trees on the host: the accepted path, as defined in kernels/verify.py. */
 #include <stdint.h>
 
-/* All [batch, width] but length and last [batch]; `likely` may be null. */
+/* All [batch, width] except length and last, [batch]. `likely` is the mask of typical acceptance, or null. */
 void accept(
     const int64_t *token, const int32_t *parent, const int32_t *depth, const int64_t *ancestors, const int64_t *length,
     const int64_t *choice, const uint8_t *likely, int64_t *last, int64_t batch, int64_t width

@@ -1,21 +1,21 @@
-/* Losses over a vocabulary, a row at a time while it lies in cache: what a draft's logits cost against a teacher's, and
- * their gradient in the logits' place. A row's bits depend on that row alone. Logarithms are left to the caller.
+/* Losses over a vocabulary, one row at a time while it is in cache: the loss of a draft's logits against a teacher's,
+ * and its gradient, which overwrites the logits. A row's bits depend on that row alone. The caller takes logarithms.
  *
- * A row whose largest logit is not finite, or that holds a NaN, answers NaN throughout, as torch does.
+ * A row whose largest logit is not finite, or that contains a NaN, yields NaN throughout, as in torch.
  */
 #include "vec.h"
 
 typedef struct {
-    void *logits;           /* [rows, size]; with `factor` their gradient on return */
-    const void *taught;     /* [teachers, size], the teacher's logits; null: neither `dot` of KL nor `overlap` is made */
-    const int64_t *teacher; /* [rows], which of them */
-    const int64_t *label;   /* [rows] cross-entropy with these columns (below 0: none); null: KL to the teacher */
-    const float *factor;    /* [rows] by which the gradient is multiplied; null: none is made */
-    const float *log_z;     /* [teachers] of the teacher's logits */
-    const float *mass;      /* [teachers] what the teacher's distribution is multiplied by in `overlap` */
+    void *logits;           /* [rows, size]; with `factor`, on return their gradient */
+    const void *taught;     /* [teachers, size], the teacher's logits; null: no KL (`dot`) and no `overlap` */
+    const int64_t *teacher; /* [rows], the row of `taught` for each row */
+    const int64_t *label;   /* [rows] cross-entropy with these columns (negative: none); null: KL to the teacher */
+    const float *factor;    /* [rows] factor on the gradient; null: no gradient is computed */
+    const float *log_z;     /* [teachers] log-sum-exp of the teacher's logits */
+    const float *mass;      /* [teachers] factor on the teacher's distribution p in `overlap` */
     float *most, *sum;      /* [rows] largest logit z, and sum of exp(z - most) */
     float *dot;             /* [rows] sum of p z, or the label's z */
-    float *overlap;         /* [rows] sum of min(softmax(z), mass p); null: not made */
+    float *overlap;         /* [rows] sum of min(softmax(z), mass p); null: not computed */
     int64_t *best;          /* [rows] first column of the largest logit */
     float *scratch;         /* [threads, 2, size rounded up to LANES] */
     int64_t rows, size, kind, taught_kind, threads;
@@ -25,10 +25,10 @@ typedef struct {
 
 typedef struct {
     const void *logits; /* [rows, size] */
-    const int64_t *ids; /* [drafts] columns of the draft vocabulary; null: all of them */
-    void *drafted;      /* [rows, drafts] these columns, on return */
-    /* [2, rows], of all columns and of the drafted ones (without `ids` of all alone): largest logit z, sum of
-     * e = exp(z - most), sum of e (z - most), first column of the largest */
+    const int64_t *ids; /* [drafts] columns of the draft vocabulary; null: all columns */
+    void *drafted;      /* [rows, drafts] on return the logits of these columns */
+    /* [2, rows], over all columns and over those of the draft vocabulary (without `ids` only over all): largest logit
+     * z, sum of e = exp(z - most), sum of e (z - most), first column of the largest */
     float *most, *sum, *dot;
     int64_t *best;
     int64_t rows, size, drafts, kind, threads;
@@ -38,7 +38,7 @@ typedef struct {
 
 #define MINUS_INFINITY splat(-__builtin_inff())
 
-/* Past the end of the row: minus infinity, which adds nothing to any sum. */
+/* Load a vector of a row; past the end of the row it is minus infinity, which adds nothing to any sum. */
 INLINE vec load_part(const void *base, int64_t i, int64_t size, int kind) {
     if (i + LANES <= size) return load(base, i, kind);
     size_t width = kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
@@ -65,7 +65,7 @@ INLINE const void *row_of(const void *base, int64_t row, int64_t size, int kind)
 
 INLINE vec pick(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
-/* The largest of a row, NaN if it is not finite or any is NaN; `column` its first place. */
+/* Return the largest element of a row, NaN if it is not finite or any element is NaN; `column`: its first column. */
 INLINE float largest(const void *z, int64_t size, int64_t *column, int kind) {
     vec most = MINUS_INFINITY, wrong = splat(0.0f);
     ivec place = {0}, now = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

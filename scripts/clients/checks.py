@@ -1,6 +1,6 @@
-"""What the programs of this folder share: the server's address, what is asked, and how the outcome of a check is told.
+"""Shared by the client programs in this folder: the server's address, prompts, expected responses, and result format.
 
-Runs in the clients' environment, which has nothing of Headway's.
+Runs in the clients' environment, in which Headway is not installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 URL = os.environ["HEADWAY_URL"]
 MODEL = os.environ["HEADWAY_MODEL"]
-ASKED, SAID = "What is 1+2?", "It is 3."  # as target.py has taught it
+ASKED, SAID = "What is 1+2?", "It is 3."  # as trained by target.py
 ASKED_JSON = "Add 1 and 2, as JSON."
 ARGUMENTS = {"a": 1, "b": 2}
 PARAMETERS: dict[str, Any] = {
@@ -26,7 +26,7 @@ PARAMETERS: dict[str, Any] = {
 
 
 def run(package: str, **checks: Callable[[], object]) -> None:
-    """Prints the package's version, and then what became of each check, a line of JSON each."""
+    """Run the checks; print the package's version and the result of each check, as one line of JSON each."""
     print(json.dumps({"version": metadata.version(package)}), flush=True)
     for name, check in checks.items():
         error = None

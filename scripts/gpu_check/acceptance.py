@@ -1,4 +1,4 @@
-"""Block verification and typical acceptance: the GPU decides what the CPU's torch form does, and the time."""
+"""Block verification and typical acceptance: checks that the GPU decides as torch does on the CPU, and times them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from scripts.gpu_check.measure import close, same, timed
 
 
 def chains(batch: int, drafted: int, size: int, device: torch.device) -> tuple[Any, ...]:
-    """Target probabilities, tokens, draft probabilities, seeds and positions; every fourth draft is certain."""
+    """Return target probabilities, tokens, draft probabilities, seeds and positions; every fourth chain has no draft
+    probabilities (a deterministic draft).
+    """
     generator = torch.Generator().manual_seed(batch)
     target_probs = (torch.randn(batch, drafted + 1, size, generator=generator) * 2).softmax(-1)
     draft_probs = 0.7 * target_probs[:, :-1] + 0.3 * (
@@ -25,7 +27,7 @@ def chains(batch: int, drafted: int, size: int, device: torch.device) -> tuple[A
 
 
 def typical(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Likely tokens and others after every row."""
+    """Return inputs of `typical_mask` with two tokens per row of `probs`, likely ones for every other row."""
     above = torch.arange(2 * len(probs), device=probs.device) // 2
     tokens = torch.where(above % 2 == 0, probs.argmax(-1)[above], above % probs.shape[1])
     return probs, above, tokens

@@ -1,4 +1,4 @@
-"""Paged attention: against float64, a row's bits in any company, and what a step's attention costs."""
+"""Paged attention: checks against float64 and for batch invariance, and the time of a step's attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LLAMA = (32, 8, 128)  # query heads, KV heads, head size of Llama-3.1-8B
 
 
 def make(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """q, k, v of every position, a full pool and the page table, whose pages are scattered."""
+    """Return q, k and v of every position, a full KV cache pool and a page table with scattered pages."""
     generator = torch.Generator(device).manual_seed(sum(lengths))
     pages = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
@@ -53,7 +53,7 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
     on_gpu = device.type == "cuda"
     sizes = [LLAMA, (7, 1, 64), (8, 4, 80), (8, 2, 96), (4, 1, 256)] if on_gpu else [(4, 2, 64)]
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if on_gpu else (torch.float32,)
-    start, nodes = (1019, 24) if on_gpu else (29, 5)  # in sight of a split's end
+    start, nodes = (1019, 24) if on_gpu else (29, 5)  # close to the end of a split
     tree = random_tree(nodes)
     for heads, kv_heads, dim in sizes:
         for dtype in dtypes:
@@ -74,7 +74,7 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
 def eight_bits(
     sizes: tuple[int, int, int], dtype: torch.dtype, start: int, nodes: int, device: torch.device
 ) -> dict[str, Any]:
-    """A chain over keys and values in fp8, against float64 on what was stored. `sizes`: of LLAMA's kind."""
+    """Compare a chain over an fp8 KV cache with float64 on the stored values; `sizes` are as in LLAMA."""
     heads, kv_heads, dim = sizes
     q, k, v, cache, table = make([start + nodes], heads, kv_heads, dim, dtype, device)
     narrow, new = cache.to(torch.float8_e4m3fn), (q[:nodes], k[:nodes], v[:nodes])
@@ -85,7 +85,7 @@ def eight_bits(
 
 
 def bits(name: str, case: Any, start: int, nodes: int, tree: DraftTree) -> list[dict[str, Any]]:
-    """The text's last positions as a prompt's, as a chain's and alone; and a tree's rows as their paths alone."""
+    """Check that rows have the same bits in a prompt, in a chain and alone, and in a tree and alone on their paths."""
     q, k, v, cache, _ = case
     scale, end = q.shape[2] ** -0.5, start + nodes
     prompt = planned(case, [0], [end])(q, k, v, cache, scale)[start:]
@@ -114,7 +114,7 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
     heads, kv_heads, dim = LLAMA if device.type == "cuda" else (4, 2, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = [(1, 1, 1024), (1, 16, 1024), (1, 64, 1024), (1, 16, 32768), (8, 1, 32768), (8, 16, 32768), (64, 1, 2048)]
-    shapes += [(1, 512, 4096)]  # a prompt's chunk
+    shapes += [(1, 512, 4096)]  # a prefill chunk
     for batch, rows, context in shapes if device.type == "cuda" else [(2, 3, 40)]:
         case = make([context] * batch, heads, kv_heads, dim, dtype, device)
         q, _, _, cache, _ = case

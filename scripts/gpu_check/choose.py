@@ -1,4 +1,4 @@
-"""The choice rule: the GPU's choices are the CPU's, and what a pass over the vocabulary costs."""
+"""The choice rule: checks that the GPU chooses as the CPU, and times a pass over the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("greedy", "sampled", "top-k and min-p", "top-p")
 
 
 def cases(device: torch.device) -> Iterator[tuple[int, int, torch.dtype]]:
-    """Rows, vocabulary, dtype."""
+    """Yield rows, vocabulary size and dtype."""
     if device.type != "cuda":
         yield from ((2, 150, torch.float32), (3, 2300, torch.bfloat16))
         return
@@ -43,7 +43,7 @@ def parameters(kind: str, rows: int, device: torch.device) -> ChoiceParameters |
 
 
 def shaping(rows: int, size: int, device: torch.device) -> Shaping:
-    """Everything that a request may ask for before the temperature, for rows of a draft."""
+    """Return all logits processing that precedes the temperature, for the rows of a draft."""
     generator = torch.Generator().manual_seed(size)
     output = torch.randint(0, 3, (size,), generator=generator).float()
     prompt, allowed = torch.rand(size, generator=generator) < 0.1, torch.rand(rows, size, generator=generator) < 0.5
@@ -65,7 +65,7 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
             case = f"{kind}, {rows} x {size}, {dtype}"
             keys = choice_keys(logits.cpu(), parameters(kind, rows, cpu), positions.cpu())
             chosen = choose(logits, parameters(kind, rows, device), positions)
-            # the sum that top-p compares may be rounded otherwise: one row in many may hold one token more
+            # The sum that top-p compares may be rounded differently: one row in many may keep one more token.
             allowed = 0.02 if kind == "top-p" else 0.0
             results.append(same("choose", case, chosen, keys.argmax(-1), allowed=allowed))
             if kind == "top-p":

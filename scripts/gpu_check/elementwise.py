@@ -1,4 +1,4 @@
-"""The small operations of a layer and a step: against float64 or torch, and their times at Llama-3.1-8B's sizes."""
+"""The small operations of a layer and a step: checks against float64 or torch, and times at Llama-3.1-8B's sizes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ HEADS = 5  # of Medusa
 
 
 def sizes(device: torch.device) -> tuple[int, int, int, int, int]:
-    """Hidden size, inner size, query heads, KV heads, head size."""
+    """Return hidden size, inner size, query heads, KV heads and head size."""
     return (4096, 14336, 32, 8, 128) if device.type == "cuda" else (64, 96, 4, 2, 16)
 
 
 def mlp_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """x, delta, weight of a norm, gate and up."""
+    """Return x, delta, a norm's weight, and gate and up in one tensor."""
     hidden, inner, *_ = sizes(device)
     shapes = (rows, hidden), (rows, hidden), (hidden,), (rows, 2 * inner)
     return tuple(torch.randn(*shape, device=device).to(dtype) for shape in shapes)
@@ -34,7 +34,7 @@ def mlp_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
 def attention_case(
     rows: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, QKNorm, Tensor]:
-    """qkv, cos, sin, norm, cache."""
+    """Return qkv, cos, sin, norm and cache."""
     _, _, heads, kv_heads, dim = sizes(device)
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim, device=device).to(dtype)
     angles = torch.randn(rows, 1, dim, device=device)
@@ -79,7 +79,7 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
 
 
 def head_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """States, ids, a table of embeddings, scale and shift of a norm; weights and biases of five residual blocks."""
+    """Return states, ids, embedding table, a norm's scale and shift, and weights and biases of five residual blocks."""
     hidden, *_ = sizes(device)
     shapes = (rows, hidden), (257, hidden), (hidden,), (hidden,), (HEADS, hidden, hidden), (HEADS, hidden)
     x, table, scale, shift, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in shapes)
@@ -87,7 +87,7 @@ def head_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tens
 
 
 def head_steps(rows: int, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
-    """What heads are made of besides a decoder layer: the step of an MLP speculator, Medusa's blocks, features."""
+    """Check the parts of heads besides a decoder layer: an MLP speculator's step, Medusa's blocks, fused features."""
     x, ids, table, scale, shift, weight, bias = head_case(rows, dtype, device)
     total = x.double() + 0.3 * table[ids].double()
     true = F.gelu(F.rms_norm(total, scale.shape, scale.double(), 1e-6) + shift.double())

@@ -1,4 +1,4 @@
-"""The promise on this machine: token ids with drafts equal those without, in any batch, greedy and sampled."""
+"""Checks on this machine that token ids with drafts equal those without, in any batch, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TREE = replace(CHAIN, tree_width=3, tree_nodes=12)
 
 
 def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]], int]]:
-    """Name, engine, prompts, tokens to generate. On a CPU as few as the interpreter bears."""
+    """Yield name, engine, prompts and max_tokens; on a CPU a tiny case, because Triton's interpreter is slow."""
     if device.type != "cuda":
         target = targets.random_target("tiny", torch.float32, device)
         config = EngineConfig(
             max_batch=2, max_tokens_in_cache=128, prefill_chunk=16, max_rows=32, graph_batches=[2], graph_rows=[1, 5]
         )
-        # probing would take minutes
+        # The start-up probe would take minutes.
         engine = Engine(target, head=targets.taught_head(target), config=config, probe=False)
         yield "tiny, fp32", engine, [[5, 6, 7], [9, 8]], 3
         return
@@ -56,7 +56,7 @@ def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]]
 
 
 def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
-    """One line per target, sampling and way of drafting; ways for which no time was left are said to be left out."""
+    """Return one line per target, sampling and way of drafting; those for which no time was left are `left_out`."""
     results = []
     for name, engine, prompts, tokens in engines(device):
         for kind, params in samplings(device):
@@ -81,7 +81,9 @@ def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
 
 
 def use_graphs(engine: Engine, mode: str) -> None:
-    """From the next `set_proposer` on: "off", "on", or "ahead", with rounds launched before the last one is read."""
+    """Set CUDA graphs from the next `set_proposer` on: "off", "on", or "ahead" (overlap scheduling: a round is launched
+    before the previous one is read).
+    """
     engine.config.graphs = "off" if mode == "off" else "on"
     engine.config.rounds_ahead = int(mode == "ahead")
 
@@ -92,7 +94,10 @@ def samplings(device: torch.device) -> list[tuple[str, SamplingParams]]:
 
 
 def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool, str]]:
-    """What drafts, whether all prompts run together, how graphs are used. They are compared with what runs without."""
+    """Return (label, proposer, draft shape, whether all prompts run together, mode of `use_graphs`) of every way.
+
+    Each way is compared with plain decoding without graphs, one prompt at a time.
+    """
     cases = [
         ("none", "none", CHAIN, True, "on"),
         ("head, chain", "head", CHAIN, False, "on"),

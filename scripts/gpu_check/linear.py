@@ -1,4 +1,4 @@
-"""Linear layers: against float64, a row's bits among any number, and what one order costs against the library's."""
+"""Linear layers: checks against float64 and for batch invariance, and times beside those of the library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
 
 
 def timings(device: torch.device) -> list[dict[str, Any]]:
-    """With `library` the unrestricted choice, F.linear: what exactness costs."""
+    """Time every weight format, and F.linear as "linear, library": the difference is the cost of batch invariance."""
     results = []
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32

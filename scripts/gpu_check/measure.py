@@ -1,4 +1,4 @@
-"""One line of the report: a comparison or a time."""
+"""Functions that make one line of the report: a comparison or a time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ TIMES = 15
 
 
 def close(kernel: str, case: str, actual: Tensor, true: Tensor, bound: float) -> dict[str, Any]:
-    """The largest error against a float64 truth, as a share of its largest value."""
+    """Return the largest error against a float64 reference, relative to the reference's largest value."""
     actual, true = actual.detach().double().cpu(), true.detach().double().cpu()
-    differ = actual != true  # an infinity that should be one is no error, a NaN always is
+    differ = actual != true  # an expected infinity is no error, a NaN always is
     error = float((actual - true)[differ].abs().max() / true[true.isfinite()].abs().max()) if differ.any() else 0.0
     return {"kernel": kernel, "case": case, "error": error, "bound": bound, "ok": error <= bound}  # NaN is not
 
 
 def same(kernel: str, case: str, actual: Tensor, expected: Tensor, *, allowed: float = 0.0) -> dict[str, Any]:
-    """The share of elements that differ; `allowed` of them may."""
+    """Return the share of elements that differ; up to `allowed` is accepted."""
     wrong = float((actual.detach().cpu() != expected.detach().cpu()).double().mean())
     return {"kernel": kernel, "case": case, "error": wrong, "bound": allowed, "ok": wrong <= allowed}
 
 
 def timed(kernel: str, case: str, call: Callable[[], Any], device: torch.device, *, moved: int) -> dict[str, Any]:
-    """Median time of a call with cold caches; `moved`: bytes that it must read and write at least.
+    """Return the median time of a call with cold caches; `moved` is the least number of bytes it must read and write.
 
-    On a CPU the call runs once: the interpreter's time says nothing, but the call must work.
+    On a CPU only one call is timed: the interpreter's time has no meaning, but the call must work.
     """
     call()
     if device.type != "cuda":
@@ -41,7 +41,7 @@ def timed(kernel: str, case: str, call: Callable[[], Any], device: torch.device,
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TIMES)]
     for start, end in pairs:
-        flush.zero_()  # meanwhile the call is queued, so that its launch is not part of its time
+        flush.zero_()  # the call is queued while this runs, so its time excludes the launch
         start.record()
         call()
         end.record()
@@ -55,7 +55,7 @@ def timed(kernel: str, case: str, call: Callable[[], Any], device: torch.device,
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """GB/s of a plain copy, bytes read and bytes written counted."""
+    """Return the GB/s of a plain copy, counting both bytes read and bytes written."""
     size = 2**30 if device.type == "cuda" else 2**22
     source = torch.empty(size, dtype=torch.int8, device=device)
     into = torch.empty_like(source)
@@ -64,6 +64,6 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def rated(entry: dict[str, Any], copy_gb_s: float) -> dict[str, Any]:
-    """With the bandwidth that was reached, and its share of a copy's."""
+    """Return the entry with the bandwidth it reached and its share of a plain copy's bandwidth."""
     reached = entry["bytes"] / entry["ms"] / 1e6
     return entry | {"gb_s": round(reached, 2), "of_copy": round(reached / copy_gb_s, 4)}

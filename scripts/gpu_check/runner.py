@@ -1,4 +1,4 @@
-"""Runs the parts one after another, whatever becomes of each, and makes the report."""
+"""Runs the parts one after another, even if some fail, and writes the report."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from scripts.gpu_check.measure import copy_bandwidth, rated
 from train.publishing.provenance import git_state, versions
 
 OPERATIONS = ("attention", "linear", "elementwise", "choose", "verify", "acceptance", "training")
-SECONDS = {"kernels": 130, "exact": 130, "bench": 250}  # of a part, on a GPU; what is left out then says so
+SECONDS = {"kernels": 130, "exact": 130, "bench": 250}  # time limit of a part on a GPU; what it leaves out is reported
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code: 0 if nothing failed."""
+    """Run the parts, write the report and return the exit code: 0 if nothing failed.
+
+    Raises ValueError if a GPU is needed and there is none.
+    """
     device = torch.device("cpu" if args.interpret else "cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("this machine has no usable GPU; --interpret runs the kernels in Triton's interpreter")
@@ -103,7 +106,7 @@ PARTS: dict[str, Callable[..., Any]] = {"kernels": kernels, "exact": exact, "ben
 
 
 def attempt(label: str, call: Callable[[], Any], failures: list[str]) -> Any:
-    """What the call answers; a failure is written down and the rest goes on."""
+    """Return the call's result; an exception is added to `failures`, and None is returned."""
     try:
         return call()
     except Exception as error:

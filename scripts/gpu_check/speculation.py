@@ -1,4 +1,4 @@
-"""Speculation end to end on the inflated target with its inflated head: real acceptance at a large model's cost."""
+"""Measures speculation end to end on the inflated target and head: real acceptance at a large model's cost."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ SHORT_SYSTEMS = {
     "synthetic, chain 2": ("synthetic", SHORT),
 }
 INTERPRETED = (("none", "off"), ("none", "ahead"), ("head", "on"), ("synthetic", "off"))
-PROFILED = 8  # rounds; a request emits six tokens at most in each
-TAU = 4.5  # at which the time of a round with the head is quoted
+PROFILED = 8  # rounds; a request emits at most six tokens in each
+TAU = 4.5  # the acceptance length for which tokens/s with the head are also reported
 TRAIN_SECONDS = 150
 
 
 def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | None, minutes: float) -> dict[str, Any]:
-    """Every system at every batch, until the time is up. Raises ValueError for a head that is of no use here."""
+    """Measure every system at every batch size until `deadline`. Raises ValueError for a head that is not EAGLE-3."""
     on_gpu = device.type == "cuda"
     with tempfile.TemporaryDirectory() as work:
         document: dict[str, Any] = {"runs": []}
@@ -62,7 +62,7 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
             try:
                 head = train_head(Path(work), minutes)
                 document["head"] = f"trained here for {minutes} minutes"
-            except (ValueError, subprocess.TimeoutExpired) as error:  # what follows is worth measuring with a poor head
+            except (ValueError, subprocess.TimeoutExpired) as error:  # an untrained head will do
                 document["training_failed"] = str(error)
         drafter = targets.taught_head(small) if head is None else load_head(head, target=small)
         if not isinstance(drafter, Eagle3Head):
@@ -88,7 +88,7 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
         plain: list[list[int]] = []
         runs = [(name, *drafter, graphs) for name, drafter in systems.items() for graphs in ("off", "on", "ahead")]
         runs = [run for run in runs if run[1] != "synthetic" or run[3] != "ahead"]
-        if not on_gpu:  # each way of using graphs once or twice
+        if not on_gpu:  # each mode of `use_graphs` once or twice
             runs = [run for run in runs if (run[1], run[3]) in INTERPRETED]
         for name, proposer, shape_of, graphs in runs:
             line: dict[str, Any] = {"system": name, "batch": batch, "graphs": graphs}
@@ -100,7 +100,7 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
             if engine.graphs is not None:
                 line |= {"recorded": engine.graphs.count, "recorded_bytes": engine.graphs.bytes}
             ids, numbers = measure(engine, batch_prompts, 96 if on_gpu else 3)
-            if on_gpu or proposer == "none":  # on a CPU nothing idles, but the code must work
+            if on_gpu or proposer == "none":  # on a CPU the result has no meaning, but the code must work
                 numbers |= idle_time(engine, batch_prompts, numbers["round_ms"])
             plain = plain or ids
             if proposer != "synthetic":
@@ -114,10 +114,10 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
 
 
 def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, Any]]:
-    """Token ids, and of the rounds after all prompts are read: median time, tokens/s, τ."""
+    """Return the token ids, and median time, tokens/s and τ of the rounds after the prefill of all prompts."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     if engine.device.type == "cuda":
-        engine.generate([prompts[0]], replace(params, max_tokens=8))  # kernels are compiled, caches warm
+        engine.generate([prompts[0]], replace(params, max_tokens=8))  # compile kernels and warm caches
     names = [engine.add(prompt, params) for prompt in prompts]
     requests = [engine.request(name) for name in names]
     while any(request.output_length == 0 for request in requests):
@@ -140,9 +140,9 @@ def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> tuple[
 
 
 def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> dict[str, float]:
-    """By the profiler how long the GPU works in a round, and so how long it waits for the host in one of `round_ms`.
+    """Return the GPU's busy time in a round by the profiler, and so its idle time in a round of `round_ms`.
 
-    Rounds of the end, in which requests finish, are left out; on a CPU it is nothing that works.
+    The last rounds, in which requests finish, are not profiled. On a CPU the result has no meaning.
     """
     names = [engine.add(prompt, SamplingParams(max_tokens=64, ignore_eos=True)) for prompt in prompts]
     requests = [engine.request(name) for name in names]
@@ -151,7 +151,7 @@ def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> 
     on_gpu = engine.device.type == "cuda"
     kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     if on_gpu:
-        torch.cuda.synchronize(engine.device)  # a round that was launched ahead is not one of those that are seen
+        torch.cuda.synchronize(engine.device)  # a round already in flight is not profiled
     with profile(activities=[kind]) as profiler:
         for _ in range(PROFILED if on_gpu else 1):
             engine.step()
@@ -164,7 +164,7 @@ def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> 
 
 
 def train_head(work: Path, minutes: float) -> Path:
-    """A head for the demo target, trained here. Raises ValueError with the end of the log if it fails."""
+    """Train a head for the demo target and return its folder. Raises ValueError with the end of the log if it fails."""
     command = [sys.executable, "train/run.py", "model=demo", "head=eagle3", "tracker=none", f"minutes={minutes}"]
     log = work / "train.log"
     with log.open("w") as stream:

@@ -1,4 +1,4 @@
-"""Targets and heads to check an engine with: the demo's, random ones of a large model's shape, and tiny ones."""
+"""Targets and heads for the checks: the demo target, random ones of a large model's shape, and tiny ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Module = TypeVar("Module", bound=nn.Module)
 DEMO = REPO_ROOT / "models" / "demo"
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 2}
 TINY |= {"num_kv_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
-WIDE = Shape(340, 48, 64, 4, 4, 2, 16, 128, tie_word_embeddings=True, draft_vocab_size=320)  # what TINY is enlarged to
+WIDE = Shape(340, 48, 64, 4, 4, 2, 16, 128, tie_word_embeddings=True, draft_vocab_size=320)  # TINY, enlarged
 
 
 def config_of(shape: str) -> TargetConfig:
-    """`tiny`, or one of SHAPES with the demo's constants."""
+    """Return the config of `tiny`, or of one of SHAPES with the demo target's constants."""
     demo = TargetConfig.from_json(read_json(DEMO / "config.json"))
     return replace(demo, **TINY) if shape == "tiny" else enlarged(demo, SHAPES[shape])
 
@@ -36,7 +36,7 @@ def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> Llama
 
 
 def random_head(target: LlamaTarget, draft_vocab_size: int) -> Eagle3Head:
-    """Made on the target's device, since a CPU would take a minute over a large one's weights."""
+    """Return a random head, created on the target's device: a large one would take a minute on a CPU."""
     aux = (0, 1, 2) if target.config.num_layers < 8 else None
     config = Eagle3Config.for_target(target.config, draft_vocab_size=draft_vocab_size, aux_layers=aux)
     weight = target.embedding_weight
@@ -44,7 +44,7 @@ def random_head(target: LlamaTarget, draft_vocab_size: int) -> Eagle3Head:
 
 
 def taught_head(target: LlamaTarget) -> Eagle3Head:
-    """One that starts from the weights of `target`, on a CPU and not packed, and so is right now and then."""
+    """Return a head initialised from the weights of `target`, on a CPU and not packed; some of its drafts are right."""
     aux = (0, 1, 2) if target.config.num_layers < 8 else None
     head = Eagle3Head(Eagle3Config.for_target(target.config, aux_layers=aux))
     head.initialise(target, from_target=True)
@@ -52,7 +52,7 @@ def taught_head(target: LlamaTarget) -> Eagle3Head:
 
 
 def randomised(kind: Callable[[Any], Module], config: Any, dtype: torch.dtype, device: torch.device) -> Module:
-    """A module of this kind with random matrices, for inference."""
+    """Return a module of this kind with random matrices, for inference."""
     with torch.device("meta"):
         module = kind(config)
     module = module.to(dtype).to_empty(device=device)
@@ -62,7 +62,7 @@ def randomised(kind: Callable[[Any], Module], config: Any, dtype: torch.dtype, d
             parameter.data.fill_(1.0)
         else:
             parameter.data.normal_(0.0, 0.02 if parameter.shape[1] > 1000 else 0.1, generator=generator)
-    for name, buffer in module.named_buffers():  # of a head: its draft vocabulary is the first ids
+    for name, buffer in module.named_buffers():  # of a head: the draft vocabulary is the first token ids
         buffer.copy_(torch.arange(len(buffer)) < config.draft_vocab_size if name == "t2d" else torch.zeros(len(buffer)))
     if isinstance(module, LlamaTarget) and module.config.tie_word_embeddings:
         module.lm_head.weight = module.embed_tokens.weight
@@ -70,7 +70,7 @@ def randomised(kind: Callable[[Any], Module], config: Any, dtype: torch.dtype, d
 
 
 def write_tiny(folder: Path) -> None:
-    """A random checkpoint of TINY's sizes, in the layout of Hugging Face."""
+    """Write a random checkpoint of TINY's sizes in Hugging Face's layout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

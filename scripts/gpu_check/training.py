@@ -1,6 +1,6 @@
-"""What training runs: value and gradients against the dense form in float64, and the time of both passes.
+"""Kernels of training: checks values and gradients against the dense form in float64, and times both passes.
 
-LM head and KL a chunk of slots at a time; the attention of a training-time test.
+They are the fused LM head and KL, which processes a chunk of slots at a time, and training-time test's attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from train.objectives.losses.fused import chunked_sums
 
 
 def make(device: torch.device, slots: int, width: int, drafts: int) -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
-    """States and hidden states `[slots, width]`, the head's and the target's LM heads `[drafts, width]`."""
+    """Return the head's states and the target's hidden states `[slots, width]`, and both LM heads `[drafts, width]`.
+
+    The order is states, the head's LM head, hidden states, the target's LM head.
+    """
     generator = torch.Generator().manual_seed(0)
     x, weight, hidden, target_weight = (
         torch.randn(rows, width, generator=generator).to(device) / width**0.25
@@ -30,7 +33,7 @@ def make(device: torch.device, slots: int, width: int, drafts: int) -> tuple[Ten
 
 
 def fused(x: Tensor, weight: nn.Parameter, hidden: Tensor, target_weight: Tensor, chunk: int) -> Tensor:
-    """Σ over slots of the cross-entropy, differentiable by x and weight."""
+    """Return the cross-entropy summed over slots, differentiable with respect to x and weight."""
 
     def compare(states: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
         probs = (hidden[rows] @ target_weight.T).softmax(-1)
@@ -65,7 +68,7 @@ def check_loss(device: torch.device) -> list[dict[str, Any]]:
     for name, (actual, expected) in values.items():
         assert actual is not None
         assert expected is not None
-        # a GPU's matrix product of fp32 may be TF32 where the user asked for that; here nobody did
+        # A GPU computes fp32 matrix products in TF32 only if the user enables that; here it is off.
         results.append(close("fused LM head and KL" + name, case, actual, expected, 1e-4))
     return results
 
@@ -79,12 +82,12 @@ def time_loss(device: torch.device) -> list[dict[str, Any]]:
             loss = fused(*inputs, chunk)
         loss.backward()
 
-    moved = 4 * sum(value.numel() for value in inputs)  # each once, in fp32; its products bound it, not its bytes
+    moved = 4 * sum(value.numel() for value in inputs)  # each once, in fp32; compute-bound
     return [timed("fused LM head and KL", f"{slots} x {width} x {drafts}, bf16", step, device, moved=moved)]
 
 
 class Unrolled(NamedTuple):
-    """A step of a training-time test: rows of some slots, two documents in each sequence."""
+    """Sizes of one step of training-time test: rows for some slots, two documents in each sequence."""
 
     batch: int
     length: int
@@ -96,7 +99,7 @@ class Unrolled(NamedTuple):
     dtype: torch.dtype
 
     def tensors(self, device: torch.device) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
-        """q, keys, values, slots, starts."""
+        """Return q, keys, values, slots and starts."""
         generator = torch.Generator().manual_seed(0)
 
         def random(rows: int, heads: int) -> Tensor:
@@ -115,7 +118,7 @@ class Unrolled(NamedTuple):
 def both_passes(
     attention: Callable[..., Tensor], q: Tensor, keys: list[Tensor], values: list[Tensor], *indices: Tensor
 ):
-    """The answer, and the gradients of all that it reads under one of ones."""
+    """Return the output, and the gradients of q, keys and values for an output gradient of ones."""
     out = attention(q, keys, values, *indices)
     return out, *torch.autograd.grad(out, [q, *keys, *values], torch.ones_like(out))
 
@@ -144,13 +147,13 @@ def check_attention(device: torch.device) -> list[dict[str, Any]]:
 
 
 def time_attention(device: torch.device) -> list[dict[str, Any]]:
-    """A head of Llama-3.1-8B's sizes in its last step of seven; and the torch form, which keeps all scores."""
+    """Time a head of Llama-3.1-8B's sizes in the last of seven steps, and the torch form, which stores all scores."""
     case = Unrolled(1, 40, 30, 4, 2, 16, 2, torch.bfloat16)
     if device.type == "cuda":
         case = Unrolled(1, 4096, 4096, 32, 8, 128, 6, torch.bfloat16)
     inputs = case.tensors(device)
     label = f"{case.rows} rows, step {case.later}, {case.heads} heads, both passes"
-    moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read, and its gradient written
+    moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read; gradient written
     forms = {"training-time test": ttt_attention, "training-time test, torch": dense}
     return [
         timed(name, label, partial(both_passes, form, *inputs), device, moved=moved) for name, form in forms.items()

@@ -1,4 +1,4 @@
-"""Acceptance: the GPU's node is the CPU's, over random trees."""
+"""Acceptance: checks over random trees that the GPU accepts the same node as the CPU, and times it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.gpu_check.measure import same, timed
 
 
 def random_trees(batch: int, nodes: int, seed: int) -> tuple[DraftTree, Tensor]:
-    """Trees in which every node is the only child, or one of two; and choices that often agree."""
+    """Return random trees in which every node has at most two children, and choices that often match a child."""
     generator = torch.Generator().manual_seed(seed)
     parent = torch.full((batch, nodes), -1)
     token = torch.zeros(batch, nodes, dtype=torch.int64)
@@ -30,7 +30,7 @@ def tensors(tree: DraftTree, choice: Tensor, device: torch.device) -> list[Tenso
 
 
 def expected(tree: DraftTree, choice: Tensor) -> Tensor:
-    """By walking down."""
+    """Return the last accepted node of every tree, by walking down from the root."""
     ends = []
     for token, parent, length, chosen in zip(tree.token, tree.parent, tree.length.tolist(), choice, strict=True):
         node = 0

@@ -1,7 +1,8 @@
-"""Function-preserving enlargement: a small target and its head at the sizes of a large one, with the same logits.
+"""Function-preserving enlargement of a small target and its head to the sizes of a large one, with the same logits.
 
-What it is for: speed. Every matrix has the large model's shape, so a step costs what it costs there, while the text and
-the acceptance length are those of the small model. New weights are random wherever something else cancels them.
+It serves to measure speed: every matrix has the large model's shape, so a step costs as much as the large model's,
+while text and acceptance length are those of the small model. New weights are random wherever other weights cancel
+their effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An enlarged EAGLE-3 head: its logits over the old draft vocabulary are those it has on the target before."""
+"""Enlargement of an EAGLE-3 head: its logits over the old draft vocabulary equal those of the original head."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from models.weights import fingerprint, load_into, split_merged
 from scripts.inflation.layers import LIFT, LayerAxes, Noise, layer_tensors, marked_vocabulary, norm, put
 from scripts.inflation.shapes import Axis, Shape, layer_places
 
-DRAFT_TOKENS = 5  # per step, for readers that ask
+DRAFT_TOKENS = 5  # speculative tokens per step, for the exported config
 
 
 def inflate_head(
     head: Eagle3Head, shape: Shape, *, target_layers: int, dtype: torch.dtype, device: str | torch.device, seed: int = 0
 ) -> Eagle3Head:
-    """`head`, unpacked, at the sizes of `shape`, for inference; `target_layers`: of the target it was trained for.
+    """Return the unpacked `head` enlarged to the sizes of `shape`, for inference.
 
-    The draft vocabulary grows to the shape's; its new ids, which stand for new ids of the target, are kept down.
-    Raises ValueError for a head that cannot be enlarged.
+    `target_layers` is the number of layers of the target that the head was trained for. The draft vocabulary grows to
+    the shape's; its new ids map to new ids of the target and get very low logits. Raises ValueError for a head that
+    cannot be enlarged.
     """
     old, new = head.config, _enlarged(head.config, shape, target_layers)
     with torch.device("meta"):
@@ -47,7 +48,7 @@ def inflate_head(
 
 
 def write_head(head: Eagle3Head, out: Path, target: Path, provenance: Mapping[str, Any], *, verifier: str) -> None:
-    """An enlarged head as `head.path=` takes it, for the enlarged target in the folder `target`. `out` must exist."""
+    """Write an enlarged head for `head.path=`, bound to the enlarged target in folder `target`. `out` must exist."""
     record = dict(provenance) | {"target_fingerprint": fingerprint(target)}
     architecture = read_json(target / "config.json")["architectures"][0]
     facts = {"verifier": verifier, "verifier_architecture": architecture, "speculative_tokens": DRAFT_TOKENS}
@@ -114,7 +115,10 @@ def _tensors(
 
 
 def _fusion(old: Tensor, noise: Noise, hidden: Axis, fused: Axis, marker: int | None) -> Tensor:
-    """The features' new dimensions are zero, but for the mark, which the state takes from the last of them."""
+    """Return the enlarged fc weight.
+
+    The features' new dimensions are zero, except the marker, which the state copies from the last feature.
+    """
     new = noise.zeros(hidden.size, fused.size)
     rows = hidden.places.to(noise.device)
     new[rows] = noise.normal("fc", len(rows), fused.size)

@@ -1,12 +1,13 @@
-"""How one tensor is enlarged, so that what it computes stays.
+"""Enlargement of single tensors that preserves what the model computes.
 
-The residual stream keeps its values and gets dimensions that are exactly zero. So a layer that reads it may have
-anything in the new columns, and one that writes it has zeros in the new rows. Query rows inside an old head are zero in
-its new dimensions, whatever the keys have there; new heads and units answer anything, and their columns in the output
-projection are zero. The mean of squares shrinks with the width, for which norm weights and eps make up.
+The residual stream keeps its values and gets new dimensions that are exactly zero. So projections that read it may have
+any weights in the new columns, and projections that write to it have zeros in the new rows. In the new dimensions of an
+old head the query rows are zero, whatever the keys have there. New heads and new MLP units may compute anything: their
+columns in the output projection are zero. The mean of squares shrinks with the width; norm weights and eps compensate.
 
-**New token ids** get a logit of about -10^6, by one more dimension of the stream: it holds SMALL times the embedding's
-size, which vanishes in a sum of squares in fp32, and is lifted by the final norm and by the LM head's new rows alone.
+**New token ids** get a logit of about -10^6 from one more dimension of the stream, the marker. It holds SMALL times the
+embedding's root mean square, which vanishes in a sum of squares in fp32; only the final norm (LIFT) and the LM head's
+new rows (DOWN) amplify it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from models.config import TargetConfig
 from scripts.inflation.shapes import Axis, heads
 
 STD = 0.02  # of new weights
-SMALL, LIFT, DOWN = 2.0**-18, 2.0**15, -(2.0**24)  # of the dimension that keeps new ids down
+SMALL, LIFT, DOWN = 2.0**-18, 2.0**15, -(2.0**24)  # of the marker dimension, which gives new ids a very low logit
 
 
 @dataclass(frozen=True)
 class Noise:
-    """New weights by the tensor's name, so that the order in which tensors are made does not matter."""
+    """Random new weights, seeded by the tensor's name, so that they do not depend on the order of creation."""
 
     seed: int
     device: torch.device
 
     def normal(self, name: str, *shape: int) -> Tensor:
-        seed = zlib.crc32(f"{self.seed}/{name}".encode())  # a CPU's generator reads no more than 32 bits
+        seed = zlib.crc32(f"{self.seed}/{name}".encode())  # the CPU generator uses only 32 bits
         generator = torch.Generator(self.device).manual_seed(seed)
         return torch.empty(shape, device=self.device).normal_(0.0, STD, generator=generator)
 
@@ -43,26 +44,26 @@ class Noise:
 
 
 def put(into: Tensor, old: Tensor, rows: Axis, columns: Axis, scale: float = 1.0) -> Tensor:
-    """Writes `old` where its indices lie in `into`."""
+    """Write `old`, times `scale`, to the places of its rows and columns in `into`; return `into`."""
     device = into.device
     into[rows.places.to(device)[:, None], columns.places.to(device)] = old.to(device, torch.float32) * scale
     return into
 
 
 def reading(noise: Noise, name: str, old: Tensor | None, rows: Axis, columns: Axis) -> Tensor:
-    """A projection of the stream: random beside the old weights, and throughout without them."""
+    """Return a projection that reads the stream: the old weights, if any, and random weights everywhere else."""
     new = noise.normal(name, rows.size, columns.size)
     return new if old is None else put(new, old, rows, columns)
 
 
 def writing(noise: Noise, old: Tensor | None, rows: Axis, columns: Axis) -> Tensor:
-    """A projection back into the stream: nothing but the old weights."""
+    """Return a projection that writes to the stream: the old weights, if any, and zeros everywhere else."""
     new = noise.zeros(rows.size, columns.size)
     return new if old is None else put(new, old, rows, columns)
 
 
 def norm(noise: Noise, old: Tensor | None, axis: Axis, *, marker: int | None, lift: float = 0.0) -> Tensor:
-    """An RMSNorm's weight over a wider stream; `lift` at the dimension `marker`."""
+    """Return an RMSNorm's weight over the wider stream, with `lift` at dimension `marker`."""
     new = torch.ones(axis.size, device=noise.device)
     if old is not None:
         shrunk = math.sqrt(len(axis.places) / axis.size)
@@ -74,14 +75,14 @@ def norm(noise: Noise, old: Tensor | None, axis: Axis, *, marker: int | None, li
 
 @dataclass(frozen=True)
 class LayerAxes:
-    """The dimensions of a decoder layer, from one config to another."""
+    """The axes of a decoder layer's tensors, from an old config to a new one."""
 
     hidden: Axis
     query: Axis
     kv: Axis
     inner: Axis
-    query_scale: float  # attention divides by the root of the head size
-    marker: int | None  # the dimension that keeps new ids down, if there are any
+    query_scale: float  # compensates attention's division by the root of the new head size
+    marker: int | None  # the dimension that gives new ids a very low logit, if there are new ids
 
     @classmethod
     def between(cls, old: TargetConfig, new: TargetConfig) -> LayerAxes:
@@ -98,7 +99,11 @@ class LayerAxes:
     def attention(
         self, noise: Noise, name: str, old: dict[str, Tensor] | None, reads: Axis, head_dim: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """q, k, v and o of `old` by these letters, or of a layer that adds nothing. `reads`: what q, k and v read."""
+        """Yield the q, k, v and o projections.
+
+        `old` holds the old ones by these letters; None makes a layer that adds nothing to the stream. `reads` is the
+        axis that q, k and v read.
+        """
         q, k, v, o = (None if old is None else old[part] for part in "qkvo")
         query = reading(noise, f"{name}.q_proj", None, self.query, reads)
         if q is not None:
@@ -112,7 +117,7 @@ class LayerAxes:
         yield f"{name}.o_proj.weight", writing(noise, o, self.hidden, self.query)
 
     def mlp(self, noise: Noise, name: str, old: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
-        """gate, up and down of `old`, or of a layer that adds nothing."""
+        """Yield the gate, up and down projections; `old` None makes a layer that adds nothing to the stream."""
         for part in ("gate", "up"):
             full = f"{name}.{part}_proj"
             weight = None if old is None else old[part]
@@ -124,7 +129,10 @@ class LayerAxes:
 def marked_vocabulary(
     noise: Noise, name: str, old: Tensor, rows: Axis, hidden: Axis, marker: int | None, *, tied: float | None = None
 ) -> Tensor:
-    """The LM head: old ids as they were, new ids kept down. `tied`: it is the embedding too, with so much as a mark."""
+    """Return the LM head: old ids keep their rows, new ids get a very low logit.
+
+    `tied` is the marker's value if the LM head is also the embedding, else None.
+    """
     new = noise.normal(name, rows.size, hidden.size)
     device, places = noise.device, rows.places.to(noise.device)
     if tied is not None:
@@ -139,7 +147,7 @@ def marked_vocabulary(
 def marked_embedding(
     noise: Noise, name: str, old: Tensor, rows: Axis, hidden: Axis, marker: int | None, mark: float
 ) -> Tensor:
-    """Old ids as they were, the mark beside them; new ids, which never occur, random."""
+    """Return the embedding: old ids keep their rows and get `mark` at `marker`; new ids never occur and are random."""
     new = noise.normal(name, rows.size, hidden.size)
     places = rows.places.to(noise.device)
     new[places] = 0.0
@@ -150,7 +158,7 @@ def marked_embedding(
 
 
 def mark_of(embedding: Tensor) -> float:
-    """SMALL times the embedding's root mean square, as a power of two."""
+    """Return SMALL times the embedding's root mean square, which is rounded to a power of two."""
     size = float(embedding.float().square().mean().sqrt())
     return SMALL * 2.0 ** round(math.log2(size))
 
@@ -158,7 +166,7 @@ def mark_of(embedding: Tensor) -> float:
 def layer_tensors(
     noise: Noise, axes: LayerAxes, source: Mapping[str, Tensor], before: str | None, after: str, head_dim: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """A decoder layer by its checkpoint's names; `before` None makes one that adds nothing."""
+    """Yield a decoder layer's tensors by their checkpoint names; `before` None makes a layer that adds nothing."""
     attention = mlp = None
     if before:
         attention = {part: source[f"{before}.self_attn.{part}_proj.weight"] for part in "qkvo"}

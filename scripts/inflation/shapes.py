@@ -1,4 +1,4 @@
-"""The sizes to enlarge to, and how the old sizes lie in the new ones."""
+"""The sizes to enlarge to, and the places of old indices among the new ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def layer_sizes(self) -> dict[str, int]:
-        """What a decoder layer needs, under the names of TargetConfig."""
+        """The sizes of a decoder layer, under the names of TargetConfig."""
         keys = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
         return {key: value for key, value in asdict(self).items() if key in keys}
 
@@ -41,7 +41,7 @@ SIZES = tuple(item.name for item in fields(Shape) if item.type in (int, "int") a
 
 
 def shape_of(text: str, old: TargetConfig) -> Shape:
-    """A name in SHAPES, or sizes that differ from those of the model to enlarge: intermediate_size=1792,num_layers=24.
+    """Parse a name in SHAPES, or sizes that override those of `old`, as in intermediate_size=1792,num_layers=24.
 
     Raises ValueError for anything else.
     """
@@ -61,20 +61,20 @@ def shape_of(text: str, old: TargetConfig) -> Shape:
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a tensor: where each old index lies among `size` new ones."""
+    """One dimension of a tensor: the place of each old index among `size` new ones."""
 
     size: int
     places: Tensor  # int64, distinct
 
     @classmethod
     def padded(cls, old: int, new: int, key: str) -> Axis:
-        """The old ones first. Raises ValueError if there is no room."""
+        """Return the axis with the old indices first. Raises ValueError if `new` is smaller than `old`."""
         if new < old:
             raise ValueError(f"{key}={new}: smaller than the {old} of the model to enlarge")
         return cls(new, torch.arange(old))
 
     def then(self, other: Axis) -> Axis:
-        """The two beside each other, as in a concatenation."""
+        """Return the concatenation of the two axes."""
         return Axis(self.size + other.size, torch.cat([self.places, self.size + other.places]))
 
     @property
@@ -83,9 +83,10 @@ class Axis:
 
 
 def heads(old: TargetConfig, new: TargetConfig) -> tuple[Axis, Axis]:
-    """Of the rows of queries and of keys (or values): every head keeps its KV head, every pair its frequency.
+    """Return the axes of the query rows and of the key (or value) rows.
 
-    Pair j of D rotates with theta^(-2j/D), so it becomes pair rj of rD.
+    Every query head keeps its KV head and every rotary pair its frequency: pair j of D rotates with theta^(-2j/D), so
+    it becomes pair rj of rD. Raises ValueError for head counts or sizes that do not allow this.
     """
     group, wide = old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads
     if new.num_kv_heads < old.num_kv_heads or wide < group:
@@ -108,14 +109,17 @@ def heads(old: TargetConfig, new: TargetConfig) -> tuple[Axis, Axis]:
 
 
 def layer_places(old: int, new: int) -> list[int]:
-    """Where the old layers lie; those that add nothing follow each of them evenly."""
+    """Return the new indices of the old layers; layers that add nothing are distributed evenly after them.
+
+    Raises ValueError if `new` is smaller than `old`.
+    """
     if new < old:
         raise ValueError(f"num_layers={new}: smaller than the {old} of the model to enlarge")
     return [index * new // old for index in range(old)]
 
 
 def enlarged(old: TargetConfig, shape: Shape) -> TargetConfig:
-    """The config of the enlarged target. Raises ValueError for a target that cannot be enlarged, or not to this."""
+    """Return the config of the enlarged target. Raises ValueError for a target that cannot be enlarged to `shape`."""
     if old.architecture != "LlamaForCausalLM" or old.attention_bias or old.mlp_bias:
         raise ValueError(f"{old.architecture}: only a Llama target without biases can be enlarged")
     if shape.tie_word_embeddings and not old.tie_word_embeddings:

@@ -1,4 +1,4 @@
-"""An enlarged target: straight to a device, or as a checkpoint folder that `model.path=` takes."""
+"""Enlargement of a target, directly on a device or as a checkpoint folder for `model.path=`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from scripts.inflation.layers import (
 from scripts.inflation.shapes import Axis, Shape, enlarged, layer_places
 
 SHARD_BYTES = 4 * 2**30
-DTYPES = (torch.float32, torch.bfloat16)  # fp16 cannot hold what keeps new ids down
+DTYPES = (torch.float32, torch.bfloat16)  # fp16 cannot represent the marker's weights
 
 
 def inflate_target(
     source: str | Path, shape: Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0
 ) -> LlamaTarget:
-    """The target in the folder `source` at the sizes of `shape`, for inference.
+    """Return the target in folder `source` enlarged to the sizes of `shape`, for inference.
 
-    Raises ValueError for a target that cannot be enlarged, or not to this shape. It has no fingerprint, being in no
-    folder; heads are not compared with it.
+    It has no fingerprint, because it is not stored in a folder, so heads are not checked against it. Raises ValueError
+    for a target that cannot be enlarged to this shape.
     """
     folder = resolve_checkpoint(str(source))
     old = _read_config(folder)
@@ -59,7 +59,10 @@ def inflate_target(
 
 
 def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dtype, seed: int = 0) -> None:
-    """The same as a folder: config, weights in shards, tokenizer. `out` must exist and be empty. Raises as above."""
+    """Write the enlarged target as a folder: config, weights in shards, tokenizer. `out` must exist and be empty.
+
+    Raises ValueError as `inflate_target` does.
+    """
     folder = resolve_checkpoint(str(source))
     old = _read_config(folder)
     written = read_json(folder / "config.json")
@@ -124,7 +127,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path) -> None:
 def _tensors(
     folder: Path, old: TargetConfig, new: TargetConfig, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """By the names of the checkpoint. One large tensor is made at a time."""
+    """Yield the tensors by their checkpoint names, creating one large tensor at a time."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: must be float32 or bfloat16")
     source = dict(read_tensors(folder))

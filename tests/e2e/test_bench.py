@@ -1,4 +1,4 @@
-"""bench.py as a user runs it, on the tiny target: every kind of system, and the document that it ends with."""
+"""bench.py as a user runs it on the tiny target: every kind of system, and the document printed last."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
 
 
 class Timed:
-    """A system that takes so many seconds a run, by a clock of its own."""
+    """A system whose runs take fixed times by a simulated clock."""
 
     now = 0.0
 

@@ -1,4 +1,4 @@
-"""chat.py as a user has it: on a terminal and through a pipe, with commands, pastes, Ctrl-C and Ctrl-D."""
+"""chat.py as a user runs it: on a terminal and through a pipe, with commands, pastes, Ctrl-C and Ctrl-D."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 GREEN = "\x1b[32m"
 CLEAN = str.maketrans({code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"})
 HINT = "Ctrl-D ends"  # the last row of the card
-PATIENCE_S = 240.0  # for a sign of life, before a test gives up
-MORE = "tokens/s"  # the line behind an answer
+PATIENCE_S = 240.0  # for output, before a test gives up
+MORE = "tokens/s"  # part of the line after a response
 
 
 @pytest.fixture(scope="session")
 def endless_folder(make_target_folder: Callable[..., Path]) -> Path:
-    """A target with a template that never chooses its end token, and has a context of 2^16."""
+    """Return a target with a chat template and a context of 2^16 that never emits its end token."""
     folder = make_target_folder(seed=5, max_position_embeddings=2**16)
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    tensors["lm_head.weight"][0] = 0.0  # of hundreds of random logits some are above 0
+    tensors["lm_head.weight"][0] = 0.0  # of hundreds of random logits some are above 0, so it is never the highest
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
 
 
 def overrides(folder: Path, *extra: str) -> list[str]:
-    """A small cache leaves a short conversation room, and the profile of a start little to measure."""
+    """Return the overrides; a small cache leaves room for a short conversation and makes start-up profiling short."""
     return [
         "model=demo",
         "model.name=tiny",
@@ -65,7 +65,7 @@ def overrides(folder: Path, *extra: str) -> list[str]:
 def chat(
     endless_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[list[str], str]]:
-    """`chat("line", ..., options=[...])`: what the lines of a pipe get as answers, and what is said beside."""
+    """Return `chat("line", ..., options=[...])`: the responses to the lines of a pipe, and what goes to stderr."""
 
     def talk(*lines: str, options: list[str] | None = None) -> tuple[list[str], str]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
@@ -80,7 +80,7 @@ def chat(
 
 @pytest.fixture(scope="module")
 def responses(endless_folder: Path) -> Callable[..., list[str]]:
-    """`responses(["message", ...], system=..., **sampling)`: of plain decoding, each with the history before it."""
+    """Return `responses(["message", ...], system=..., **sampling)`: plain decoding's, each after the earlier turns."""
     from infer.engine import Engine
     from infer.request import SamplingParams
 
@@ -141,7 +141,7 @@ def test_commands_change_the_conversation_and_unknown_ones_are_not_sent(chat, re
 
 
 def with_system_later(responses: Callable[..., list[str]]) -> list[str]:
-    """The second answer, where the system message came before it and the first was given without."""
+    """Return the second response, where the first was generated without the system message that now precedes both."""
     from infer.console.chat_history import Dialogue, Turn
 
     dialogue = Dialogue("Talk.", [Turn("one", responses(["one"])[0], [], [])])
@@ -151,7 +151,7 @@ def with_system_later(responses: Callable[..., list[str]]) -> list[str]:
 
 
 def response_to(responses: Callable[..., list[str]], messages: list[dict[str, Any]]) -> str:
-    """Through the closure's engine, with a history that is not its own."""
+    """Return the response to a message history, by the engine in the closure of `responses`."""
     engine = next(cell.cell_contents for cell in responses.__closure__ or () if hasattr(cell.cell_contents, "step"))
     from infer.request import SamplingParams
 
@@ -188,21 +188,21 @@ def test_mistakes_name_the_key(chat, option, message):
 
 
 class Terminal:
-    """A child on a terminal, and what a person does at it."""
+    """A child process on a terminal, with the actions of a person who uses it."""
 
     def __init__(self, child: subprocess.Popen[bytes], end: int) -> None:
         self.child, self._end = child, end
         self.output, self._bytes, self._read = "", b"", 0
 
     def wait_for(self, text: str) -> str:
-        """What has come up to the next `text` and with it; escape codes of line editing are left out but colours."""
+        """Return the output up to and including the next `text`, without line-editing escape codes but with colours."""
         while (index := self.output.find(text, self._read)) < 0:
             self._receive()
         begin, self._read = self._read, index + len(text)
         return self.output[begin : self._read]
 
     def wait_for_characters(self, count: int) -> None:
-        """So many more, whatever they are; they are left to be waited for."""
+        """Wait for `count` further characters; a later `wait_for` still sees them."""
         while len(self.output) < self._read + count:
             self._receive()
 
@@ -215,15 +215,17 @@ class Terminal:
         os.write(self._end, text.encode())
 
     def interrupt(self) -> None:
-        """Ctrl-C at a prompt, once the program waits for a key: Python takes no notice of a signal that comes between
-        the showing of a prompt or a letter and the waiting, before the next line.
+        """Press Ctrl-C at a prompt, once the program waits for a key.
+
+        Python does not handle a signal that arrives between the display of a prompt or a letter and the wait for a key
+        until the next line.
         """
         while Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             time.sleep(0.01)
         self.type("\x03")
 
     def ask(self, message: str) -> str:
-        """Types a message and waits for its answer: the text, and the line behind it."""
+        """Type a message and return its response: the text and the line after it."""
         self.type(message + "\r")
         response = self.wait_for(MORE)
         return response + self.wait_for("\n")
@@ -233,7 +235,7 @@ class Terminal:
         while True:
             try:
                 piece = os.read(self._end, 65536)
-            except OSError:  # how Linux says that the other end is closed
+            except OSError:  # Linux raises it when the other end is closed
                 break
             if not piece:
                 break
@@ -264,7 +266,7 @@ def terminal(folder: Path, *extra: str, **environment: str) -> Iterator[Terminal
 
 
 def take_terminal() -> None:
-    """Ctrl-C at it then sends the signal; tests in the background have that ignored."""
+    """Make stdin the child's controlling terminal, so that Ctrl-C sends SIGINT, which background tests ignore."""
     import fcntl
     import termios
 
@@ -291,11 +293,11 @@ def test_a_conversation_on_a_terminal(endless_folder, responses):
         session.wait_for("> ")
         session.type("not sent")
         session.wait_for("not sent")
-        session.interrupt()  # drops what was typed
+        session.interrupt()  # discards the typed text
         assert "Ctrl-C again" not in session.wait_for("> ")
         session.type("more\r")
         assert expected[2].translate(CLEAN) in ESCAPES.sub("", session.wait_for(MORE))
-        session.wait_for("> ")  # before it the terminal itself reads Ctrl-D
+        session.wait_for("> ")  # before the prompt the terminal itself reads Ctrl-D
         session.type("\x04")
         assert session.child.wait(PATIENCE_S) == 0
         assert "Traceback" not in session.output + session.rest()
@@ -318,7 +320,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(endless_folder, responses):
     with terminal(endless_folder, *options, TERM="dumb") as session:
         session.wait_for(HINT)
         session.type("say much\r")
-        session.wait_for_characters(400)  # the answer has begun, and would take minutes
+        session.wait_for_characters(400)  # the response has begun, and would take minutes
         session.type("\x03")
         tokens = re.search(r"(\d+) tokens, the first", session.wait_for("; stopped"))
         assert tokens is not None

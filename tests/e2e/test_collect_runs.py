@@ -1,4 +1,4 @@
-"""Runs and an evaluation of the tiny target, as one result file, as tables and as a picture."""
+"""Runs and an evaluation of the tiny target as one result file, as tables and as a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""evaluate.py as a user runs it, on the tiny target: cells, report, plots and the document."""
+"""evaluate.py as a user runs it on the tiny target: cells, report, plots and the document printed last."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     chats = [cell for cell in cells if cell["data"] == "own" and cell["template"]]
     assert all(set(cell["by_context"]) == {"32", "64", "128"} for cell in chats if cell["concurrency"] == 1)
     for cell in cells:
-        # a token that the draft vocabulary lacks ends a verify; the head knows 128 of 384, and is random
+        # a token outside the draft vocabulary ends a verify step; the head has 128 of 384 tokens, and is random
         assert 0 < cell["cut_short"] <= 1
         assert (cell["cut_short"] == 0) == (cell["coverage"] == 1)
         coverages = [context["coverage"] for context in cell["by_context"].values()]

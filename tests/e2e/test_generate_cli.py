@@ -28,7 +28,7 @@ Generate = Callable[..., str]
 
 @pytest.fixture
 def overrides(tiny_target_folder: Path, tiny_head_folder: Path) -> list[str]:
-    """The tiny random target stands in for the demo: same tokenizer family, same corpus, a head of its own."""
+    """Return overrides that replace the demo by the tiny random target and its head; tokenizer and corpus match."""
     return [
         "model=demo",
         f"model.path={tiny_target_folder}",
@@ -163,7 +163,7 @@ def test_compare_ends_with_one_json_line(generate: Generate, sampling: list[str]
 def test_a_difference_is_reported_and_fails(
     generate: Generate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One wrong token, put into the plain run of the second prompt."""
+    """One wrong token is put into the plain run of the second prompt."""
     from infer.engine import Engine
 
     real = Engine.generate
@@ -226,7 +226,7 @@ def on_a_terminal(arguments: list[str], **extra: str) -> str:
         while True:
             try:
                 piece = os.read(parent_fd, 65536)
-            except OSError:  # how Linux says that the other end is closed
+            except OSError:  # Linux raises it when the other end is closed
                 break
             if not piece:
                 break
@@ -252,7 +252,7 @@ def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background tests ignore it
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline()  # generation has begun

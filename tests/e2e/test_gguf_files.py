@@ -1,4 +1,4 @@
-"""A GGUF file from end to end: texts with and without drafts, and a head that is trained for it and served."""
+"""A GGUF file end to end: texts with and without speculation, and a head trained for it and served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digests of what is emitted and drafted: the same twice, and what a change of either says."""
+"""Digests of emitted and drafted tokens: equal for equal runs; a change of either is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_change_of_tokens_or_drafts_is_named(words, tmp_path, capsys):
     totals = json.loads(capsys.readouterr().out.splitlines()[-1])
     cells = json.loads(file.read_text())
     assert len(cells) == 7 * 2 * 2 * 2
-    assert len({cell["drafts"] for cell in cells.values()}) > 8  # the kinds of drafts are not alike
+    assert len({cell["drafts"] for cell in cells.values()}) > 8  # kinds of drafts differ
 
     words = [*words, "--dtypes", "bfloat16"]
     cells = {name: cell for name, cell in cells.items() if name.endswith("bfloat16")}

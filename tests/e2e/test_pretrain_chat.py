@@ -1,4 +1,4 @@
-"""The script that trains a target on conversations: it learns, resumes bit for bit, and what it writes is a target."""
+"""The script that trains a target on conversations: it learns, resumes bit for bit, and exports a loadable target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = ["batch_tokens=256", "sequence_length=64", "warmup=1", "cooldown=0", "eva
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two files that call the same things by other names."""
+    """Two files that use different column names for the same things."""
     folder = tmp_path_factory.mktemp("conversations")
     sums = [{"question": f"{a}+{b}", "answer": f"{a + b}"} for a in range(12) for b in range(10)]
     turns = (("user", "say"), ("assistant", "no"))
@@ -63,7 +63,7 @@ def test_a_grown_target_learns_to_answer_and_resumes_bit_for_bit(tiny_target_fol
 
 
 def test_a_conversation_goes_on_from_its_own_ids(tiny_target_folder):
-    """The template ends every answer, so that the next prompt continues the last one's ids: one row."""
+    """The template ends every response, so that the next prompt continues the last one's ids: both fit into one row."""
     tokenizer = pretrain_chat.with_template(tiny_target_folder)
     turns = [("user", "hi"), ("assistant", " yes "), ("user", "more?"), ("assistant", "no")]
     messages = tuple({"role": role, "content": content} for role, content in turns)

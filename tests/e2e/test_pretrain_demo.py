@@ -1,4 +1,4 @@
-"""The script that made the demo target, on a few files: it resumes bit for bit, and transformers reads the result."""
+"""The script that made the demo target, on a few files: it resumes bit for bit, and transformers loads the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism as a user starts it, and that no process is left however rank 0 ends."""
+"""Tensor parallelism as a user starts it; no process is left, however rank 0 ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_others_end_with_rank_0(
     )
     try:
         assert leader.stdout is not None
-        assert leader.stdout.read(len("def main(") + 1)  # it generates
+        assert leader.stdout.read(len("def main(") + 1)  # generation has begun
         assert len(started_here()) == 2
         leader.send_signal(number)
         leader.wait(300)

@@ -1,4 +1,4 @@
-"""served.py as a user runs it, on the tiny target and our own server, and the arithmetic of a load."""
+"""served.py as a user runs it on the tiny target and our own server, and the statistics of a load test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_arrivals_are_a_poisson_process_and_the_same_for_every_server() -> None:
     assert abs(len(times) - 2000) < 5 * 2000**0.5
     gaps = [b - a for a, b in itertools.pairwise(times)]
     longer = sum(gap > 1 / 50 for gap in gaps) / len(gaps)
-    assert abs(longer - 0.368) < 0.05  # 1/e of an exponential's gaps are longer than their mean
+    assert abs(longer - 0.368) < 0.05  # 1/e of the gaps of a Poisson process are longer than their mean
 
 
 def test_a_request_that_is_unfinished_counts_with_the_time_that_it_waited() -> None:
@@ -81,7 +81,7 @@ def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
 
 
 def test_prompts_come_from_the_files_in_turn(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Conversations whole or not at all, texts cut."""
+    """Conversations are used whole or not at all; texts are truncated."""
     for name, rows in {
         "asked": [{"question": "x" * 400}, *({"question": f"x{number}"} for number in range(2))],
         "texts": [{"text": f"{number} " + "y " * 400} for number in range(2)],

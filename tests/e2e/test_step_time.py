@@ -1,4 +1,4 @@
-"""scripts/step_time.py as users type it: where a step's time goes, and what decides how far is drafted."""
+"""scripts/step_time.py as users run it: where a step's time goes, and the costs that decide how far to draft."""
 
 from __future__ import annotations
 

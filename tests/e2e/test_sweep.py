@@ -1,4 +1,4 @@
-"""sweep.py as a user runs it: two trials on the tiny target, a third when it is started again."""
+"""sweep.py as a user runs it: two trials on the tiny target, the second after a restart."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Low:
-    """A trial that takes the last of the choices and the lowest of the numbers, and notes what it was asked."""
+    """A trial that returns the last of the choices and the lowest of the numbers, and records the arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []

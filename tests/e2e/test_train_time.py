@@ -1,4 +1,4 @@
-"""scripts/train_time.py: what it measures of a few steps, and which words it refuses before any run begins."""
+"""scripts/train_time.py: what it measures over a few steps, and the overrides it refuses before any run begins."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Convert = Callable[..., str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Convert:
-    """`run("--from", ...)`: the command as a user gives it; answers the report. A refusal fails the test."""
+    """Return `run("--from", ...)`, which runs the command and returns its report. A refusal fails the test."""
 
     def call(*words: str | Path) -> str:
         status = convert.main([str(word) for word in words])
@@ -25,7 +25,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Convert:
 
 @pytest.fixture
 def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Convert:
-    """`refusal(IN, "--from", ...)`: the error of a conversion that must fail and leave nothing behind."""
+    """Return `refusal(IN, "--from", ...)`, which returns the error of a conversion that must fail and write nothing."""
 
     def call(folder: Path, *words: str | Path) -> str:
         before = sorted(tmp_path.rglob("*"))

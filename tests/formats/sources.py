@@ -1,7 +1,7 @@
-"""A checkpoint of each format, key by key as its documentation lists them, beside the names that we give its tensors.
+"""A checkpoint of each format, key by key as its documentation lists them, with our names for its tensors.
 
-Sizes: V = 384 tokens, H = 64, 8 attention heads and 2 KV heads of 8, MLP of 160, drafts from 96 tokens; a target of 8
-layers. The lists are written out, so that no code of ours decides what is in a file.
+Sizes: V = 384 tokens, H = 64, 8 attention heads and 2 KV heads of 8, MLP of 160, draft vocabulary of 96; a target of
+8 layers. The lists are written out, so that no code of ours decides what is in a file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 V, H, VD = 384, 64, 96
-Row = tuple[str, str, tuple[int, ...]]  # their name, ours, shape
+Row = tuple[str, str, tuple[int, ...]]  # their name, our name, shape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -129,7 +129,7 @@ MEDUSA: list[Row] = [
     ("2.2.weight", "lm_heads.2.weight", (384, 64)),
 ]
 VLLM_MEDUSA: list[Row] = [(our_name, our_name, shape) for _, our_name, shape in MEDUSA]
-VLLM_MEDUSA_SMALL: list[Row] = [  # no biases, one LM head for all, over a part of the vocabulary
+VLLM_MEDUSA_SMALL: list[Row] = [  # no biases, one shared LM head over part of the vocabulary
     ("blocks.0.layers.0.weight", "blocks.0.layers.0.weight", (64, 64)),
     ("blocks.1.layers.0.weight", "blocks.1.layers.0.weight", (64, 64)),
     ("lm_head.weight", "lm_head.weight", (96, 64)),
@@ -217,11 +217,11 @@ class Source:
     config: dict[str, Any]
     rows: list[Row]
     file: str = "model.safetensors"
-    options: list[str] = field(default_factory=list)  # where it leaves something open
+    options: list[str] = field(default_factory=list)  # required where the format leaves something open
 
     @property
     def chosen(self) -> dict[str, str]:
-        """`options` as the fields of Given."""
+        """Return `options` as fields of `ConversionOptions`."""
         names = [option.removeprefix("--").replace("-", "_") for option in self.options[::2]]
         return dict(zip(names, self.options[1::2], strict=True))
 
@@ -236,7 +236,7 @@ class Source:
 
 
 def fill(rows: list[Row], seed: int = 0) -> dict[str, Tensor]:
-    """Random weights; the maps of a draft vocabulary fit each other."""
+    """Return random weights, with draft vocabulary maps that agree with each other."""
     generator = torch.Generator().manual_seed(seed)
     used = torch.randperm(V, generator=generator)[:VD].sort().values
     marks = torch.zeros(V, dtype=torch.bool)

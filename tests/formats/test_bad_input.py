@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said by name, through the command, and nothing is left behind."""
+"""The command's error names what is wrong with a checkpoint, and a failed conversion leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPECFORGE, MEDUSA, VLLM, MLP = "safeailab-eagle3 of SpecForge", "medusa", "vllm-
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """A key of None is removed; "a.b" reaches into a part."""
+    """Change keys of config.json. None removes a key; `a__b` is key b of section a."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     for key, value in changes.items():
@@ -40,7 +40,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, file: str, changes: dict[str, torch.Tensor | None]) -> None:
-    """A tensor of None is removed."""
+    """Replace tensors of a file; None removes a tensor."""
     tensors = load_file(folder / file) | changes
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / file)
 
@@ -122,7 +122,7 @@ def test_every_tensor_of_every_format_is_needed():
         tensors = source.tensors()
         for name in tensors:
             rest = {key: value for key, value in tensors.items() if key != name}
-            if name == "embed_tokens.weight":  # shared with the target where it is absent
+            if name == "embed_tokens.weight":  # if absent, it is shared with the target
                 assert name not in interpret(FORMATS[source.form], source.config, rest, options).tensors
             elif name in ("d2t", "t2d"):  # each follows from the other
                 complete = interpret(FORMATS[source.form], source.config, rest, options)
@@ -209,7 +209,7 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
     (MLP, {"tie_weights": True}, {}, ["differs from", "tie_weights=True"]),
     (MLP, {}, {"speculator.proj.0.bias": torch.ones(40)}, ["proj.0.bias: not part of this head"]),
     (MLP, {}, {"emb.0.weight": torch.ones(384, 40)}, ["emb.0.weight", "doubled"]),
-    # kinds
+    # dtypes and values
     (EAGLE, {}, {"fc.weight": torch.ones(64, 128, dtype=torch.int32)}, ["fc.weight is torch.int32: expected floating"]),
     (EAGLE, {}, {"fc.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}, ["fc.weight is torch.float8_e4m3fn"]),
     (EAGLE3, {}, {"d2t": torch.zeros(96)}, ["d2t is torch.float32: expected whole numbers"]),
@@ -305,7 +305,7 @@ def test_a_config_that_asks_for_what_we_do_not_have_is_refused(make_folder, refu
 
 
 def test_nothing_but_a_clear_error_comes_of_any_value():
-    """Every key of a config of every format takes a row of odd values: it is read, or refused with a ValueError."""
+    """Every key of every format's config is set to odd values: each is read, or refused with a ValueError."""
     odd: list[Any] = [None, "x", -1, 0, 3, 10**400, float("nan"), True, [0], {"a": 1}]
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
@@ -354,7 +354,7 @@ def test_what_norm_output_means_is_asked_for(make_folder, refusal, run, tmp_path
         assert ("SpecForge's of before September 2026" in report) is (choice == "specforge")
     edit_config(folder, norm_output=False)
     assert "reads the state without a norm" in refusal(folder, *options, "--norm-output", "specforge")
-    edit_config(folder, norm_output=None)  # then they agree
+    edit_config(folder, norm_output=None)  # without the key, both readings agree
     assert "--norm-output vllm: config.json has no norm_output" in refusal(folder, *options, "--norm-output", "vllm")
     run("--from", "auto", "--to", "speculators", "--verifier", tiny(tmp_path), folder, tmp_path / "none", *options)
 
@@ -413,7 +413,7 @@ def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(make_folder, refu
 
 
 def test_a_pickle_of_tensors_that_share_memory(make_folder, run, tmp_path):
-    """FasterDecoding's trainer puts one residual block into every layer of a head."""
+    """FasterDecoding's trainer uses the same residual block for every layer of a head."""
     folder, source = make_folder(MEDUSA), SOURCES[MEDUSA]
     tensors = source.tensors()
     for head in range(3):
@@ -430,7 +430,7 @@ def test_a_pickle_of_tensors_that_share_memory(make_folder, run, tmp_path):
 
 
 def tiny(tmp_path: Path, **changes: Any) -> Path:
-    """The config.json of a target, which is all that most conversions need of it."""
+    """Write the config.json of a target, which is all that most conversions need of it."""
     folder = tmp_path / "target"
     folder.mkdir(exist_ok=True)
     sizes = {"vocab_size": 384, "hidden_size": 64, "num_hidden_layers": 8}
@@ -475,6 +475,6 @@ def test_a_shared_embedding_is_copied_from_the_target(make_folder, refusal, run,
     assert re.search(r"^the verifier's +embed_tokens\.weight +\[384, 64\] +float32$", report, re.MULTILINE)
     written = load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"]
     assert torch.equal(written, load_file(tiny_target_folder / "model.safetensors")["model.embed_tokens.weight"])
-    # a format that may leave it out leaves it out
+    # a format in which the embedding is optional omits it
     run("--from", "auto", "--to", "speculators", "--verifier", tiny_target_folder, folder, tmp_path / "shared")
     assert "embed_tokens.weight" not in load_file(tmp_path / "shared" / "model.safetensors")

@@ -90,7 +90,7 @@ def test_provenance_binds_the_head_to_the_verifier_that_was_given(tmp_path, run,
     assert (record["target"], "target_fingerprint" in record) == ("some/target", False)
     load_head(tmp_path / "free", target=load_target(str(tiny_target_folder)))
 
-    # our own export keeps its provenance, and is not said to be another target's
+    # our export keeps its provenance, and is not reported as another target's
     run("--from", "headway", "--to", "headway", tmp_path / "bound", tmp_path / "again")
     assert json.loads((tmp_path / "again" / "provenance.json").read_text())["target_fingerprint"]
     other = tmp_path / "other target"

@@ -335,7 +335,7 @@ def test_one_map_of_a_draft_vocabulary_says_what_the_other_does(tmp_path, name):
 
 
 def tensors_with_target_ids(source):
-    """Without t2d, and with ids in d2t that as offsets would lead out of the vocabulary."""
+    """Return tensors without t2d, and with target ids in d2t, which as offsets would leave the vocabulary."""
     tensors = source.tensors()
     tensors["d2t"] += torch.arange(96)
     del tensors["t2d"]
@@ -353,7 +353,7 @@ def test_the_first_layer_has_two_names(tmp_path, name, theirs, other):
     save_file(tensors, folder / source.file)
     checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
     assert all(torch.equal(checkpoint.tensors[key], value) for key, value in expected.tensors.items())
-    assert set(checkpoint.sources.values()) == set(tensors)  # the report names what is in the file
+    assert set(checkpoint.sources.values()) == set(tensors)  # the report uses the names in the file
 
 
 def test_a_flat_config_without_a_draft_vocabulary_may_be_of_eagle3(tmp_path):

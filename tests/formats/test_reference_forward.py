@@ -1,7 +1,7 @@
 """An imported head drafts in the engine what a plain implementation of its format's documented forward drafts.
 
-The references below are written from the formulas, in torch, over the tensors under their own names; they know nothing
-of models/heads, keep no cache and compute every row anew. The target's hidden states are transformers'.
+The references below are written from the formulas, in torch, over the tensors under their own names; they do
+not use models/heads, keep no cache and recompute every row. The target's hidden states are transformers'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DRAFTS = 4
 
 
 class Target:
-    """What a head may ask of the target: hidden states as HF numbers them, embedding and LM head."""
+    """What a head may use of the target: hidden states as HF numbers them, embedding and LM head."""
 
     def __init__(self, folder: Any) -> None:
         from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ class Target:
 
     @torch.no_grad()
     def hidden_states(self, ids: list[int]) -> tuple[Tensor, ...]:
-        """`[T, H]` each; the last is after the final norm."""
+        """Return the hidden states, `[T, H]` each; the last is after the final norm."""
         output = self.model(torch.tensor([ids]), output_hidden_states=True)
         return tuple(state[0] for state in output.hidden_states)
 
@@ -46,7 +46,7 @@ def rms(x: Tensor, weight: Tensor, eps: float = LLAMA["rms_norm_eps"]) -> Tensor
 
 
 def rotate(x: Tensor, theta: float) -> Tensor:
-    """`[T, heads, D]`, row i at position i."""
+    """Apply RoPE to `[T, heads, D]`, row i at position i."""
     size = x.shape[-1]
     angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
     angle = torch.cat([angle, angle], dim=-1)[:, None]
@@ -55,7 +55,7 @@ def rotate(x: Tensor, theta: float) -> Tensor:
 
 
 def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) -> Tensor:
-    """Causal, 8 heads and 2 KV heads of 8."""
+    """Causal attention with 8 heads and 2 KV heads of dimension 8."""
     q, k, v = (F.linear(x, tensors[f"{prefix}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, 8)) for name in "qkv")
     q, k = rotate(q, theta), rotate(k, theta)
     k, v = k.repeat_interleave(4, dim=1), v.repeat_interleave(4, dim=1)
@@ -111,7 +111,7 @@ def fuse(tensors: dict[str, Tensor], config: dict[str, Any], features: list[Tens
 
 
 def draft_token(tensors: dict[str, Tensor], hidden: Tensor) -> int:
-    """d2t is an offset."""
+    """Return the most likely token as a target id; d2t holds offsets."""
     draft_id = int(F.linear(rms(hidden, tensors["norm.weight"]), tensors["lm_head.weight"]).argmax())
     return draft_id + int(tensors["d2t"][draft_id])
 
@@ -119,7 +119,7 @@ def draft_token(tensors: dict[str, Tensor], hidden: Tensor) -> int:
 def eagle3(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
     hidden = target.hidden_states(ids)
     embedding = tensors.get("embed_tokens.weight", target.embedding)
-    # the input of layers 2, N//2 and N-3 of 8, which is what SpecForge's 1, 3, 4 (outputs from 0) name as well
+    # the inputs of layers 2, N//2 and N-3 of 8; SpecForge's 1, 3, 4 (outputs, counted from 0) are the same
     tokens, states = ids[1:], list(fuse(tensors, config, [hidden[layer][:-1] for layer in (2, 4, 5)]))
     drafted: list[int] = []
     for _ in range(count):
@@ -133,7 +133,7 @@ def eagle3(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, i
 def p_eagle(
     tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int
 ) -> list[int]:
-    """One forward: after the last real row, rows of the mask token and of mask_hidden in the features' place."""
+    """One forward: after the last real row come rows of the mask token, with mask_hidden in place of the features."""
     hidden = target.hidden_states(ids)
     real = fuse(tensors, config, [hidden[layer][:-1] for layer in (2, 4, 5)])
     mask = fuse(tensors, config, list(tensors["mask_hidden"][0, 0].chunk(3)))
@@ -145,7 +145,7 @@ def p_eagle(
 
 def medusa(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
     """Residual layers x + silu(W x + b), then the head's LM head; head h predicts the token h after the next."""
-    hidden = target.hidden_states(ids)[-1][-2]  # what the last token was sampled from
+    hidden = target.hidden_states(ids)[-1][-2]  # the state that the last token was sampled from
     drafted = []
     for head in range(count):
         x = hidden
@@ -214,7 +214,7 @@ def target(tiny_target_folder):
 def test_the_engine_drafts_what_the_formulas_say(tmp_path, run, tiny_target_folder, target, name):
     source = SOURCES[name]
     folder = source.write(tmp_path / "in", seed=3)
-    if source.options:  # it leaves something open
+    if source.options:  # the format leaves something open
         run(
             "--from",
             "auto",
@@ -239,7 +239,7 @@ def test_the_engine_drafts_what_the_formulas_say(tmp_path, run, tiny_target_fold
 
     def record(requests, budgets):
         tree = propose(requests, budgets)
-        if int(tree.length[0]) > 1:  # the last tokens of an answer are not drafted for
+        if int(tree.length[0]) > 1:  # there are no drafts for the last tokens of an output
             rounds.append((list(requests[0].tokens), tree.token[0, 1 : int(tree.length[0])].tolist()))
         return tree
 
@@ -251,7 +251,7 @@ def test_the_engine_drafts_what_the_formulas_say(tmp_path, run, tiny_target_fold
     drafts = [reference(source.tensors(3), source.config, target, ids, len(drafted)) for ids, drafted in rounds]
     assert [drafted for _, drafted in rounds] == drafts
     assert sum(len(drafted) == count for drafted in drafts) >= 5
-    assert len({tuple(drafted) for drafted in drafts}) > 3  # no constant
+    assert len({tuple(drafted) for drafted in drafts}) > 3  # the drafts are not constant
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if not SOURCES[name].options])

@@ -1,4 +1,4 @@
-"""Any head, through every format that holds it and back: the same config and bits, for drawn sizes and flags."""
+"""Any head, converted to every format that can hold it and back: same config and bits, for random sizes and flags."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def random_checkpoint(head: str, config, seed: int, dtype: torch.dtype) -> Check
 
 
 def holds(form: str, checkpoint: Checkpoint) -> bool:
-    """What test_golden shows to be refused."""
+    """Return whether the format can hold the head; test_golden.py shows that it is refused otherwise."""
     config = checkpoint.config
     if form == "medusa":
         return config.bias and not config.shared and config.draft_vocab_size == config.vocab_size
@@ -174,7 +174,7 @@ def test_there_and_back_keeps_config_and_bits(head, data):
                 folder.mkdir()
                 write_checkpoint(form, current, folder)
                 options = ConversionOptions(verifier, **{option: written[option] for option in form.asks})
-                current = read_checkpoint(form, folder, options)  # on to the next from what this one gave
+                current = read_checkpoint(form, folder, options)  # the next format converts this result
                 assert_same(current, checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""A head of another format behind head.path, as it was downloaded."""
+"""A head of another format given as head.path, as downloaded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_shared_embedding_is_the_targets(tmp_path, tiny_target_folder):
 
 
 def full_vocabulary_head(folder):
-    """An EAGLE-3 head over the target's vocabulary, which leaves out what it shares and calls its layer layers.0."""
+    """Write an EAGLE-3 head over the target's vocabulary that omits what it shares and names its layer layers.0."""
     source = SOURCES["safeailab-eagle3"]
     source.write(folder)
     config = {**source.config, "draft_vocab_size": 384, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
@@ -85,7 +85,7 @@ def test_an_lm_head_that_is_not_there_is_the_targets(tmp_path, capsys, make_targ
         load_head(folder)
     head = load_head(folder, target=target)
     assert torch.equal(head.lm_head.weight, target.lm_head.weight)
-    for rank in range(2):  # of a target that is divided each holds a part
+    for rank in range(2):  # with a tensor parallel target, each rank holds a part
         part = load_target(str(tiny_target_folder), part=Part(rank, 2, lambda x, sizes, everywhere=True: x))
         assert torch.equal(load_head(folder, target=part).lm_head.weight, target.lm_head.weight)
     other = make_target_folder(tie_word_embeddings=True)  # an LM head that differs from the embedding it is tied to

@@ -1,4 +1,4 @@
-"""The heads that come with the repository: what they are for, what they say of themselves, and their size."""
+"""The heads shipped with the repository: their targets, what they state about themselves, and their size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.fetching import MODELS, place_of
 from models.heads import read_head
 
 FOLDERS = sorted(path.parent for path in SHIPPED.glob("*/heads/*/config.json"))
-BYTES = 40e6  # at most, all heads of a target together
+BYTES = 40e6  # maximum for all heads of a target together
 
 
 def test_there_is_one_for_every_target_that_is_fetched() -> None:

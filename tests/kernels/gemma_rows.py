@@ -1,4 +1,4 @@
-"""Rows over a vocabulary of 262,144, Gemma's, and the choice rule's keys for them in float64."""
+"""Rows over Gemma's vocabulary of 262,144 tokens, and the sampling keys for them in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [  # temperature, top_k, top_p
 
 
 def gemma_rows(dtype: torch.dtype) -> tuple[Tensor, ChoiceParameters, Tensor, Tensor]:
-    """Logits `[5, V]` whose best columns are among the last, parameters, positions, and the columns' ids, reversed."""
+    """Return logits `[5, V]` whose best columns are among the last, parameters, positions, and column ids, reversed."""
     logits = torch.randn(len(ROWS), SIZE, generator=torch.Generator().manual_seed(3)) * 2
     logits[:, -70:] += torch.linspace(8, 12, 70)
     temperature, top_k, top_p = (torch.tensor(column) for column in zip(*ROWS, strict=True))
@@ -47,5 +47,5 @@ def float64_keys(logits: Tensor, parameters: ChoiceParameters, positions: Tensor
 
 
 def ranked(keys: Tensor) -> Tensor:
-    """Columns by key, the lowest first among equals."""
+    """Return the columns by descending key; ties go to the lowest column."""
     return keys.sort(dim=-1, descending=True, stable=True).indices

@@ -1,4 +1,4 @@
-"""What rounding to few bits costs a weight at most, as a share of the largest of those that share its scale."""
+"""Largest rounding errors of quantised weights, as a share of the largest weight with the same scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged attention against the float64 oracle, and the promise that a row's bits are its own; in C and in torch."""
+"""Paged attention against the float64 oracle, and its row invariance; in C and in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["c", "torch"])
 def form(request, monkeypatch):
-    """Both forms that run on a CPU; `plan_attention` then dispatches to this one."""
+    """Both implementations that run on a CPU; `plan_attention` dispatches to this one."""
     if request.param == "c" and library() is None:
         pytest.skip("no C compiler on this machine")
     monkeypatch.setattr("kernels.cpu.attention.supported", lambda *sizes: request.param == "c")
@@ -47,7 +47,7 @@ def run(case, committed, counts, tree_mask=None, first=0):
 
 
 def expect(case, committed, counts, ancestors=None, first=0):
-    """After `run`, which wrote the rows' own keys and values into the cache."""
+    """Return the oracle's output. Call it after `run`, which writes the rows' keys and values into the cache."""
     q, _, _, cache, table = case
     scale = q.shape[-1] ** -0.5
     sizes = {"page_size": PAGE, "scale": scale}
@@ -101,7 +101,7 @@ def test_nobody_sees_the_places_before_the_first(form):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_tree_row_has_the_bits_of_its_path_decoded_alone(form, dtype):
-    """Across a tile's and a page's edge, for every node of a random tree."""
+    """For every node of a random tree that crosses the edges of a tile and of a page."""
     generator = torch.Generator().manual_seed(3)
     parent = [-1] + [int(torch.randint(max(0, n - 5), n, (), generator=generator)) for n in range(1, 40)]
     tree = DraftTree.from_parents(torch.arange(40)[None], torch.tensor([parent]), torch.tensor([40]))
@@ -150,7 +150,7 @@ def test_threads_do_not_show_in_the_bits(committed, counts):
 
 @pytest.mark.parametrize("tree_mask", [None, torch.tensor([1, 3])])
 def test_the_probe_notices_a_kernel_whose_bits_depend_on_company(form, monkeypatch, tree_mask):
-    """Once by width, once by the shape of the draft alone."""
+    """The patched kernel depends on the number of rows, or only on the draft being a tree."""
     exact = {"c": NativeAttention, "torch": TiledAttention}[form]
 
     class Drifting(exact):

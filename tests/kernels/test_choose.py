@@ -1,4 +1,4 @@
-"""The choice rule: greedy ties, the law of the sampled choice, and noise that depends on its three numbers alone."""
+"""Sampling: greedy ties, the distribution of sampled choices, noise that depends on (seed, position, id) alone."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def test_greedy_and_sampled_rows_mix():
 @pytest.mark.parametrize("ids", [None, torch.arange(64) * 3 + 1])
 def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
     generator = torch.Generator().manual_seed(1)
-    logits = (4 * torch.randn(200, 80, generator=generator)).to(dtype)[:, :64]  # rows with a gap
-    logits[::3, 5:60] = -torch.inf  # as a grammar leaves them
+    logits = (4 * torch.randn(200, 80, generator=generator)).to(dtype)[:, :64]  # a slice of wider rows
+    logits[::3, 5:60] = -torch.inf  # as a grammar mask leaves them
     logits[1::3] = logits[1::3].round()  # ties
     mixed = parameters(200, 0.7, seeds=torch.arange(200) * 2**31 + 7)
     mixed.temperature[::4], mixed.restricts = 0, False
@@ -121,7 +121,7 @@ def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
 @pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 @pytest.mark.parametrize("spread", [0.0, 0.03, 1.0, 30.0, 3e4])
 def test_what_the_form_in_c_passes_over_could_not_have_been_chosen(spread):
-    """Noise alone decides among equal logits, of a million keys its largest, where its last bits are coarse."""
+    """With equal logits noise alone decides: the largest of a million values, whose last bits are coarse."""
     rows, size = 24, 2**16
     logits = spread * torch.randn(rows, size, generator=torch.Generator().manual_seed(2))
     sampling = parameters(rows, 0.9, seeds=torch.arange(rows) * 2**33 + 5)
@@ -160,7 +160,7 @@ def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
 def test_a_vocabulary_of_gemmas_size(dtype):
     logits, sampling, positions, ids = gemma_rows(dtype)
     keys = float64_keys(logits, sampling, positions, ids)
-    plain = torch.tensor([0, 1, 2])  # rows that nothing restricts, which the kernel in C takes
+    plain = torch.tensor([0, 1, 2])  # rows without top-k and top-p, which the C kernel supports
     unrestricted = sampling.rows(plain)
     unrestricted.restricts = False
     assert choose(logits[plain], unrestricted, positions[plain], ids).tolist() == ranked(keys[plain])[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""A decoder's layers in one call: the bits of the operations one by one, float64's values, and rows that stay alone."""
+"""The fused decoder: the bits of the separate operations, close to float64, and row-invariant."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def serve(config, dtype, **options):
 
 
 def forward(shard, start, count, tokens, *, request=0, tree_mask=None, depths=None):
-    """Of `count` rows from place `start` on. A second request's pages lie among the first one's."""
+    """Run `count` rows from place `start` on; return their states. The pages of two requests are interleaved."""
     table = 1 + request + 2 * torch.arange(LENGTH // PAGE + 5)[None]
     rows = AttentionRows.blocks(table, [start], [count], page_size=PAGE, tree_mask=tree_mask)
     positions = rows.places if depths is None else rows.committed + depths
@@ -97,7 +97,7 @@ def tokens_of(config):
 
 
 def tree_rows(shard, tokens):
-    """The last three positions as the deepest path of a tree, behind all that precede them; rows of that path."""
+    """Run the last four positions as the deepest path of a tree, root included; return the rows of that path."""
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
     tree = DraftTree.from_parents(torch.arange(7)[None], parents, torch.tensor([7]))
     path, start = [0, 2, 5, 6], LENGTH - 4
@@ -129,7 +129,7 @@ def no_gradients():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights, monkeypatch):
     config = CONFIGS[name]
-    if weights == "int4":  # whose groups are of 32
+    if weights == "int4":  # groups of 32
         config = replace(config, hidden_size=96, intermediate_size=160)
     shard, tokens = serve(config, dtype, weights=weights), tokens_of(config)
     if fused_decoder(shard.target) is None:
@@ -174,7 +174,7 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(name, d
             assert all(torch.equal(a, b[LENGTH - rows :]) for a, b in zip(actual, expected, strict=True)), rows
         second = forward(shard, 0, LENGTH, tokens, request=1)
         assert all(torch.equal(a, b) for a, b in zip(second, expected, strict=True))
-        if not config.windows:  # its rows count places, of which a tree has more
+        if not config.windows:  # a window counts places, of which a tree has more than its path
             actual = tree_rows(shard, tokens)
             assert all(torch.equal(a, b[-4:]) for a, b in zip(actual, expected, strict=True))
             forward(shard, LENGTH - 4, 4, tokens[-4:])
@@ -192,7 +192,7 @@ def test_what_no_kernel_takes_runs_operation_by_operation():
 
 
 def make_head(name, dtype, **options):
-    """Borrows from a packed target, and is packed itself."""
+    """Return a packed head that has borrowed from a target."""
     target = make(PLAIN)
     config = EagleConfig if name == "eagle" else Eagle3Config
     head = (EagleHead if name == "eagle" else Eagle3Head)(config.for_target(PLAIN, **options))
@@ -240,5 +240,5 @@ def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype
             cache.zero_()
     assert calls == 3
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
-    assert torch.equal(features, original)  # a state is another draft's too
+    assert torch.equal(features, original)  # unchanged: other drafts read the same state
     assert outputs[0][0].abs().max() > 0.1

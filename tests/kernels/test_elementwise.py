@@ -1,4 +1,4 @@
-"""The C forms of norm, activation and rotary embedding against torch in float64, and their dispatch."""
+"""The C kernels of norm, activation and rotary embedding against torch in float64, and their dispatch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_centred_norm_scales_by_one_more_and_rounds_once(in_c, dtype):
     expected = F.rms_norm(x.double(), (256,), 1 + weight.double(), 1e-6)
     actual = elementwise.rms_norm(x, weight, 1e-6, centred=True)
     close(actual, expected, dtype)
-    if dtype is torch.bfloat16:  # as near as the dtype allows, for all but what lies at the middle of two values
+    if dtype is torch.bfloat16:  # correctly rounded, except next to the middle of two values
         assert (actual == expected.to(dtype)).float().mean() > 0.99
 
 

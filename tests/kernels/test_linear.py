@@ -31,8 +31,8 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
     linear = PackedLinear(torch.randn(outputs, inputs).to(dtype))
     full = assert_row_invariant(linear, dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, inputs, generator=generator).to(dtype)  # the probe's own rows
-    for count in range(1, 40):  # every way in which rows are divided
+    x = torch.randn(200, inputs, generator=generator).to(dtype)  # the rows of `assert_row_invariant`
+    for count in range(1, 40):  # every way of splitting rows into blocks
         assert torch.equal(linear(x[:count]), full[:count])
 
 
@@ -45,7 +45,7 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
             for name in ("same", "int8", "fp8", "int4")
             for size in [(32, 16), (320, 200), (1024, 96), (192, 130)]
         ),
-        *((name, 336, 64) for name in ("same", "int8", "fp8")),  # not by tiles
+        *((name, 336, 64) for name in ("same", "int8", "fp8")),  # sizes that tiles do not support
     ],
 )
 def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike_for_any_number(

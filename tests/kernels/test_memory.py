@@ -1,4 +1,4 @@
-"""Memory in large pages: tensors that share a chunk share nothing else, and last as long as somebody holds them."""
+"""Allocation in huge pages: tensors in one chunk do not overlap, and live as long as they are referenced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: how they are rounded, and the CPU's kernel that reads them so, against float64."""
+"""Weights in 8 and 4 bits: their rounding, and the CPU kernel that reads them, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a training-time test, in torch and in Triton's interpreter: answers and gradients of the oracle."""
+"""Attention of training-time test, in torch and in Triton's interpreter: outputs and gradients of the oracle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def output_and_gradients(attention: Any, q: Any, keys: Any, values: Any, *slots_and_starts: Any) -> list[torch.Tensor]:
-    """What it answers, and the gradients of all it reads under a random one of the answer."""
+    """Return the output, and the gradients of all inputs for a random gradient of the output."""
     out = attention(q, keys, values, *slots_and_starts)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out.detach(), *torch.autograd.grad(out, [q, *keys, *values], upstream)]
@@ -32,7 +32,7 @@ def compare(
     batch: int, length: int, rows: int | None, heads: tuple[int, int], dim: int, later_steps: int, *, seed: int = 0,
     packed: bool = True, dtype: torch.dtype = torch.float32, bound: float = 4e-6,
 ) -> None:  # fmt: skip
-    """`rows` None: every slot has one, which the callee is not told."""
+    """Compare with the oracle. `rows` None: every slot has a row, and `slots` is not passed."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def test_head_sizes(form: str, dim: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
 def test_narrow_dtypes(form: str, dtype: torch.dtype, bound: float) -> None:
-    """Keys of more than one tile, and rows of more than one block."""
+    """With more than one tile of keys and more than one block of rows."""
     compare(1, 140, 135, (2, 1), 16, 2, dtype=dtype, bound=bound)
 
 
@@ -98,7 +98,7 @@ def test_autocast_decides_the_dtype(form: str) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "p-eagle, one layer"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: str, packed: bool) -> None:
-    """Loss and gradients of a head's whole unrolling: prompts left out, and for P-EAGLE fewer slots at each depth."""
+    """Loss and gradients of a head's whole unrolling, without prompts; in P-EAGLE with fewer slots at each depth."""
     masks = [[True] * 9, [False] * 4 + [True] * 8, [False] * 2 + [True] * 9]
     documents = Sequences.of([(list(range(7, 7 + len(mask))), mask) for mask in masks])
     batch = documents.packed([[2, 0], [1]]) if packed else documents.batch(range(3))
@@ -119,4 +119,4 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
         gradients.append(torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
-    assert len(launched) == (3 if packed else 2)  # alone and at step 0 a document is plain causal attention
+    assert len(launched) == (3 if packed else 2)  # step 0 with one document per row is plain causal attention

@@ -1,4 +1,4 @@
-"""Acceptance over random trees against the definition: walk down from the root as long as a child equals the choice."""
+"""Acceptance over random trees against its definition: go down from the root while a child equals the choice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_accept_equals_the_walk(cases, seed):
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.integers(0, 2**31))
 def test_likely_nodes_are_taken_besides(case, seed):
-    """Typical acceptance (arXiv 2401.10774): the longest path of which each node is chosen or likely."""
+    """Typical acceptance (arXiv 2401.10774): the longest path whose nodes are each chosen or in `typical_mask`."""
     token, parent = case
     generator = torch.Generator().manual_seed(seed)
     tree = DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
@@ -85,7 +85,7 @@ def test_likely_nodes_are_taken_besides(case, seed):
 def test_chains_equal_trees_made_from_parents():
     chain = DraftTree.chains([7, 8], [list(range(63)), [5]])
     built = DraftTree.from_parents(chain.token, chain.parent, chain.length)
-    inside = torch.arange(64) < chain.length[:, None]  # what lies past the length means nothing
+    inside = torch.arange(64) < chain.length[:, None]  # entries past the length are padding
     assert torch.equal(chain.ancestors[inside], built.ancestors[inside])
     assert torch.equal(chain.depth[inside], built.depth[inside])
     assert chain.is_chain

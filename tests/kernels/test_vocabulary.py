@@ -1,4 +1,4 @@
-"""LM head and loss as one kernel against float64: costs, gradients, statistics, and what a row may depend on."""
+"""The fused LM head and loss against float64: costs, gradients and statistics; row invariance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = [torch.float32, torch.bfloat16]
 
 
 def inputs(count: int, drafts: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The teacher has more columns than the draft, and rows that several slots read or none does."""
+    """Return random inputs. The teacher has more columns than the draft, and rows that several slots or none read."""
     torch.manual_seed(count)
     x, weight = torch.randn(count, size).to(dtype), torch.randn(drafts, size).to(dtype)
     full = (3 * torch.randn(count + 2, drafts + 9)).to(dtype)
@@ -104,7 +104,7 @@ def test_what_is_not_a_number_stays_none(value: float) -> None:
 
 
 def test_a_token_that_the_draft_rules_out() -> None:
-    """-inf costs infinitely where the teacher wants it, nothing where it does not."""
+    """A logit of -inf costs infinity where the teacher's probability is positive, and nothing where it is zero."""
     teacher, _ = teacher_logits(torch.tensor([[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]]), None)
     logits = torch.tensor([[1.0, 1.0, -torch.inf]] * 2)
     cost, _, both = vocabulary.block_costs(logits, teacher, torch.tensor([0, 1]), None, torch.ones(2), overlap=True)

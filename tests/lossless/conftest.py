@@ -18,7 +18,7 @@ from train.data.sequences import Sequences
 
 @pytest.fixture(scope="session")
 def trained_head_folder(tiny_target, tiny_target_folder, tmp_path_factory, prompts):
-    """`trained_head_folder(name)`: an exported head that knows some greedy answers by heart."""
+    """`trained_head_folder(name)`: the folder of an exported head that has memorised some greedy outputs."""
     folders = {}
 
     def make(name):
@@ -47,8 +47,8 @@ def trained_head_folder(tiny_target, tiny_target_folder, tmp_path_factory, promp
 def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_target_folder):
     """`make_engine(dtype, proposer, **engine config)`; the tiny target stops at no token, so lengths are its own.
 
-    `draft_model`: "same" drafts with the target itself, which is always right in greedy choice, "other" with another.
-    `head`: one of ONE_OF_EACH; by default a random EAGLE-3 head that starts from the target's weights.
+    `draft_model`: "same" drafts with the target itself, whose greedy drafts are always accepted, "other" with another
+    model. `head`: one of ONE_OF_EACH; by default a random EAGLE-3 head initialised from the target's weights.
     """
 
     def make(
@@ -90,7 +90,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
 
 @pytest.fixture(scope="session")
 def prompts():
-    """Lengths around the page (16), the tile (256) and the chunk; some repeat themselves, so that n-grams match."""
+    """Prompts of lengths around the page (16), the tile (256) and the chunk; some repeat themselves, for n-grams."""
     generator = torch.Generator().manual_seed(0)
     lengths = scaled((1, 2, 15, 16, 17, 70, 255, 256, 300), (1, 2, 3, 5, 6, 7, 15, 16, 17))
     random_prompts = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in lengths]
@@ -99,7 +99,7 @@ def prompts():
 
 @pytest.fixture(scope="session")
 def expected(make_engine, prompts):
-    """Token ids by plain decoding, one request at a time: by dtype and parameters, in the order of the prompts."""
+    """Token ids of plain decoding, one request at a time, by dtype and parameters, in the order of the prompts."""
     token_ids = {}
     for dtype in (torch.float32, torch.bfloat16):
         engine = make_engine(dtype, "none")
@@ -120,9 +120,10 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def make_small_engine(make_target_folder, tiny_tokenizer):
-    """`make_small_engine(dtype, proposer, shape, **engine config)`: every proposer there is, a target of three layers.
+    """`make_small_engine(dtype, proposer, shape, **engine config)`: a target of three layers with every proposer.
 
-    For thousands of requests. `head`: a random one of these VARIANTS; `draft_model` as in `make_engine`.
+    For tests with thousands of requests. `head`: which of VARIANTS, with random weights; `draft_model` as in
+    `make_engine`.
     """
     folder = make_target_folder(seed=4, num_hidden_layers=3, **SMALL)
     other_folder = make_target_folder(seed=11, num_hidden_layers=1, **SMALL)
@@ -155,7 +156,7 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
 
 @pytest.fixture(scope="session")
 def make_plain(make_engine, make_small_engine) -> MakePlain:
-    """`make_plain(dtype, small=False)`: the oracle for `make_engine`'s target, or for the small one."""
+    """`make_plain(dtype, small=False)`: the oracle for the target of `make_engine` or `make_small_engine`."""
     oracles: dict[tuple[torch.dtype, bool], Plain] = {}
 
     def make(dtype=torch.float32, *, small=False) -> Plain:

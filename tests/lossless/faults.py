@@ -1,4 +1,4 @@
-"""Makes an engine's proposers fail for chosen requests, and its own work for one request, at every stage of it."""
+"""Fault injection: proposers fail for chosen requests, and any stage of the engine's work for one request."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Fault(Exception):
 
 
 def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
-    """`fault_of(request)`: the moment at which a proposer fails whenever this request is in its hands, or None.
+    """Make proposers raise Fault at the moment `fault_of(request)` of every call with this request; None: never.
 
-    What `combined` asks its sources for passes through here too. To be called once the engine's proposers are made.
+    Covers calls of `combined` to its sources. Call it after the engine's proposers have been created.
     """
 
     def failing(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,9 +47,9 @@ def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
 
 @contextmanager
 def failed_requests() -> Iterator[list[str]]:
-    """The requests of which the log says that nothing drafts for them any more, instead of the log itself.
+    """Collect the requests whose drafting is logged as failed, and suppress these log records.
 
-    A record would keep the exception, and that the frames it passed through with all their tensors.
+    A record would keep the exception alive, and with it the tensors of all frames that it passed through.
     """
     request_ids: list[str] = []
     logger = logging.getLogger("infer.speculation.speculator")
@@ -67,10 +67,10 @@ def failed_requests() -> Iterator[list[str]]:
 
 
 class PanicException(BaseException):
-    """As a library in Rust raises it: by this name, and no Exception."""
+    """Like the exception of a panic in a Rust library: it has this name and is no Exception."""
 
 
-# Of functions that work for one request, or for several: whether these arguments are of the request.
+# Whether a call with these arguments, on behalf of one or of several requests, concerns the request.
 Concerns = Callable[[Request, tuple[Any, ...]], bool]
 FUNCTIONS: dict[str, tuple[str, Concerns]] = {
     "penalty counts": ("infer.sampling.choose.count_tokens", lambda request, args: args[0] is request),
@@ -104,7 +104,7 @@ STAGES = (*FUNCTIONS, *METHODS, "choice parameters")
 def install_at(
     stage: str, request: Request, monkeypatch: Any, *, late: int, error: type[BaseException] = Fault
 ) -> None:
-    """Work at this stage raises for `request`, once it has emitted `late` tokens."""
+    """Make work at this stage raise `error` for `request`, once it has emitted `late` tokens."""
 
     def failing(work: Callable[..., Any], concerns: Concerns) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -125,4 +125,4 @@ def install_at(
     else:
         object.__setattr__(
             request.params, "top_k", 2**63
-        )  # no constructor lets it through, and no int64 tensor takes it
+        )  # the constructor rejects it, and it overflows an int64 tensor

@@ -1,4 +1,4 @@
-"""What an engine may still hold of requests once they have ended: nothing."""
+"""Checks that an engine holds nothing of requests that have ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from infer.engine import Engine
 
-PREFIX = "request "  # of the names that a test gives its requests: so they are found wherever they are kept
+PREFIX = "request "  # of request ids in these tests, by which they are recognised wherever they are kept
 
 
 def open_files() -> int:
@@ -14,14 +14,14 @@ def open_files() -> int:
 
 
 def kept(engine: Engine) -> set[str]:
-    """Requests of which a proposer keeps something."""
+    """Return the ids of requests of which a proposer keeps state."""
     states = (value for keeper in engine.speculator._stateful for value in vars(keeper).values())
     keys = (key for state in states if isinstance(state, (dict, set)) for key in state)
     return {key for key in keys if isinstance(key, str) and key.startswith(PREFIX)}
 
 
 def assert_nothing_left(engine: Engine) -> None:
-    """No page, slot or state of a proposer; nor, once pages that are only known are forgotten, any key or features."""
+    """Assert that no page, slot or proposer state is left and, once the prefix cache is cleared, no key or features."""
     assert not engine.has_work
     scheduler, pages = engine._scheduler, engine._pool.pages
     assert not scheduler.running

@@ -1,4 +1,4 @@
-"""Proposers that know what the target will say, and mix it with rubbish, so that every kind of draft occurs."""
+"""Proposers that know the target's output and mix it with wrong tokens, so that every kind of draft occurs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from infer.request import Request
 from infer.speculation.proposers.base import WithoutLayers
 from infer.speculation.tree import DraftTree
 
-AnswerOf = Callable[[Request], list[int]]  # the whole answer to a request, by plain decoding
+AnswerOf = Callable[[Request], list[int]]  # the whole output of a request, by plain decoding
 
 
 class WrongThenRight(WithoutLayers):
-    """Proposes what the target will say up to a place and rubbish after it, so that every run length occurs."""
+    """Drafts the target's output up to some depth and wrong tokens after it, so that every accepted length occurs."""
 
     name = "oracle"
 
@@ -35,7 +35,7 @@ class WrongThenRight(WithoutLayers):
 
 
 class Thicket(WithoutLayers):
-    """Random trees in which the right path lies among wrong nodes at random places, right to a random depth."""
+    """Drafts random trees: the target's output down to a random depth, among wrong nodes at random places."""
 
     name = "thicket"
 
@@ -58,7 +58,7 @@ class Thicket(WithoutLayers):
         answer = self.answer_of(request)[len(request.output_ids) :]
         right = self.random(0, min(budget.depth, len(answer)) + 1)
         size = self.random(right, budget.nodes + 1)
-        # Steps of the right path come at random times among wrong nodes; a wrong one hangs anywhere.
+        # Nodes of the right path are added at random turns, between wrong nodes with random parents.
         turns = torch.randperm(size, generator=self.generator)[:right].sort().values.tolist() if right else []
         token, parent, depth, on_path = [request.tokens[-1]], [-1], [0], [0]
         for turn in range(size):

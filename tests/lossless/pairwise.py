@@ -1,4 +1,4 @@
-"""A few out of too many combinations: every two values of two factors meet in one of them."""
+"""Pairwise testing: a small set of combinations in which every two values of two factors occur together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRIES = 60
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
-    """Greedy: each further combination is the one, of some random ones, in which most pairs meet that have not yet."""
+    """Return such a set, built greedily: of TRIES random combinations the one with most uncovered pairs is added."""
     rng = random.Random(seed)
 
     def pairs(combination: Mapping[str, Any]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -21,7 +21,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, 
     uncovered = set().union(*map(pairs, combinations))
     picked = []
     while uncovered:
-        first, second = min(uncovered, key=repr)  # one at least that is new
+        first, second = min(uncovered, key=repr)  # so that at least one pair is new
         candidates = [{name: rng.choice(values) for name, values in factors.items()} for _ in range(TRIES)]
         candidates = [candidate | dict((first, second)) for candidate in candidates]
         picked.append(max(candidates, key=lambda candidate: len(pairs(candidate) & uncovered)))

@@ -1,4 +1,4 @@
-"""What a request is answered, gathered from the steps of an engine; and what plain decoding answers to it."""
+"""Outputs of requests, collected from the steps of an engine, and plain decoding as the oracle for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answer:
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
     def is_prefix_of(self, full: Answer) -> bool:
-        """Whether this is what `full` was at some time, up to how it ended."""
+        """Return whether this is a partial state of `full`, whatever the finish reasons."""
         return (
             self.token_ids == full.token_ids[: len(self.token_ids)]
             and self.logprobs == full.logprobs[: len(self.logprobs)]
@@ -49,7 +49,7 @@ class Answer:
 def answer_all(
     engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], arrivals: Iterable[int] = ()
 ) -> list[Answer]:
-    """Each request's answer. The i-th is added after `arrivals[i]` steps (they ascend), by default all at once."""
+    """Return each request's output. The i-th is added after `arrivals[i]` steps (ascending), by default at once."""
     answers = [Answer() for _ in requests]
     due = dict.fromkeys(range(len(requests)), 0) | dict(enumerate(arrivals))
     steps = added = 0
@@ -65,7 +65,7 @@ def answer_all(
 
 
 class Plain:
-    """Answers by plain decoding, one request at a time, each made once. `engine` drafts nothing and shares nothing."""
+    """Plain decoding of one request at a time, with cached results. `engine`: no drafts, no prefix cache."""
 
     def __init__(self, engine: Engine) -> None:
         assert engine.proposer_name == "none"
@@ -81,13 +81,13 @@ class Plain:
         return self._cache[key]
 
     def uncached(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        """The same without remembering it."""
+        """Return the output without caching it."""
         (answer,) = answer_all(self._engine, [(prompt, plain_params(params))])
         return answer
 
 
 def plain_params(params: SamplingParams) -> SamplingParams:
-    """Without what only decides how a request is served, and not what it is answered."""
+    """Return the parameters without those that decide only how a request is served, not what plain decoding outputs."""
     return replace(
         params,
         speculate=False,

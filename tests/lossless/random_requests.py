@@ -1,4 +1,4 @@
-"""Random requests: every field of SamplingParams, prompts that begin alike, lengths up to the context's end."""
+"""Random requests: every field of SamplingParams, prompts with common prefixes, lengths up to the context."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIELDS = {
     "deadline_s": (0.01, 0.5),
 }
 GRAMMARS = (Grammar("regex", "([A-M]{2,9}|[0-9]+)x?"), Grammar("choice", '["AB", "ABC", "!?"]'))
-SHARE = 0.12  # of the requests that ask for any one field
+SHARE = 0.12  # of the requests that set a certain field
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -50,7 +50,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         if rng.random() < SHARE:
             options[name] = rng.choice(values)
     if rng.random() < SHARE:
-        for name in ("ignore_eos", "bad_words", "allowed_token_ids"):  # a grammar says that itself
+        for name in ("ignore_eos", "bad_words", "allowed_token_ids"):  # which a grammar excludes
             options.pop(name, None)
         options["grammar"] = rng.choice(GRAMMARS)
     elif rng.random() < SHARE:
@@ -65,13 +65,13 @@ def random_prompt(rng: random.Random, context: int) -> list[int]:
 
 
 def singles(params: SamplingParams, seed: int) -> list[SamplingParams]:
-    """One per answer that `n` asks for; the i-th has seed + i. `seed`: for a request that brings none."""
+    """Return parameters for each of the `n` outputs; the i-th has seed + i. `seed`: for a request without one."""
     first = seed if params.seed is None else params.seed
     return [replace(params, n=1, seed=(first + index) % 2**63) for index in range(params.n)]
 
 
 def is_exact(params: SamplingParams) -> bool:
-    """Whether the answer must be that of plain decoding."""
+    """Return whether the output must equal that of plain decoding."""
     if params.speculate and params.proposer == "synthetic":
         return False
     return params.acceptance == "exact" or params.temperature == 0

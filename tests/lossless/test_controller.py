@@ -1,4 +1,4 @@
-"""Whatever is planned for whom, step by step, no token changes; and the engine's own controller, measured here."""
+"""No plan of drafts, per request and step, changes a token; and the engine's controller, profiled in the test."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 
 class AtRandom(AsAllowed):
-    """For whole stretches nobody drafts, longer than features may wait; then anyone, to any depth. `pays`: the chance
-    that the should_track is good, where it is asked for.
+    """Grants no drafts for stretches longer than KEPT_ROWS features, between them random budgets to random requests.
+    `pays`: the probability that `should_track` returns True.
     """
 
     def __init__(self, seed: int, pays: float = 1.0) -> None:
@@ -68,7 +68,7 @@ SHAPES = {
 def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, params):
     long = replace(params, max_tokens=150)
     engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], max_batch=4)
-    few = [*prompts[2:4], *prompts[5:7]]  # the last two longer than what waits to be read
+    few = [*prompts[2:4], *prompts[5:7]]  # the last two are longer than KEPT_ROWS
     planned = []
     for pays in (1.0, 0.2):
         engine.speculator.planner = planner = AtRandom(seed=5, pays=pays)
@@ -84,7 +84,7 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
 
 
 class AtAnyPrice(AsAllowed):
-    """Chains end where made-up prices, other ones in every step, would have them end."""
+    """Chains exit early by random prices, which change in every step."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.confidence = random.Random(seed), Confidence(AcceptanceModel())
@@ -110,7 +110,7 @@ def test_no_price_changes_a_token(make_engine, prompts, head, params):
     assert engine.stats.proposer_failures == 0
     engine._head.confidence = None
     assert priced == ids(engine.generate(few, params))
-    if params.acceptance != "block":  # whose chains are as long as they may be
+    if params.acceptance != "block":  # which has no early exit
         assert {1, 2, 3, 4} <= planner.depths
         assert planner.confidence.errors is not None
         engine.set_proposer("none")
@@ -119,7 +119,7 @@ def test_no_price_changes_a_token(make_engine, prompts, head, params):
 
 
 class Switch(AsAllowed):
-    """Drafting pays, or it does not."""
+    """Drafting pays for every request or for none, as `pays` says."""
 
     pays = False
 
@@ -179,7 +179,7 @@ def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_e
     while not request.stats.drafted:
         engine.step()
     seen = len(request.tokens) - woken
-    assert MIN_SEEN <= seen <= MIN_SEEN + engine.config.page_size + 8  # a page begins, and the last step emits more
+    assert MIN_SEEN <= seen <= MIN_SEEN + engine.config.page_size + 8  # a page must begin, and a step emits several
     assert request.drafter_state is DrafterState.PARTIAL
 
 
@@ -191,9 +191,9 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     curve = Curve((1.0, 2.0), (0.005, 0.01))
     costs = CostModel(
         CostTable((1, 4), (curve, curve), (0.0, 0.0), {proposer: (curve, curve)})
-    )  # rows as dear as steps
+    )  # cost proportional to rows
     controller = Controller(costs, AcceptanceModel({proposer: [0.0]}))
-    record_step = controller.record_step  # in steps as long as made-up prices have them, however fast this machine is
+    record_step = controller.record_step  # with the made-up duration of a step, whatever this machine takes
     controller.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, 0.0, 0.005)
     engine.speculator.planner = controller
     names = [engine.add(prompt, long) for prompt in prompts[2:5]]
@@ -205,7 +205,7 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
             sum(request.drafter_state is not DrafterState.NONE for request in requests if request.finish_reason is None)
         )
         assert not controller.current.budgets
-    assert {0, 1} <= set(followed) <= {0, 1, 2}  # who has drafted is let go of a few steps later
+    assert {0, 1} <= set(followed) <= {0, 1, 2}  # a probed request is released a few steps later
     assert sum(request.stats.drafted > 0 for request in requests) > 1
     assert engine.stats.proposer_failures == 0
     assert_nothing_left(engine)
@@ -214,7 +214,7 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
 
 
 def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, prompts):
-    """In a rush of prompts the first to decode are few for a moment only."""
+    """During a burst of prompts the few that decode are candidates only if drafting would pay for the whole load."""
     engine = make_engine(proposer="head", max_batch=4, prefill_chunk=64, max_rows=64)
     counts = []
 
@@ -226,7 +226,7 @@ def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, promp
             counts.append((len(decoding), len(candidates)))
 
     engine.speculator.planner = watch = Watch()
-    for prompt in [prompts[4], prompts[7], prompts[8]]:  # the first decodes while the others are read
+    for prompt in [prompts[4], prompts[7], prompts[8]]:  # the first decodes while the others are prefilled
         engine.add(prompt, replace(GREEDY, max_tokens=60))
     while engine.has_work:
         engine.step()
@@ -240,7 +240,7 @@ def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, promp
 
 
 def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
-    """Who is not followed begins with anybody's pages, who is with those that its drafter has read."""
+    """An untracked request begins with any cached pages, a tracked one with those that its drafter has filled."""
     prompt, short = prompts[6], replace(GREEDY, max_tokens=4)
     engine = make_engine(proposer="head", max_batch=4)
     engine.speculator.planner = switch = Switch()
@@ -254,9 +254,9 @@ def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
             engine.step()
         return request.cached
 
-    assert [cached(), cached()] == [0, full]  # neither is followed
+    assert [cached(), cached()] == [0, full]  # neither is tracked
     switch.pays = True
-    assert [cached(), cached()] == [0, full]  # both are
+    assert [cached(), cached()] == [0, full]  # both are tracked
     engine._pool.pages.clear_cache()
     assert cached() == 0
     switch.pays = False
@@ -264,7 +264,7 @@ def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
 
 
 class Ticking:
-    """A timer that goes on by as much whenever it is read: all that is timed takes as long, on any machine."""
+    """A timer that advances by `tick` at every reading: all that is timed takes equally long, on any machine."""
 
     def __init__(self, tick: float) -> None:
         self.tick, self.now = tick, 0.0
@@ -300,7 +300,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     flat = tuple(Curve(c.sizes, (0.2,) * len(c.sizes)) for c in table.verify)
     free = {"head": tuple(Curve(c.sizes, (0.0,) * len(c.sizes)) for c in table.drafts["head"])}
     controller.costs = CostModel(replace(table, verify=flat, drafts=free))  # drafting pays
-    timer.tick = 0.1  # of steps that take so long, scoring a chain is a small part
+    timer.tick = 0.1  # scoring a chain is a small part of such long steps
     for _ in range(100):
         controller.acceptance.record("another", "head", chain(4, 4), 4.0)
     controller.forget("another")
@@ -312,7 +312,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert engine._head.confidence is None
     engine.set_proposer("head")
     assert "measuring" not in capfd.readouterr().err
-    assert engine.speculator.planner.costs is costs  # with what steps have taught
+    assert engine.speculator.planner.costs is costs  # with the corrections learnt from steps
     assert engine.speculator.planner.acceptance is controller.acceptance
     assert engine._head.confidence is controller.confidence
 
@@ -320,13 +320,13 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
 def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, prompts, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
     few = prompts[-2:]  # which repeat themselves
-    timer = Ticking(2.0)  # seconds a reading: no start would wait for it
+    timer = Ticking(2.0)  # seconds per reading: too slow to profile at the start
     engine = make_engine(proposer="none", max_batch=2, timer=timer)
     plain = [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)]
     engine.set_proposer("ngram", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
     assert re.search(r"costs not measured \(.*\): no drafts until trial steps have shown", capfd.readouterr().err)
     assert list(tmp_path.rglob("costs-*")) == []
-    assert not engine.profile_due  # it was tried
+    assert not engine.profile_due  # it was attempted
     costs = engine.speculator.planner.costs
     assert costs.guessed
     assert engine.costs is None
@@ -347,7 +347,7 @@ def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, 
 
 
 class Called(Exception):
-    """Somebody asks for something, while step costs are measured."""
+    """A request arrives while step costs are profiled."""
 
 
 def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, tmp_path, monkeypatch, capfd):
@@ -382,13 +382,13 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
     assert engine.speculator.planner.acceptance is before.acceptance
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     later = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)
-    assert not later.profile_due  # the table was kept
+    assert not later.profile_due  # the table was cached
     assert later.costs == engine.costs
     assert "measure" not in capfd.readouterr().err
 
 
 def test_reading_again_fills_a_drafters_layers(make_engine, prompts):
-    """What is timed is a prompt's reading."""
+    """`prefill_drafter`, which is timed, makes the drafter fill its layers for the whole prompt."""
     engine = make_engine(proposer="head")
     profiled = engine.profiled()
     (request,) = profiled.start([prompts[5]], replace(GREEDY, max_tokens=8))

@@ -1,4 +1,4 @@
-"""The promise on real text: held-out prompts of the demo target, off, n-gram and a head, fp32 and bf16."""
+"""Losslessness on real text: held-out prompts of the demo target; no drafts, n-gram and a head; fp32 and bf16."""
 
 from __future__ import annotations
 

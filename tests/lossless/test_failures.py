@@ -1,4 +1,4 @@
-"""A proposer that fails, at whatever point of its work, costs drafts and no token; and drafts of one request only."""
+"""A failing proposer costs drafts and no token, and a failure in `propose` costs the drafts of one request only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ENGINES = {
     "combined": {"proposer": "combined"},
 }
 DOOMED = ("1", "4")
-LATE = 6  # tokens after which it comes about
+LATE = 6  # tokens after which the fault occurs
 
 
 @pytest.fixture(scope="module")
 def requests():
-    """Each under a salt of its own: what others say is nothing to them, so their drafts are theirs alone."""
+    """Requests with different cache salts, so that the drafts of each depend on no other request's output."""
     rng = random.Random(5)
     sampled = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=3)
     greedy = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -67,7 +67,7 @@ def test_failures_cost_no_token_and_no_other_requests_drafts(make_small_engine, 
         for request_id in drafted:
             if request_id not in DOOMED:
                 assert drafted[request_id] == unharmed[request_id]
-    else:  # what was kept of anyone it was told of cannot be trusted
+    else:  # the state of every request in that commit can no longer be trusted
         assert set(DOOMED) <= set(failed)
     assert all(drafted[request_id] < unharmed[request_id] for request_id in DOOMED)
     engine._pool.invariants([])
@@ -75,7 +75,7 @@ def test_failures_cost_no_token_and_no_other_requests_drafts(make_small_engine, 
 
 @pytest.mark.parametrize("name", ["head chain", "draft model"])
 def test_answers_to_one_prompt_do_not_begin_with_pages_that_a_failed_proposer_left_empty(make_small_engine, name):
-    """The one that computes the prompt stops drafting at once; the others must draft as well as without it."""
+    """Drafting fails at once for the request that computes the prompt; others accept as many drafts as without."""
     prompt, params = list(range(3, 33)), SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.5)
     accepted = []
     for doomed in ("first", "nobody"):

@@ -1,4 +1,4 @@
-"""Structured output: inside its grammar, and the same bytes with drafts of any kind as by plain decoding."""
+"""Structured output conforms to its grammar, and has the same bytes with any kind of drafts as without."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def holds(grammar: Grammar, text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def cases(prompts, tiny_tokenizer) -> list[tuple[list[int], SamplingParams]]:
-    """A random model likes JSON's white space too much; "without space" gets to the end."""
+    """Every grammar in three ways. A random model emits too much JSON white space; "without space" reaches the end."""
     spaces = {token: -100.0 for token in range(384) if not tiny_tokenizer.decode([token]).strip()}
     return [
         (
@@ -111,7 +111,7 @@ def test_after_a_pre_emption(make_engine, tiny_tokenizer, cases, expected):
 
 
 def test_the_rows_of_a_tree_see_their_own_path(make_engine, tiny_tokenizer):
-    """Each row's mask is that of a fresh start over its path; forbidden nodes go with all that hangs on them."""
+    """Each row's mask is that of a fresh constraint after its path; forbidden nodes are removed with their subtrees."""
     engine = make_engine(proposer="none", tokenizer=tiny_tokenizer)
     a, b, c, d, zero, dash = (tiny_tokenizer.encode(text)[0] for text in ("a", "b", "c", "d", "0", "-"))
     state = engine.compile(GRAMMARS["regex"])
@@ -124,7 +124,7 @@ def test_the_rows_of_a_tree_see_their_own_path(make_engine, tiny_tokenizer):
     assert masks[0].nonzero().flatten().tolist() == sorted(
         token for token in range(384) if tiny_tokenizer.decode([token]) in ("a", "c", "ab", "cd")
     )
-    assert masks[-1].all()  # never reached
+    assert masks[-1].all()  # a forbidden path, which is never reached
     token = torch.tensor([[9, a, c, b, zero, a, b]])
     parent = torch.tensor([[-1, 0, 0, 1, 2, 4, 3]], dtype=torch.int32)
 
@@ -155,7 +155,7 @@ def test_a_bad_grammar_is_its_request_s_own_failure(make_engine, tiny_tokenizer,
 
 
 def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine, tiny_tokenizer):
-    """Its first mask needs more than the limits allow."""
+    """The first mask of this grammar exceeds the limits on computing it."""
     engine = make_engine(proposer="ngram", tokenizer=tiny_tokenizer)
     hostile = SamplingParams(grammar=Grammar("regex", "(a{1000}){1000}"), max_tokens=8)
     other = SamplingParams(max_tokens=8, ignore_eos=True)

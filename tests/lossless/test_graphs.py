@@ -1,6 +1,6 @@
-"""Decoding and drafting through the graphs' padded buffers: no token and no draft changes; what fits none runs too.
+"""Decoding and drafting in the padded buffers of CUDA graphs change no token or draft; what fits no graph runs too.
 
-On a CPU a replay calls what would have been recorded, on the same buffers.
+On a CPU a replay calls the function that would have been captured, on the same buffers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TREE = {"tree_width": 3, "tree_nodes": 9}
 
 @pytest.fixture
 def replays(monkeypatch):
-    """How often graphs were replayed, by what was recorded."""
+    """Count replays by what the graph captured: a draft, a round or a verify."""
     counts: Counter[str] = Counter()
     replay = Graph.__call__
 
@@ -49,7 +49,7 @@ def replays(monkeypatch):
 
 @pytest.fixture(scope="module")
 def expected(make_small_engine):
-    """By kind of draft: answers without graphs, and what was drafted and accepted for them."""
+    """By kind of draft: outputs without graphs, and how much was drafted and accepted for them."""
     results = {}
 
     def make(dtype, proposer, shape, head):
@@ -82,7 +82,7 @@ def responses(engine):
     ("dtype", "batches", "rows"), [(torch.float32, None, None), (torch.bfloat16, [6], [16])], ids=["tight", "wide"]
 )
 def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, proposer, shape, head, batches, rows):
-    """With buckets that fit as well as they can, and with one that is much too large."""
+    """With buckets that fit as tightly as possible, and with one that is much too large."""
     engine = make_small_engine(
         dtype, proposer, shape, head=head, threads=1, graphs="on", graph_batches=batches, graph_rows=rows, max_batch=6
     )
@@ -94,7 +94,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, prop
 
 
 def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
-    """More requests, more rows and longer ones than recorded; and then drafts that begin with many unread rows."""
+    """More requests, more rows and longer contexts than captured, after which drafts begin with many unread rows."""
     plain = [token_ids for token_ids, *_ in expected(torch.float32, "none", None, "eagle3, whole vocabulary")]
     sizes = [{"graph_batches": [2]}, {"graph_rows": [3]}, {"graph_context": 45}]
     for limits in sizes:
@@ -112,7 +112,7 @@ def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
 
 
 def test_a_head_that_was_woken_late(make_small_engine, replays):
-    """Its layers begin with a page in the middle of the text, and no graph drafts what the steps do not."""
+    """A head whose KV begins at a page within the text: graphs draft what steps without graphs do."""
     results = []
     configs = ({"graphs": "on"}, {"graphs": "on", "rounds_ahead": 1}, {"graphs": "off"})
     for config in configs:
@@ -192,8 +192,8 @@ def test_a_mixture_of_experts_is_not_recorded():
 
 
 def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
-    """Graphs, heads and the pool, gigabytes of a GPU, without waiting for a collection; a recorded graph has dropped
-    what it ran.
+    """Graphs, heads and the pool, gigabytes on a GPU, are freed without a garbage collection. As after a capture, the
+    patched graphs do not reference what they ran.
     """
     graph_refs, pools = [], []
 
@@ -216,6 +216,6 @@ def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
             assert graph_refs
             assert [ref() for ref in old_refs if ref() is not None] == []
             assert pools[-1]() in (None, engine._pool)
-        assert [ref() for ref in pools].count(None) >= 2  # heads that keep other layers have a pool of their own
+        assert [ref() for ref in pools].count(None) >= 2  # a head with other KV layers gets a new pool
     finally:
         gc.enable()

@@ -1,6 +1,6 @@
-"""What training computes is what serving computes, for every head and flag: logits, step by step, in fp32.
+"""Training and serving compute the same logits, step by step, for every head and flag, in fp32.
 
-Training lays all slots beside each other and teacher-forces the tokens; the engine keeps a cache, drafts a chain, and
+Training runs all slots in parallel and teacher-forces the tokens; the engine keeps a KV cache, drafts chains, and
 overwrites what it wrote when a draft is rejected.
 """
 
@@ -39,8 +39,8 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     sequence = prompt + engine.generate([prompt], params)[0].token_ids
 
-    # The engine drafts what we say: round r is right for r % (K + 1) tokens and wrong after, so every length of
-    # accepted run occurs, and the head's cache is overwritten after every kind of rejection.
+    # The test sets the drafted tokens: round r is right for r % (K + 1) tokens and wrong after, so every accepted
+    # length occurs, and the head's KV is overwritten after every kind of rejection.
     engine.set_proposer("head")
     proposer = engine._head
     rounds: list[tuple[int, list[torch.Tensor]]] = []  # slot of the first draft, logits by depth
@@ -61,7 +61,7 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
         return torch.tensor(tokens)
 
     proposer.propose, proposer.choice = propose, forced_choice
-    proposer._native = None  # which chooses by itself, from the same bits (tests/kernels/test_draft.py)
+    proposer._native = None  # which would choose the tokens itself; its drafts are the same (test_levels.py)
     (completion,) = engine.generate([prompt], params)
     assert prompt + completion.token_ids == sequence
 
@@ -74,7 +74,7 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
     compared = [0] * steps
     for number, (first, seen) in enumerate(rounds, start=1):
         for depth, logits in enumerate(seen):
-            # what was drafted before it must equal the forced tokens of training, unless the head never reads it
+            # the tokens drafted before it must equal the forced tokens of training, unless the head never reads them
             if depth <= number % (steps + 1) or head.parallel:
                 expected = trained[depth][first]
                 assert (logits - expected).abs().max() / expected.abs().max() < 1e-5, f"slot {first}, step {depth}"

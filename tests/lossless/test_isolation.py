@@ -1,4 +1,4 @@
-"""What one request raises inside a step ends that request alone, at any stage; the others keep their tokens."""
+"""An exception in one request's work, at any stage of a step, ends that request alone; others keep their tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DOOMED = {
     "choice parameters": replace(SAMPLED, top_k=5),
 }
 IMMEDIATE = {"prompt log-probabilities"}
-LATE = 4  # tokens after which it comes about
+LATE = 4  # tokens after which the fault occurs
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def chains(make_small_engine):
 
 
 def run(engine, requests, on_add=None):
-    """Answers and last outputs by name."""
+    """Return the outputs of the requests and their last step outputs, by name."""
     answers, ends = {name: Answer() for name in requests}, {}
     for name, (prompt, params) in requests.items():
         engine.add(prompt, params, request_id=name)

@@ -1,6 +1,4 @@
-"""Levels of chains and trees in one call of C draft what the head's own operations draft, and leave the same keys and
-values.
-"""
+"""Drafting a level of a chain or a tree in one C call gives the drafts, keys and values of the head's operations."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this
 
 
 class Both:
-    """Drafts in both ways, one after the other, into the same slots. An engine goes on without a drafter that raises,
-    so what differs is noted.
+    """Drafts chains in one C call per level and step by step, into the same slots. Differences are noted, since the
+    engine would continue without a drafter that raises.
     """
 
     def __init__(self, native, plain, caches, notes):
@@ -62,7 +60,7 @@ class Both:
 
 @pytest.fixture(scope="module")
 def folder(make_target_folder):
-    return make_target_folder(seed=6, num_attention_heads=2, num_key_value_heads=1)  # heads of 32, which C takes
+    return make_target_folder(seed=6, num_attention_heads=2, num_key_value_heads=1)  # head size 32, as C needs
 
 
 def serve(folder, kind, dtype, weights, shape=None, **settings):
@@ -82,7 +80,7 @@ def serve(folder, kind, dtype, weights, shape=None, **settings):
 
 
 def compare(engine):
-    """Every chain from here on is drafted both ways; of each level, how many took part and whether all was the same."""
+    """Draft every chain in both ways; the list returned gets, per level, the number of chains and whether all agree."""
     proposer, notes = engine._head, []
     assert proposer._native is not None
     levels = proposer._levels
@@ -101,7 +99,7 @@ def compare(engine):
 
 
 class BothTrees:
-    """The same of trees: a level's nodes are run, and their children looked at."""
+    """As `Both`, for trees: `run` runs a level's nodes, `children` returns their best children."""
 
     def __init__(self, native, plain, caches, notes):
         self.native, self.plain, self._caches, self._notes = native, plain, caches, notes
@@ -122,7 +120,7 @@ class BothTrees:
 
 
 def compare_trees(engine):
-    """As `compare`, of every level of every tree."""
+    """As `compare`, for every level of every tree."""
     proposer, notes = engine._head, []
     assert proposer._native is not None
     growing = proposer._growing
@@ -145,7 +143,7 @@ def prompts_of(count):
 
 
 def check(engine, compare):
-    """Texts of several lengths, greedy and sampled."""
+    """Check texts of several lengths, greedy and sampled."""
     prompts = prompts_of(4)
     params = [
         SamplingParams(max_tokens=9 + 3 * b, temperature=0.7 * (b % 2), seed=2**40 + b, ignore_eos=True)
@@ -157,7 +155,7 @@ def check(engine, compare):
     notes = compare(engine)
     assert [completion.token_ids for completion in engine.generate(prompts, params)] == plain
     assert all(same for _, same in notes)
-    assert {count for count, _ in notes} == {1, 2, 3, 4}  # drafts that end as texts do leave the others
+    assert {count for count, _ in notes} == {1, 2, 3, 4}  # a text that ends leaves the batch to the others
     assert engine.speculator.failures == 0
 
 

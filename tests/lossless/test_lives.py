@@ -1,5 +1,5 @@
-"""Random lives of requests in the whole engine against plain decoding: they come, stop, are aborted, run out of time or
-memory, and what drafts for them fails. After every step everything adds up, and at the end nothing is left of them.
+"""Random request lifecycles in the whole engine against plain decoding: requests arrive, stop, are aborted, exceed
+deadlines, are pre-empted, and lose their proposer. Invariants hold after every step, and in the end nothing is left.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ DRAFTS = {
     "thicket": {},
 }
 DISTURBANCES = ("abort", "abort", *faults.MOMENTS, "time", "take pages", "give pages back")
-NUMBERS = st.integers(0, 2**16)  # each stands for something drawn by it: evenly, which hypothesis' own draws are not
-MAX_ALIVE = 10  # requests at a time; beyond it they would only wait longer
-NUM_DISTINCT = 150  # requests; so few that plain decoding need not answer each anew
+NUMBERS = st.integers(0, 2**16)  # seeds of what is drawn: uniformly, unlike hypothesis' draws
+MAX_ALIVE = 10  # requests at a time; more would only wait longer
+NUM_DISTINCT = 150  # requests; so few that most plain outputs are cached
 
 
 class Lives(RuleBasedStateMachine):
-    """`seen` counts what came about over all runs."""
+    """`seen` counts the events of all runs."""
 
     drafts: ClassVar[dict[str, dict[str, Any]]] = DRAFTS
     config: ClassVar[dict[str, Any]] = {}
@@ -102,7 +102,7 @@ class Lives(RuleBasedStateMachine):
         self.listen()
 
     def listen(self) -> None:
-        """To how many rows a step computes, and who begins with pages of others."""
+        """Count the rows of each step, and how often requests begin with pages of others."""
         self.rows = 0
         runner, pool = self.engine._runner, self.engine._pool
         verify, prefill, adopt, fork = runner.verify, runner.prefill, pool.adopt, pool.fork
@@ -145,7 +145,7 @@ class Lives(RuleBasedStateMachine):
         names = []
         for params in singles(request_params, seed=number):
             name = f"{PREFIX}{len(self.expected)}"
-            # Known before it is added: a proposer may ask.
+            # Computed before the request is added, since a proposer may need it.
             self.expected[name], self.exact[name] = self.plain(prompt, params), is_exact(params)
             self.engine.add(prompt, params, request_id=name, parent=names[0] if names else None)
             self.records.append(weakref.ref(self.engine.request(name)))
@@ -167,7 +167,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def disturb(self, number):
-        """One rule for all, which brings a request of its own: hypothesis leaves rules out of runs at random."""
+        """One rule for all disturbances, which also adds a request: hypothesis leaves rules out of runs at random."""
         self.add([number])
         rng, pages = random.Random(number), self.engine._pool.pages
         disturbance = rng.choice(DISTURBANCES)
@@ -183,7 +183,7 @@ class Lives(RuleBasedStateMachine):
             name = rng.choice(running if running and rng.random() < 0.8 else [*running, *waiting]).request_id
             if disturbance == "abort":
                 self.engine.abort(name)
-                self.engine.abort(name)  # it may just have ended, so that is no error
+                self.engine.abort(name)  # no error: the request may just have ended
                 self.alive.discard(name)
                 self.seen["abort"] += 1
             else:
@@ -239,7 +239,7 @@ class Lives(RuleBasedStateMachine):
         engine = self.engine
         engine._pool.pages.drop(self.hogged)
         self.hogged = []
-        # Whoever is first in order gets something in every step, and has no more to get than its context holds.
+        # The first request in scheduling order advances in every step, by its context at most in all.
         for _ in range(len(self.alive) * engine.context):
             if not engine.has_work:
                 break
@@ -258,7 +258,7 @@ def live(machine: Any, runs: int) -> None:
         settings=settings(
             max_examples=runs,
             stateful_step_count=50,
-            derandomize=True,  # or what must have happened in so few runs would not always have
+            derandomize=True,  # otherwise so few runs might lack some of the required events
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

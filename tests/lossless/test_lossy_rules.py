@@ -1,4 +1,4 @@
-"""The rules that give something up, against what they still promise; and that a response says which one made it."""
+"""Lossy acceptance rules: what each of them still guarantees, and that a response names the rule it used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = scaled(30, 8)
 
 
 def drawn_chain(draft, root_token, seed, root, length):
-    """As a drafter does for block verification: under its own noise of this step."""
+    """Sample a chain as a drafter does for block verification: with this step's noise for drafts."""
     tokens, token = [], root_token
     high = torch.tensor([(seed >> 32) ^ stream(lossy.DRAFTS, root)])
     for index in range(length):
@@ -32,7 +32,7 @@ def drawn_chain(draft, root_token, seed, root, length):
 
 
 def generate(target, draft, seed, count, *, certain=False, length=3):
-    """Tokens and how many each step emitted, from token 0 on; distributions are functions of the last token."""
+    """Return the tokens after token 0 and how many each step emitted; distributions depend on the last token."""
     text, steps = [0], []
     while len(text) <= count:
         root = len(text) - 1
@@ -49,7 +49,7 @@ def generate(target, draft, seed, count, *, certain=False, length=3):
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.5])
 def test_block_verification_follows_the_targets_law(temperature, certain):
-    """Three tokens of a Markov chain: each of them, and all pairs in a row."""
+    """Three tokens of a Markov chain: the distributions of single tokens and of pairs of consecutive tokens."""
     V, runs = 16, 3000
     generator = torch.Generator().manual_seed(int(temperature * 10))
     logits = torch.randn(V, V, generator=generator) * 1.5
@@ -82,7 +82,7 @@ def test_block_verification_at_any_vocabulary(V, runs):
 
 
 def test_the_bound_notices_a_wrong_law():
-    """Otherwise it would prove nothing: coins that are reused, or a residual that is left out, are found."""
+    """Check the test itself: sampling from p instead of the residual after a rejection exceeds the bound."""
     V = 16
     generator = torch.Generator().manual_seed(0)
     p = (torch.randn(V, generator=generator) * 1.5).softmax(-1).double()
@@ -123,7 +123,7 @@ def test_typical_acceptance_asks_less_where_the_target_is_uncertain():
     probs = torch.stack([uncertain, certain, certain, certain])
 
     def last(probs, tokens, choice):
-        """The last accepted node of a chain after token 0."""
+        """Return the last accepted node of a chain after token 0."""
         tree = DraftTree.chains([0], [tokens])
         accepted = torch.tensor(
             [[False, *typical_mask(probs, torch.arange(len(tokens)), torch.tensor(tokens)).tolist()]]
@@ -131,10 +131,10 @@ def test_typical_acceptance_asks_less_where_the_target_is_uncertain():
         parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, torch.tensor([choice])
         return int(accept(*parts, accepted))
 
-    # any token after the uncertain root, then only the sure one
+    # any token is accepted after the uncertain root, then only the likely one
     assert last(probs, [3, 7, 9], [5, 7, 7, 7]) == 2
     assert last(probs, [3, 8, 7], [5, 7, 7, 7]) == 1
-    # the target's own choice is always good enough
+    # the token that the target chose is always accepted
     assert last(probs[1:], [9, 7], [9, 7, 4]) == 2
 
 
@@ -157,7 +157,7 @@ def test_through_the_engine(make_engine, prompts, rule):
 
 
 def test_beside_other_requests_nothing_changes(make_engine, prompts):
-    """Lossy and exact requests share a batch, chains and trees."""
+    """Exact requests keep their tokens, in chains and trees, beside lossy requests in the same batch."""
     exact = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5)
     block = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5, acceptance="block")
     expected = [c.token_ids for c in make_engine(proposer="none").generate(prompts, exact)]
@@ -171,7 +171,7 @@ def test_beside_other_requests_nothing_changes(make_engine, prompts):
 
 
 def test_block_verification_in_the_engine_follows_the_targets_law(make_engine, prompts):
-    """The second and third token of many seeds against plain sampling's law, tokens gathered into a few cells."""
+    """Over many seeds the second and third token are distributed as with plain sampling, in a few cells of tokens."""
     runs, cells = scaled(1200, 96), 12
     engine = make_engine(proposer="head", drafts=3, max_batch=32)
     plain = make_engine(proposer="none", max_batch=32)

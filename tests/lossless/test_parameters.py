@@ -1,4 +1,4 @@
-"""Every parameter of a request, alone and in pairs, under every proposer and whatever else happens to a request.
+"""Every parameter of a request, alone and in pairs, with every proposer and under every scheduling condition.
 
 The oracle is plain decoding, one request at a time. Token ids, finish reasons and log-probabilities must be equal, bit
 for bit.
@@ -69,7 +69,7 @@ def combine(*names: str, choice: str) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def cases(prompts) -> list[tuple[str, list[int], SamplingParams]]:
-    """Every pair of parameters, greedy and seeded in turns, and each parameter alone both ways."""
+    """Every pair of parameters, alternately greedy and seeded, and each parameter alone in both ways."""
     combinations = [(name,) for name in PARAMETERS for _ in CHOICES] + list(itertools.combinations(PARAMETERS, 2))
     picked = []
     for index, names in enumerate(combinations):
@@ -89,7 +89,7 @@ def expected(make_small_engine, cases):
 
 
 def controlled(engine: Engine) -> Engine:
-    """As with `proposer.adaptive`, on a machine where drafting pays now and then: for good drafts, for few requests."""
+    """Plan as with `proposer.adaptive`, with costs at which drafting pays only for good drafts and few requests."""
     curves = Curve((1.0, 2.0), (0.004, 0.0045)), Curve((24.0, 48.0), (0.006, 0.012))
     drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
     acceptance = AcceptanceModel()
@@ -116,7 +116,7 @@ def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, m
     drafted = sum(completion.stats.drafted for completion in completions)
     accepted = sum(completion.stats.accepted for completion in completions)
     assert 0 < accepted < drafted
-    if adaptive:  # there is somebody for whom nothing was drafted, though it could have been
+    if adaptive:  # some request got no drafts, though it allows them
         speculating = [c for (*_, params), c in zip(cases, completions, strict=True) if params.speculate]
         assert any(c.stats.drafted == 0 for c in speculating if c.stats.steps > 3)
     engine._pool.invariants([])
@@ -131,7 +131,7 @@ MIXED = ("ngram", "suffix", "head", "draft_model", "combined", "none")
 MORE_ENGINES = {
     **ENGINES,
     "fixed tree": {"proposer": "head", "shape": {"tree": [[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0]]}},
-    "mixed": ENGINES["combined"],  # and each request names one of MIXED
+    "mixed": ENGINES["combined"],  # and each request selects one of MIXED
 }
 SEED = 0
 FACTORS = {
@@ -150,7 +150,7 @@ CASES_EACH = 14
 
 @pytest.mark.parametrize("turn", range(len(COMBINATIONS)))
 def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
-    """Every two values of two factors, each under some of the cases, of which each has its turn at least once."""
+    """Combinations that cover every two values of two factors, each with some of the cases; every case is used."""
     factors = COMBINATIONS[turn]
     rng = random.Random(turn)
     order = random.Random(SEED).sample(range(len(cases)), len(cases))
@@ -187,11 +187,11 @@ def test_the_combinations_cover_what_they_should():
     for first, second in itertools.combinations(FACTORS, 2):
         for pair in itertools.product(FACTORS[first], FACTORS[second]):
             assert ((first, pair[0]), (second, pair[1])) in covered
-    assert len(COMBINATIONS) * CASES_EACH > len(PARAMETERS) * (len(PARAMETERS) + 3) / 2  # every case has a turn
+    assert len(COMBINATIONS) * CASES_EACH > len(PARAMETERS) * (len(PARAMETERS) + 3) / 2  # every case is used
 
 
 def test_the_cases_do_something(make_small_engine, cases, expected):
-    """Otherwise equality would prove nothing: each parameter changes an answer, each way to stop occurs."""
+    """Check that equality is no empty claim: each parameter changes some output, and each way to stop occurs."""
     engine = make_small_engine(proposer="none")
     for name in ("top_k", "top_p", "min_p", "presence", "frequency", "repetition", "bias", "allowed", "bad words"):
         changed = []
@@ -215,7 +215,7 @@ def test_n_answers_have_seeds_in_a_row_and_equal_requests_of_their_own(make_engi
 
 
 def test_logprobs_are_the_targets_own(make_engine, tiny_target_folder, prompts):
-    """Against transformers, which knows nothing of us: raw log-probabilities of prompt and answer."""
+    """Raw log-probabilities of prompt and output are those of transformers, an independent implementation."""
     from transformers import AutoModelForCausalLM
 
     engine = make_engine(proposer="head", shape={"tree_width": 3})

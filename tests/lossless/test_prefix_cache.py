@@ -1,4 +1,4 @@
-"""Shared pages change no token: not for requests that begin alike, not for answers to one prompt, not for replays."""
+"""Shared pages change no token: of requests with a common prefix, of several outputs of a prompt, after pre-emption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINES = {
 
 
 def make_prompts():
-    """Common beginnings of every length around a page, and conversations that extend one another's answers."""
+    """Return prompts with common prefixes of lengths around multiples of a page, some of them prefixes of others."""
     generator = torch.Generator().manual_seed(2)
     base = torch.randint(1, 384, (60,), generator=generator).tolist()
     others = torch.randint(1, 384, (40, 9), generator=generator).tolist()
@@ -48,7 +48,7 @@ def expected(make_engine):
 
 
 def count_prefilled(engine):
-    """Counts the prompt rows that the engine computes from now on."""
+    """Return a list that gets the size of every prompt chunk computed from now on."""
     counted = []
     prefill = engine._runner.prefill
 
@@ -65,7 +65,7 @@ def count_prefilled(engine):
 def test_hits_and_misses_answer_alike(make_engine, expected, name, dtype):
     engine = make_engine(dtype, page_size=PAGE, max_batch=3, **ENGINES[name])
     prompts = make_prompts()
-    for _ in range(2):  # the second time nearly all is known
+    for _ in range(2):  # the second time nearly all is cached
         rows = count_prefilled(engine)
         completions = engine.generate(prompts, params())
         assert [completion.token_ids for completion in completions] == expected[dtype]
@@ -79,7 +79,7 @@ def test_hits_and_misses_answer_alike(make_engine, expected, name, dtype):
 
 
 def test_answers_can_be_continued(make_engine):
-    """A conversation: each turn's prompt is the last one with its answer. Verified output pages are known too."""
+    """A conversation: each prompt extends the last one by its output. Pages of verified output are cached too."""
     engine, plain = make_engine(page_size=4), make_engine(page_size=4, prefix_cache=False, proposer="none")
     prompt = make_prompts()[3]
     for turn in range(3):
@@ -106,7 +106,7 @@ def test_answers_to_one_prompt_share_it(make_engine, name, length):
     engine = make_engine(page_size=PAGE, max_batch=8, **ENGINES[name])
     rows = count_prefilled(engine)
     completions = engine.generate([prompt], params(n=5, seed=50))
-    assert sum(rows) == length + 4  # the others compute the prompt's last token alone
+    assert sum(rows) == length + 4  # the others compute only the prompt's last token
     plain = make_engine(proposer="none", prefix_cache=False)
     for index, completion in enumerate(completions):
         assert completion.token_ids == plain.generate([prompt], params(seed=50 + index))[0].token_ids

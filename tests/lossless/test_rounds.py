@@ -1,6 +1,6 @@
-"""Rounds launched before the last one is read: no token changes, whoever comes, goes or is stopped meanwhile.
+"""Overlap scheduling changes no token, whichever requests arrive, finish or are aborted with a round in flight.
 
-On a CPU a round runs when it is launched, which is before the host has read the one before it.
+On a CPU a round runs when it is launched, which is before the host has read the previous one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AHEAD = {"graphs": "on", "rounds_ahead": 1, "threads": 1}
 
 @pytest.fixture
 def rounds(monkeypatch):
-    """What was launched and read, and how often a round was read after the next one had been launched."""
+    """Count the rounds launched and read, and as "late" those read after the next one had been launched."""
     counts: Counter[str] = Counter()
     launch, read = RoundGraphs.launch, Launched.read
 
@@ -59,7 +59,7 @@ def rounds(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer, head):
-    """Nor what is drafted and accepted."""
+    """With overlap the token ids, the drafted and the accepted tokens are the same as without it."""
     engine = make_small_engine(dtype, proposer, head=head, max_batch=6, **AHEAD)
     ahead = [(completion.token_ids, completion.stats) for completion in engine.generate(PROMPTS, PARAMS)]
     assert rounds["late"] > 10
@@ -82,7 +82,7 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     ],
 )
 def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head, shape):
-    """The host hears what it would of steps, but of the last drafts, which rounds make as deep as any."""
+    """`verified` receives the drafts of ordinary steps, except for the last ones, which rounds draft to full depth."""
     engine, reports = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD), []
     for ahead in (1, 0):
         engine.config.rounds_ahead = ahead
@@ -99,7 +99,7 @@ def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, hea
 
 
 def record_verified(engine):
-    """What is said of drafts from now on, by prompt and temperature."""
+    """Record the drafts that are passed to `verified` from now on, by prompt and temperature."""
     drafts, verified = defaultdict(list), engine.speculator.verified
 
     def record(request, draft):
@@ -113,7 +113,7 @@ def record_verified(engine):
 
 
 def test_who_comes_and_what_ends_a_request(make_small_engine, make_plain, rounds):
-    """Prompts in the middle, stops that are found while the next round runs, and some that need the host."""
+    """Requests that arrive later, that stop while the next round is in flight, and that need the host."""
     engine = make_small_engine(proposer="head", head="eagle", max_batch=4, page_size=4, **AHEAD)
     oracle = make_plain(small=True)
     stop = oracle([5, 6, 7], SAMPLED).token_ids[11]
@@ -125,13 +125,13 @@ def test_who_comes_and_what_ends_a_request(make_small_engine, make_plain, rounds
     assert answers == [oracle(*request) for request in requests]
     assert answers[0].finish_reason == "stop"
     assert rounds["late"] > 5
-    assert rounds["launched"] == rounds["read"] + 1  # nobody was left for the last one
+    assert rounds["launched"] == rounds["read"] + 1  # no request was left in the last one
     engine.generate(PROMPTS[:1], replace(SAMPLED, logprobs=0, max_tokens=2))
     assert rounds["launched"] == rounds["read"]
 
 
 def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
-    """Its pages go to another request, whose text is its own."""
+    """The aborted request's pages go to another request, whose output they do not affect."""
     engine = make_small_engine(proposer="head", max_batch=2, page_size=4, max_tokens_in_cache=64, **AHEAD)
     long = replace(GREEDY, max_tokens=24)
     first = engine.add(PROMPTS[1], long)
@@ -139,7 +139,7 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
         engine.step()
     second = engine.add(PROMPTS[0], long)
     survivor = engine.request(second)
-    for _ in range(2):  # the round in flight is read, and the prompt
+    for _ in range(2):  # the round in flight is drained, then the prompt is prefilled
         engine.step()
     assert survivor.output_length == 1
     while rounds["late"] < 3:
@@ -149,7 +149,7 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
     engine.abort(first)
     third = engine.request(engine.add(PROMPTS[2], replace(SAMPLED, max_tokens=9)))
     engine.step()
-    assert rounds["launched"] == rounds["read"]  # before anyone gets a page
+    assert rounds["launched"] == rounds["read"]  # before any page is allocated
     while engine.has_work:
         engine.step()
         engine._pool.invariants(engine._scheduler.running)
@@ -161,7 +161,7 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
 
 
 def test_pages_are_known_by_the_same_features(make_small_engine, rounds):
-    """What a request that begins with a page's text goes on from, though the host meets it a round later."""
+    """Pages are published with the same features, from which later requests resume, though the host is a round late."""
     runs = []
     for ahead in (1, 0):
         engine = make_small_engine(proposer="head", page_size=4, **AHEAD | {"rounds_ahead": ahead})
@@ -177,7 +177,7 @@ def test_pages_are_known_by_the_same_features(make_small_engine, rounds):
 
 
 def test_scarce_pages(make_small_engine, make_plain, rounds):
-    """Rounds ahead take no page from anyone: the last ones are given out step by step, and pre-empted for."""
+    """Rounds pre-empt no request: if pages are short, ordinary steps allocate the last ones and pre-empt."""
     engine = make_small_engine(proposer="head", max_batch=5, page_size=4, max_tokens_in_cache=72, **AHEAD)
     oracle = make_plain(small=True)
     params = [replace(item, max_tokens=25) for item in PARAMS]
@@ -214,11 +214,11 @@ def test_what_the_host_has_a_hand_in_goes_step_by_step(make_small_engine, rounds
 def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
     make_small_engine, make_plain, rounds, monkeypatch, tmp_path, proposer
 ):
-    """And teach their planner what they take. Who is drafted for after all is woken in steps."""
+    """Plain rounds overlap and report their durations to the planner; a drafter starts tracking in ordinary steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer(proposer, config=replace(engine.proposer_config, adaptive=True))
-    assert not rounds  # nor are steps measured in them
+    assert not rounds  # profiling uses none
     records = []
 
     class Recorder(Switch):
@@ -253,7 +253,7 @@ def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rou
     monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.15)
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
-    curve = Curve((1.0, 2.0), (0.005, 0.01))  # rows as dear as steps
+    curve = Curve((1.0, 2.0), (0.005, 0.01))  # cost proportional to rows
     costs = CostModel(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
     engine.speculator.planner = controller = Controller(costs, AcceptanceModel({"head": [0.0]}))
     record_step = controller.record_step
@@ -269,7 +269,7 @@ def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rou
 
 
 class Lives(test_lives.Lives):
-    """Of requests that mostly need no host."""
+    """Requests most of which do not need the host between rounds."""
 
     drafts = {  # noqa: RUF012
         "none": {},

@@ -1,6 +1,6 @@
-"""Plain seeded sampling follows the law that was asked for, along a text and over seeds, whatever is in its batch.
+"""Plain seeded sampling follows the requested distribution, along a text and over seeds, in any batch.
 
-Speculation gives the same ids (the other files of this folder), so this holds with it too.
+Speculation gives the same ids (see the other files of this folder), so this holds with speculation too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def engine(make_small_engine):
 
 @pytest.fixture(scope="module")
 def logits_after(engine):
-    """transformers' logits after each of some texts of one length, `[B, T, V]`."""
+    """The logits of transformers for several texts of one length, `[B, T, V]`."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(engine.target.folder).eval()
@@ -44,7 +44,7 @@ def logits_after(engine):
 
 @pytest.fixture(scope="module")
 def pairs(engine):
-    """The two tokens that RUNS seeds choose under each setting, all in one run, in random order."""
+    """The two tokens sampled with each of RUNS seeds under each setting, all in one run, in random order."""
     cases = [(name, seed) for name in SETTINGS for seed in range(RUNS)]
     random.Random(0).shuffle(cases)
     params = [
@@ -59,7 +59,7 @@ def pairs(engine):
 
 
 def excess(pairs, logits_after, **setting) -> float:
-    """The largest over the first token, the second one, and the two together."""
+    """Return the largest chi-square excess of the first token, the second token, and the pair."""
     V = 96
     index = torch.tensor(pairs)
     counts = torch.bincount(index[:, 0] * V + index[:, 1], minlength=V * V).view(V, V)
@@ -94,7 +94,7 @@ def test_the_bound_notices_a_law_that_is_a_little_wrong(pairs, logits_after, nam
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_along_a_text(engine, logits_after, name):
-    """Where a token lies in its law's distribution function is uniform: a seed's noise is new at every position."""
+    """Tokens' (randomised) quantiles are uniform: a seed's noise is independent from position to position."""
     length, texts = 90, 12
     params = [SamplingParams(max_tokens=length, ignore_eos=True, seed=seed, **SETTINGS[name]) for seed in range(texts)]
     chosen = ids(engine.generate([PROMPT] * texts, params))

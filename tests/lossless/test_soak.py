@@ -1,6 +1,6 @@
 """Thousands of short random requests through one engine: nothing fails, nothing leaks, nothing grows.
 
-`pytest tests/lossless/test_soak.py --soak 10000 -s` is the whole soak, and shows its numbers.
+`pytest tests/lossless/test_soak.py --soak 10000 -s` runs the full soak test and prints its numbers.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from tests.lossless.plain import Answer, Plain
 from tests.lossless.random_requests import FIELDS, is_exact, random_params, random_prompt, singles
 
 SEED = 1
-MAX_PRESENT = 30  # requests at any time, at most
-MAX_GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
-# What suffix decoding remembers of its tenants: bounded, asserted by itself. And an engine's compiler of grammars: one,
-# made when the first grammar comes.
+MAX_PRESENT = 30  # requests in the engine at a time
+MAX_GROWTH_MIB = 16  # after the first quarter of the requests; measured in LOG.md
+# Not counted as growth: what suffix decoding keeps of each tenant, whose bound is asserted separately, and the engine's
+# one grammar compiler, which is created with the first grammar.
 MEMORY = (Node, CountedTrie, Earlier, Constraints)
 
 
 class Soak:
-    """Keeps some requests in the engine, each with what it was answered so far."""
+    """Keeps several requests in the engine, each with its output so far."""
 
     def __init__(self, engine: Engine, rng: random.Random, now: list[float]) -> None:
         self.engine, self.rng, self.now = engine, rng, now
         self.present: dict[str, tuple[list[int], SamplingParams, Answer]] = {}
-        self.ended: list[tuple[list[int], SamplingParams, Answer]] = []  # since someone looked last
+        self.ended: list[tuple[list[int], SamplingParams, Answer]] = []  # since the last check
         self.added = self.steps = self.tokens = 0
         self.reasons: Counter[str] = Counter()
-        self.fields_set: set[str] = set()  # fields that some request gave another value than the default
-        self.moments: dict[str, str] = {}  # at which a request's proposer fails
+        self.fields_set: set[str] = set()  # fields that some request set to another value than the default
+        self.moments: dict[str, str] = {}  # by request: the moment at which its proposer fails
         faults.install(engine, lambda request: self.moments.get(request.request_id))
 
     def add(self) -> None:
@@ -59,7 +59,7 @@ class Soak:
             name = f"{PREFIX}{self.added}"
             self.added += 1
             self.engine.add(prompt, single, request_id=name, parent=parent)
-            # The seed that it was given, if it brought none.
+            # A request without a seed gets one from the engine.
             (seeded,) = singles(single, seed=self.engine.request(name).seed)
             self.present[name] = prompt, seeded, Answer()
             parent = parent or name
@@ -84,7 +84,7 @@ class Soak:
         self.ended.append(self.present.pop(name))
 
     def serve(self, until: int, plain) -> None:
-        """Until that many were added and all have ended. Every tenth answer is compared with plain decoding's."""
+        """Run until `until` requests have been added and have ended; compare a tenth of them with plain decoding."""
         while self.added < until or self.present:
             while self.added < until and len(self.present) < MAX_PRESENT and self.rng.random() < 0.7:
                 self.add()
@@ -101,15 +101,15 @@ class Soak:
 
 
 def tensors() -> Counter[str]:
-    """All that are alive, by dtype and shape: which ones a leak is made of."""
+    """Count live tensors by dtype and shape, which shows what a leak consists of."""
     alive = (tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
     return Counter(f"{tensor.dtype} {list(tensor.shape)}" for tensor in alive)
 
 
 def snapshot() -> tuple[float, Counter[str]]:
-    """Resident MiB; and how many there are of the engine's own objects and of tensors, by class."""
+    """Return the resident memory in MiB, and the number of the engine's objects and of tensors by class."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held, though the allocator may keep it
+    ctypes.CDLL(None).malloc_trim(0)  # the allocator would otherwise keep freed memory
     classes = [type(thing) for thing in gc.get_objects()]
     counted = [kind for kind in classes if str(kind.__module__).startswith("infer.") or kind is torch.Tensor]
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -118,7 +118,7 @@ def snapshot() -> tuple[float, Counter[str]]:
 
 @torch.inference_mode()
 def warm_up_row_counts(engine: Engine) -> None:
-    """Where oneDNN multiplies, it compiles a kernel for each and keeps it: up to a tenth of a MiB, which is no leak."""
+    """Use every row count once: oneDNN caches a kernel for each, which takes up to a tenth of a MiB and is no leak."""
     modules = (engine.target, engine.head, engine._draft_model.module)
     linears = [layer.packed for module in modules for layer in module.modules() if isinstance(layer, Linear)]
     for linear in {(layer.in_features, layer.out_features): layer for layer in linears}.values():
@@ -127,7 +127,7 @@ def warm_up_row_counts(engine: Engine) -> None:
 
 
 def warm_up_proposers(engine: Engine, plain: Plain) -> None:
-    """A model makes its table of rotary angles when it is first run, and requests may choose its proposer late."""
+    """Run every proposer: a model creates its rotary table at its first run, and requests may select it late."""
     for name in FIELDS["proposer"]:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, proposer=name))
     plain.uncached([1, 2, 3], SamplingParams(max_tokens=8))
@@ -136,7 +136,7 @@ def warm_up_proposers(engine: Engine, plain: Plain) -> None:
 @pytest.mark.slow
 def test_soak(make_small_engine, make_plain, request):
     count, start = request.config.getoption("--soak"), time.perf_counter()
-    earlier_requests = snapshot()[1][Request.__name__]  # of earlier tests of this process, kept by something of theirs
+    earlier_requests = snapshot()[1][Request.__name__]  # of earlier tests in this process, to which references remain
     now = [0.0]
     engine = make_small_engine(
         proposer="head",
@@ -153,7 +153,7 @@ def test_soak(make_small_engine, make_plain, request):
     soak = Soak(engine, random.Random(SEED), now)
     warm_up_row_counts(engine)
     for width in range(1, MAX_NODES + 1):
-        chain_fields(width)  # which are kept: a chain of a new width is no leak
+        chain_fields(width)  # cached by width: a chain of a new width is no leak
     with faults.failed_requests() as failed:
         soak.serve(count // 4, plain)
         assert_nothing_left(engine)

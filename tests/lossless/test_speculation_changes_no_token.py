@@ -1,4 +1,4 @@
-"""The promise: token ids are the same with speculation on or off, whatever drafts, batches, arrives or runs short."""
+"""Token ids are the same with speculation on or off, for any proposer, batch, order of arrival and cache size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_on_and_off_in_any_batch(make_engine, prompts, expected, dtype, proposer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head", ONE_OF_EACH)
 def test_every_head(make_engine, prompts, expected, dtype, head):
-    """Chunks, pages and memory are such that all that a head keeps is read late, moved and made again."""
+    """Chunks, pages and memory are such that all state of a head is read late, moved, and recomputed."""
     engine = make_engine(dtype, head=head, max_batch=8, prefill_chunk=50, max_rows=90, max_tokens_in_cache=512)
     for params in (GREEDY, SAMPLED):
         completions = engine.generate(prompts, params)

@@ -1,4 +1,4 @@
-"""A target divided among two processes gives the bits of one: token ids and log-probabilities are equal."""
+"""A target on two tensor parallel ranks gives the bits of one process: equal token ids and log-probabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2, temperature=0.9, top_k=60, seed=7)
 SEVERAL = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=0, temperature=1.0, seed=11, n=2)
 SCORED = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-# Short of memory, so that requests are pre-empted and replayed; small pages, so that prompts share them.
+# A small KV cache, so that requests are pre-empted and recomputed; small pages, so that prompts share them.
 SMALL = {"page_size": PAGE, "max_batch": 4, "max_tokens_in_cache": 104, "prefill_chunk": 24, "max_rows": 80}
 
 
@@ -49,7 +49,7 @@ def load(folder, dtype, ranks, proposer, head=None, **drafting):
 
 
 def generate_twice(engine):
-    """Everything at once, twice: the second time the prefix cache knows prompts."""
+    """Generate for all requests at once, twice: the second time prompts are in the prefix cache."""
     completions = [*engine.generate(*make_requests()), *engine.generate(*make_requests())]
     engine._pool.invariants([])
     return [(a.token_ids, a.logprobs, a.prompt_logprobs) for a in completions]
@@ -62,7 +62,7 @@ def dtype(request):
 
 @pytest.fixture(scope="module")
 def expected(tiny_target_folder, dtype):
-    """Plain decoding in this process."""
+    """Outputs of plain decoding in this process."""
     return generate_twice(load(tiny_target_folder, dtype, 1, "none"))
 
 
@@ -101,7 +101,7 @@ def test_a_head_that_borrows_the_lm_head(tiny_target, tiny_target_folder, tmp_pa
 
 @contextmanager
 def counted(engine):
-    """How often KV was moved and copied, and how many rows of prompts were computed."""
+    """Count how often KV is moved and copied, and how many rows of prompts are computed."""
     calls: Counter[str] = Counter()
     layers, runner = engine._pool.layers, engine._runner
 

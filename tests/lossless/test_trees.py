@@ -1,4 +1,4 @@
-"""Trees change no token either: head trees, fixed trees and adversarial ones, moved KV and all."""
+"""Draft trees change no token: dynamic, fixed and adversarial ones, with the KV moves that they require."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
 @pytest.mark.parametrize("batch", [1, 8])
 def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
     engine = make_engine(dtype, "head", drafts=5, shape=SHAPES[shape], max_batch=batch)
-    subset = slice(1, None, 2) if batch == 1 else slice(None)  # alone they take long
+    subset = slice(1, None, 2) if batch == 1 else slice(None)  # one at a time they take long
     for params in (GREEDY, SAMPLED):
         completions = engine.generate(prompts[subset], params)
         assert ids(completions) == expected[dtype, params][subset]
@@ -37,7 +37,7 @@ def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
 
 @pytest.fixture
 def torch_kernels(monkeypatch):
-    """As on a machine without a C compiler."""
+    """Run as on a machine without a C compiler."""
     monkeypatch.setenv(SWITCH, "torch")
     library.cache_clear()
     assert library() is None
@@ -47,7 +47,7 @@ def torch_kernels(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kernels, dtype):
-    subset = prompts[1::3]  # after the edge of a page, at that of a tile, and one that repeats itself
+    subset = prompts[1::3]  # lengths past the edge of a page and at that of a tile, and a prompt that repeats itself
     two_sources = {"sources": ["head", "draft_model"]}
     plain = make_engine(dtype, "none", max_batch=1)
     for params in (replace(GREEDY, max_tokens=16), replace(SAMPLED, max_tokens=16)):
@@ -83,7 +83,7 @@ def test_trees_under_memory_pressure(make_engine, prompts, expected):
 
 
 def test_trees_at_the_end_of_the_context(make_engine):
-    """A tree has more places than the context has positions left."""
+    """Where a tree takes more places than the context has positions left, the output still fills the context."""
     plain, trees = make_engine(proposer="none"), make_engine(shape=SHAPES["wide"], drafts=5)
     for left in (1, 2, 3, 7):
         prompt = [[3] * (plain.context - left)]

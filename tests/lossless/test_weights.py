@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits, or keys and values of 8, are another target: its text may differ, and drafts change none."""
+"""Weights in 8 or 4 bits, or KV in 8, make another target: its text may differ, but drafts do not change it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_unknown_format_is_an_error(key):
 
 
 def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine):
-    """One request alone and all together, in chains and trees, through graphs and after pre-emptions."""
+    """A batch with chains or trees, graphs and pre-emptions gives the tokens of one request at a time."""
     dtype, prompts = torch.bfloat16, [[5, 6, 7] * 6, list(range(30, 60)), [5, 6, 7] * 6 + [9]]
     plain = make_small_engine(dtype, kv_dtype="fp8", max_batch=1, prefix_cache=False)
     unquantized = make_small_engine(dtype, max_batch=1)

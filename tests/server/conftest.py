@@ -1,4 +1,4 @@
-"""A real server on a real socket: uvicorn and the engine in their threads, the tiny random target and head."""
+"""Fixtures that start a real server on a real socket: uvicorn and the engine in threads, tiny random target, head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         target: Path | None = None,
         **server: Any,
     ) -> Iterator[Server]:
-        """`target`: another folder than the tiny random one, without a head."""
+        """Start a server; `target` is another folder than the tiny random target's, and is loaded without a head."""
         from infer.engine import Engine
         from infer.server.address import bind, url
         from infer.server.lifecycle import Stopping, run
@@ -55,7 +55,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
         async def main() -> int:
             state["loop"], state["stopping"] = asyncio.get_running_loop(), Stopping()
-            # A dead engine's server stays for as long as a test looks at it.
+            # After the engine has died, the server stays up for as long as a test inspects it.
             return await run(service, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready, linger_s=600)
 
         def in_thread() -> None:
@@ -85,7 +85,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
 @pytest.fixture(scope="session")
 def server(make_server: MakeServer) -> Iterator[Server]:
-    """Shared, so counters are read as differences."""
+    """Return a server shared by the session; tests therefore compare counters before and after."""
     with make_server() as running:
         yield running
 
@@ -94,7 +94,7 @@ def server(make_server: MakeServer) -> Iterator[Server]:
 def talking(
     make_target_folder: MakeTarget, make_server: MakeServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
-    """A server for each style, over one target."""
+    """Return one server per style of tool calls or reasoning, all with the same trained target."""
     base = make_talking_target(make_target_folder, tmp_path_factory.mktemp("talking"))
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
@@ -111,7 +111,7 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture(scope="session")
 def plain_engine(tiny_target_folder: Path) -> Any:
-    """The same target, decoding plainly and without a server: what every answer is compared with."""
+    """Return an engine with the same target but no speculation and no server: the reference for every served output."""
     from infer.engine import Engine
 
     return Engine.load(

@@ -1,6 +1,6 @@
-"""The server's own command, with an engine whose step raises for a request of one seed: `DYING_SEED`.
+"""Run the server's command with an engine whose step raises once a request with the seed `DYING_SEED` arrives.
 
-Steps are slow, so that the others' streams are still running then.
+Steps are slowed down so that other streams are still running at that time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a test holds of a running server: its address, clients for it, its counters, and the real engine inside."""
+"""The handle of a running server that tests use: its URL, clients, counters and the real engine inside it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Server:
     url: str
     engine: Any
     service: Any
-    finish: Callable[[], int]  # drains and gives the exit code
-    ask: Callable[[], None]  # what one SIGTERM does
+    finish: Callable[[], int]  # drains the server and returns its exit code
+    ask: Callable[[], None]  # starts the drain, as one SIGTERM does
 
     @property
     def openai(self) -> openai.OpenAI:
@@ -38,7 +38,7 @@ class Server:
         return self.post("/tokenize", {"prompt": text}).json()["tokens"]
 
     def metrics(self) -> dict[str, float]:
-        """Sample -> value, the labels that never vary left out."""
+        """Return metric values by sample name, without the labels that never vary."""
         samples = {}
         for line in httpx.get(f"{self.url}/metrics").text.splitlines():
             if not line.startswith("#"):
@@ -53,7 +53,7 @@ MakeServer = Callable[..., AbstractContextManager[Server]]
 
 
 def named_events(text: str) -> list[dict[str, Any]]:
-    """Of a stream whose events bear their document's type as a name."""
+    """Parse a stream whose events are named after the `type` of their data, and check these names."""
     events = []
     for block in text.strip().split("\n\n"):
         kind, data = block.split("\n")
@@ -70,8 +70,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
 
 
 def slow_down(server: Server, seconds: float = 0.5) -> Callable[[], None]:
-    """Every step of its engine takes at least as long until what is returned is called: what is to be seen while a
-    request runs is seen, however fast this machine computes and however late a test looks.
+    """Make every engine step take at least `seconds` until the returned function is called.
+
+    Tests can then observe a request while it runs, however fast this machine computes and however late they look.
     """
     step, fast = server.engine.step, threading.Event()
 

@@ -1,4 +1,4 @@
-"""A small target that has learnt a few answers by heart, so that tool calls and reasoning come from a real model."""
+"""A small target trained to memorise a few responses, so that tool calls and reasoning come from a real model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.chat_template import chat_environment
 from scripts.clients.target import learn
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
-# What a template says of tools, and so which style the server takes from it.
+# The text of a chat template from which the server recognises the style of tool calls or reasoning.
 MARKS = {"hermes": "<tool_call>", "mistral": "[AVAILABLE_TOOLS]", "llama3": "<|python_tag|>", "think": "<think>"}
 ASKED = "What is 1+2?"
 CALL = {
@@ -25,7 +25,7 @@ CALL = {
 
 
 def template(style: str) -> str:
-    mark = MARKS[style].replace("<|", "<").replace("|>", ">").strip("<>[]")  # short, and no token of its own
+    mark = MARKS[style].replace("<|", "<").replace("|>", ">").strip("<>[]")  # short, and not a special token itself
     return (
         f"{{# {MARKS[style]} #}}{{% if tools %}}{mark}{{{{ tools | length }}}} {{% endif %}}"
         "{% for m in messages %}# {{ m.role }}: {{ m.content }}"
@@ -35,13 +35,13 @@ def template(style: str) -> str:
 
 
 def prompt(style: str) -> str:
-    """As the template renders one user message, with one tool."""
+    """Return the prompt that the template renders for one user message and, except for `think`, one tool."""
     rendered = chat_environment().from_string(template(style))
     return rendered.render(messages=[{"role": "user", "content": ASKED}], tools=None if style == "think" else [{}])
 
 
 def make_talking_target(make_target_folder: Callable[..., Path], folder: Path) -> Path:
-    """Trains it; `style_folder` gives it a template."""
+    """Train the target on `CALL`; `style_folder` adds a chat template."""
     source = make_target_folder(seed=21, num_hidden_layers=2, vocab_size=384 + len(SPECIAL), initializer_range=0.02)
     shutil.copytree(source, folder, dirs_exist_ok=True)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Whatever passes the wire's bounds can be computed with: every extreme of every field of every request."""
+"""Every extreme value of every request field that validation accepts can be sampled with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def request_of(params: SamplingParams) -> Request:
 
 
 def compute(params: list[SamplingParams]) -> torch.Tensor:
-    """What the engine makes of them: tokens chosen, all rows in one batch."""
+    """Return the tokens sampled with each of `params`, all rows in one batch; log-probabilities must be finite."""
     requests = [request_of(item) for item in params]
     logits = torch.linspace(-65504, 65504, VOCABULARY).roll(100).repeat(len(requests), 1)
     shaped = torch.cat([shape_rows(item, row[None], [[]]) for item, row in zip(requests, logits, strict=True)])
@@ -104,7 +104,7 @@ def test_a_temperature_that_cannot_be_computed_with_is_greedy() -> None:
 
 def test_what_fp32_cannot_hold_keeps_its_meaning() -> None:
     first = compute([SamplingParams(temperature=1.0, seed=seed, top_p=1e-320) for seed in range(20)])
-    assert first.tolist() == compute([SamplingParams(seed=0)]).tolist() * 20  # the likeliest alone
+    assert first.tolist() == compute([SamplingParams(seed=0)]).tolist() * 20  # only the most likely token
     assert SamplingParams(min_p=1e-40) == SamplingParams()
 
 

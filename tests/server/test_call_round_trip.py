@@ -1,4 +1,4 @@
-"""What the server sends as a call it takes back in the next request, whole or cut, and all of it is strictly JSON."""
+"""Tool calls that the server sends are accepted in the next request, complete or truncated, and are strictly JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.test_tools import ADD, MESSAGES
 
 Json = dict[str, Any]
 TOOL: Json = {"type": "function", **ADD["function"]}
-# arguments as a model may write them -> as they are sent
+# arguments as a model may write them -> as they are sent: "=" unchanged, None as text that is no call
 ARGUMENTS = {
     r'{"a": "\ud83d"}': r'{"a": "\ufffd"}',
     r'{"a":  "\ude00 \ud83d\ude00"}': r'{"a":  "\ufffd \ud83d\ude00"}',
@@ -37,7 +37,7 @@ PATHS = ("/v1/chat/completions", "/v1/responses")
 
 
 def written_exactly(server: Server, text: str) -> Json:
-    """Binds the answer to one text; a mark that is a special token is one in it."""
+    """Constrain the output to exactly `text`; a `[TOOL_CALLS]` in it is generated as the special token."""
     pieces = [f"{json.dumps(piece, ensure_ascii=False)}" for piece in text.split("[TOOL_CALLS]") if piece]
     mark = f" <[{server.service.special_id('[TOOL_CALLS]')}]> "
     start = mark if text.startswith("[TOOL_CALLS]") else ""
@@ -49,7 +49,7 @@ def strictly(text: str) -> Any:
         raise AssertionError(f"{constant} on the wire")
 
     document = json.loads(text, parse_constant=refuse)
-    json.dumps(document, ensure_ascii=False).encode()  # no half pairs
+    json.dumps(document, ensure_ascii=False).encode()  # no lone surrogates
     return document
 
 
@@ -59,7 +59,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def chat_message(server: Server, *, stream: bool, **fields: Any) -> tuple[Json, str]:
-    """As the client has it, and the reason it ended for."""
+    """Return the message as a client assembles it, and its finish reason."""
     body = FIELDS | {"messages": MESSAGES, "tools": [ADD], "stream": stream} | fields
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
@@ -96,7 +96,7 @@ def content_of_items(items: list[Json]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def send_back(server: Server, message: Json, items: list[Json]) -> None:
-    """The next turn is taken by both endpoints, and is the same conversation in both."""
+    """Check that both endpoints accept the next turn and render it as the same conversation."""
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in message.get("tool_calls", [])]
     outputs = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": [{"type": "input_text", "text": "3"}]}
@@ -109,7 +109,7 @@ def send_back(server: Server, message: Json, items: list[Json]) -> None:
         response = server.post(path, body)
         assert response.status_code == 200, response.text
     if not items:
-        return  # an empty message is none in a response
+        return  # a response has no item for an empty message
     rendered = [
         [normalise_message(message.for_template()) for message in messages]
         for messages in (map(Message.model_validate, chat["messages"]), ResponsesRequest(**responses).messages)
@@ -139,7 +139,7 @@ def test_whatever_a_model_writes_as_a_call(talking: dict[str, Server], style: st
 
 @pytest.mark.parametrize("style", WRITTEN)
 def test_a_call_that_max_tokens_cut(talking: dict[str, Server], style: str) -> None:
-    """Forced or not, its markup is nobody's content, and what there is of it goes back as history."""
+    """Forced or not, the markup of a truncated call is never content, and the partial call is accepted as history."""
     server = talking[style]
     written = WRITTEN[style].format(ADD_ALL := '{"a": 12, "b": "x"}')
     tokens, named = len(server.ids(written)), {"type": "function", "function": {"name": "add"}}
@@ -179,7 +179,7 @@ def test_a_call_that_max_tokens_cut(talking: dict[str, Server], style: str) -> N
 
 
 def test_reasoning_goes_back(talking: dict[str, Server]) -> None:
-    """Whole, and cut in the middle of it."""
+    """Complete reasoning and reasoning truncated in the middle are both accepted as history."""
     for count in (100, 12):
         items = response_items(talking["think"], stream=False, tools=None, max_output_tokens=count)
         assert [item["type"] for item in items] == ["reasoning", "message"][: 1 + (count == 100)]

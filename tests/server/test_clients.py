@@ -1,4 +1,4 @@
-"""The programs of scripts/clients that need nothing more than the tests do; scripts/clients.sh runs them all."""
+"""The programs of scripts/clients that need no more packages than the tests do; scripts/clients.sh runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that an answer's end cuts off are calls, never content; and a stream says what a whole answer says."""
+"""Calls truncated by the end of the output are calls, never content; a streamed text is parsed like a complete one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.json_text import read
 TOOLS = ["add", "add_all", "weather"]
 PAYLOAD = {"a": 1, "b": {"c": 'x </tool_call> "\\ \U0001f600'}}
 ARGUMENTS = json.dumps(PAYLOAD, ensure_ascii=False)
-# style -> a text, what of it is content, and how many calls it makes
+# style -> a text with two calls, and its content
 TEXTS = {
     "hermes": (
         f'I add.\n<tool_call>\n{{"name": "add", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
@@ -51,7 +51,7 @@ def parse(parser: ChatParser, chunks: list[str], *, cut: bool) -> Parts:
 
 
 def in_order(parts: Parts) -> list[Any]:
-    """Calls, and between them the text of one kind in one piece."""
+    """Return calls and text in order, with adjacent text of one kind merged."""
     merged: list[Any] = []
     for item in parts.items:
         if isinstance(item, Call):
@@ -78,7 +78,7 @@ def test_wherever_it_is_cut_no_markup_is_content(case: str, forced: bool) -> Non
             assert parts.content == ""
         elif end < begins[0] + len(style.begin) and not style.bare:
             assert parts.content == text[:end]
-        elif all(not begin < end < begin + len(style.begin) for begin in begins):  # half a mark is no mark
+        elif all(not begin < end < begin + len(style.begin) for begin in begins):  # a partial marker is not a marker
             assert parts.content == content
         finished, (last,) = parts.calls[:-1], parts.calls[-1:] or [None]
         assert finished == complete[: len(finished)]
@@ -177,7 +177,7 @@ FRAGMENTS = (
 def test_a_stream_says_what_a_whole_says(
     fragments: list[str], cuts: list[int], style: str, cut: bool, options: dict[str, Any]
 ) -> None:
-    """Of any text, in any pieces; and every complete call is a JSON object that can be sent and read again."""
+    """Holds for any text in any pieces; a complete call's arguments are a JSON object that can be sent and parsed."""
     text = "".join(fragments)
     positions = sorted({0, len(text), *(cut_at % (len(text) + 1) for cut_at in cuts)})
     chunks = [text[start:end] for start, end in itertools.pairwise(positions)]

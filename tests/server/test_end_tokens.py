@@ -1,4 +1,4 @@
-"""A server ends an answer at every end token of its target's files, and says why as vLLM does."""
+"""A server stops at every end token named in its target's files and reports the stop reason as vLLM does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.test_wire import read_events
 from tests.vocabularies import write_end_tokens
 
-OF_CONFIG, OF_GENERATION, OF_TOKENIZER = 5, 9, 0  # as Llama 3 Instruct: one that ends texts, two that end turns
+OF_CONFIG, OF_GENERATION, OF_TOKENIZER = 5, 9, 0  # as Llama 3 Instruct: one token ends texts, two end turns
 ENDS = (OF_CONFIG, OF_GENERATION, OF_TOKENIZER)
 WORD = 70
 
@@ -39,7 +39,7 @@ def ending(choice: dict[str, Any]) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_any_of_them_ends_an_answer(instruct: Server, end: int) -> None:
-    """null at the tokenizer's eos_token, the id at any other."""
+    """`stop_reason` is null for the tokenizer's eos_token and the token id for any other end token."""
     expected = "stop", None if end == OF_TOKENIZER else end
     forced = {"allowed_token_ids": [end], "max_tokens": 9}
     for send in (instruct.complete, lambda **fields: chat(instruct, **fields)):

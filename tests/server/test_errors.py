@@ -1,4 +1,4 @@
-"""Error messages: plain sentences about a field of the request, with nothing of the validator's in them."""
+"""Error messages are plain sentences about a field of the request, without the validator's own wording."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def blocks(role: str, block: dict[str, Any]) -> dict[str, Any]:
     return MESSAGES | {"messages": [{"role": role, "content": [block]}, *MESSAGES["messages"]]}
 
 
-# A request, a place in it, and the model of what is there: its fields are given wrong values.
+# Request class, request body, path of an object in it, and that object's model, whose fields are set to wrong values.
 TURN_OF_CALLS = CHAT | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}
 WITH_TOOL = CHAT | {"tools": [{"type": "function", "function": FUNCTION}]}
 LOCATIONS: list[tuple[type[Strict], dict[str, Any], tuple[str | int, ...], type[Strict]]] = [
@@ -159,7 +159,7 @@ def names_of_models() -> set[str]:
         kinds = stack.pop().__subclasses__()
         names |= {kind.__name__ for kind in kinds}
         stack += kinds
-    return names - {"Message", "Tool", "Reasoning"}  # words of English
+    return names - {"Message", "Tool", "Reasoning"}  # English words
 
 
 def at(document: Any, location: tuple[str | int, ...]) -> Any:
@@ -206,7 +206,7 @@ def check(message: str, param: str | None, path: str, around: str) -> None:
     assert not [word for word in VALIDATORS if word in message], context
     inside = param == path or param.startswith((f"{path}.", f"{path}["))
     beside = "missing" in message or "not together" in message or "only " in message or "one of" in message
-    # A field may also be wrong because of another one in the same object, which is then the one that is named.
+    # Where two fields of one object conflict, the error may name the other one.
     assert inside or (param.startswith(around) and (beside or "goes with" in message or "needs" in message)), context
 
 

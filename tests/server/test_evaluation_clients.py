@@ -1,4 +1,4 @@
-"""Tools that measure a model by its server: lm-eval's local-completions, and what `vllm bench serve` sends."""
+"""Clients that evaluate a model through its server: lm-eval's local-completions, and what `vllm bench serve` sends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference(tiny_target_folder: Path) -> Any:
 
 
 def reference_loglikelihood(reference: Any, ids: list[int], start: int) -> tuple[float, bool]:
-    """Of `ids[start:]` after what comes before, by transformers; and whether it is the greedy continuation."""
+    """Return transformers' log-likelihood of `ids[start:]` after `ids[:start]`, and whether that is the greedy text."""
     with torch.inference_mode():
         logprobs = reference(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
     targets = torch.tensor(ids[start:])
@@ -39,7 +39,7 @@ def reference_loglikelihood(reference: Any, ids: list[int], start: int) -> tuple
 
 
 def greedy_pair(server: Server, tokenizer: Any) -> tuple[str, str]:
-    """A context and the target's own next token, which the tokenizer reads back as that token."""
+    """Return a context and the text of the target's greedy next token, which the tokenizer encodes as that token."""
     for context in string.ascii_lowercase:
         options = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         (choice,) = server.complete(prompt=context, **options).json()["choices"]
@@ -53,7 +53,7 @@ def greedy_pair(server: Server, tokenizer: Any) -> tuple[str, str]:
 def test_lm_eval_s_loglikelihoods(
     server: Server, reference: Any, tiny_target_folder: Path, tiny_tokenizer: Any, tokenizer: str, together: Any
 ) -> None:
-    """`auto` finds that this server tokenizes; drafts are on and change nothing."""
+    """Log-likelihoods equal transformers' with speculation on; `auto` detects that this server tokenizes."""
     client = LocalCompletionsAPI(
         base_url=f"{server.url}/v1/completions",
         model=MODEL,
@@ -68,7 +68,7 @@ def test_lm_eval_s_loglikelihoods(
     instances = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     results = client.loglikelihood(instances, disable_tqdm=True)
     for (context, text), (actual, is_greedy) in zip(pairs, results, strict=True):
-        before = tiny_tokenizer.encode(context) if context else [0]  # lm-eval puts the first token there itself
+        before = tiny_tokenizer.encode(context) if context else [0]  # lm-eval prepends this token itself
         ids = tiny_tokenizer.encode(context + text)
         ids = ids if context else [0, *ids]
         expected, expected_is_greedy = reference_loglikelihood(reference, ids, len(before))
@@ -97,7 +97,7 @@ def test_lm_eval_generates(server: Server, tiny_target_folder: Path) -> None:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}])
 def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[str, Any]) -> None:
-    """Its two OpenAI back ends, field by field; and what it reads: chunks, [DONE], the usage chunk, /metrics."""
+    """The server accepts what its OpenAI back ends send and returns what they read: chunks, [DONE], usage, /metrics."""
     body: dict[str, Any] = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
     if chat:
         path, content = "/v1/chat/completions", [{"type": "text", "text": "wrap this"}]
@@ -118,7 +118,7 @@ def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[
     usage = chunks.pop()
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 30)
     assert usage["usage"]["prompt_tokens"] > 0
-    choices = [chunk["choices"][0] for chunk in chunks]  # it takes the first of each without asking
+    choices = [chunk["choices"][0] for chunk in chunks]  # the client reads choices[0] of each chunk unconditionally
     texts = [choice["delta"].get("content") if chat else choice["text"] for choice in choices]
     assert "".join(text or "" for text in texts)
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]

@@ -1,5 +1,6 @@
-"""The extremes of every field's type, at every endpoint, beside a running stream: no 5xx, and the stream goes on as if
-alone. Endpoints and fields are read off the server's own OpenAPI description, so a new one is tried by itself.
+"""Extremes of every field's type, at every endpoint, beside a running stream: no 5xx, and the stream is unaffected.
+
+Endpoints and fields are read from the server's OpenAPI description, so new ones are tested automatically.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from infer.request import SamplingParams
 from tests.server.harness import MODEL, Server
 
-RAW = "raw text "  # what follows stands in the JSON as it is
+RAW = "raw text "  # prefix of a value that is inserted into the JSON verbatim
 FLOAT32 = (2 - 2.0**-23) * 2.0**127
 EXTREMES: list[Any] = [
     *(sign * (2**bits + add) for bits in (31, 32, 53, 63, 64, 128) for add in (-1, 0, 1) for sign in (1, -1)),
@@ -28,7 +29,7 @@ EXTREMES: list[Any] = [
     *([], {}, [[]], [{}], [None], {"": None}, list(range(5000)), ["\ud800"] * 3, [""] * 100, [2**63, -1]),
     *({"\ud800": 1}, {"1": 1e308}, {str(2**63): 1}, {"5": -100}),
 ]  # fmt: skip
-# What a body needs, by field; a field that is not here and is needed is left out.
+# Values of required fields, by name; a required field that is not listed here is left out.
 NEEDED: dict[str, Any] = {
     "model": MODEL,
     "prompt": "x",
@@ -39,7 +40,7 @@ NEEDED: dict[str, Any] = {
     "max_output_tokens": 2,
 }
 SLOW = [HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large]
-TIMEOUT = "timeout_s"  # a request that asks for no time gets a 504
+TIMEOUT = "timeout_s"  # a request with too short a timeout gets a 504
 
 
 def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]
 
 
 def paths_in(schema: dict[str, Any], document: dict[str, Any], depth: int = 3) -> Iterator[tuple[str | int, ...]]:
-    """The places of a schema: fields, fields of fields, and the first item of a list."""
+    """Yield the paths of a schema: fields, nested fields, and the first item of each list."""
     schema = resolved(schema, document)
     for name, inner in schema.get("properties", {}).items():
         yield (name,)
@@ -64,7 +65,7 @@ def paths_in(schema: dict[str, Any], document: dict[str, Any], depth: int = 3) -
 
 
 def put(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
-    """A copy of `body` with `value` at `path`; what is on the way there and is not, is made."""
+    """Return a copy of `body` with `value` at `path`, creating the objects and lists on the way that are missing."""
     if not path:
         return value
     first, rest = path[0], path[1:]
@@ -76,7 +77,7 @@ def put(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
 
 
 def written(body: Any) -> str:
-    """JSON, with what it cannot say."""
+    """Return `body` as JSON text, with `RAW` values inserted verbatim even where they are not valid JSON."""
     text = json.dumps(body)
     for extreme in EXTREMES:
         if isinstance(extreme, str) and extreme.startswith(RAW):
@@ -85,7 +86,7 @@ def written(body: Any) -> str:
 
 
 class Beside:
-    """Streams one after another, each compared with the same tokens made alone."""
+    """Streams that run one after another, each compared with the tokens generated without other requests."""
 
     def __init__(self, server: Server, alone: list[int], body: dict[str, Any]) -> None:
         self._server, self._alone, self._body = server, alone, body

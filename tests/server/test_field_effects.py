@@ -1,4 +1,4 @@
-"""What fields do, and what browsers may read, over HTTP: a strict server with a key, an origin and its own template."""
+"""Effects of fields, and CORS, over HTTP: a strict server with an API key, an allowed origin and its own template."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def post(server: Server, path: str, body: dict[str, Any], **headers: str) -> htt
 
 
 def prompt_of(server: Server, **fields: Any) -> str:
-    """The text that the template made of a chat."""
+    """Return the text that the template rendered for a chat."""
     body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, **fields}
     response = post(server, "/v1/chat/completions", body)
     assert response.status_code == 200, response.text
@@ -77,7 +77,7 @@ def test_the_effort_of_reasoning_reaches_templates_that_read_it(
 
 
 def test_the_effort_changes_a_response_as_it_changes_a_chat(strict: Server) -> None:
-    """`usage` counts the prompt's tokens."""
+    """Compared by the prompt tokens in `usage`: an effort lengthens the prompt, a summary alone does not."""
     counts = []
     for reasoning in (None, {"summary": "auto"}, {"effort": "medium", "summary": "auto"}):
         response = post(strict, "/v1/responses", {"input": "x", "max_output_tokens": 1, "reasoning": reasoning})
@@ -99,7 +99,7 @@ def test_special_tokens_are_shown_where_asked_for(server: Server) -> None:
 
 
 def test_stop_strings_are_looked_for_in_the_text_that_is_shown(server: Server) -> None:
-    """By the engine too, which otherwise goes on for a client that has its whole answer."""
+    """The engine searches that text too, or it would generate on after the client has its complete output."""
     special = server.engine.tokenizer.special_tokens["eos_token"]
     forced = {"logit_bias": {"0": 100}, "ignore_eos": True, "max_tokens": 3, "temperature": 0, "stop": special * 2}
     for skip, tokens, reasons in ((True, 3, ("length", None)), (False, 2, ("stop", special * 2))):

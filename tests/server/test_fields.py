@@ -1,4 +1,4 @@
-"""DESIGN section 10: every field of OpenAI's, Anthropic's and vLLM's schemas is sorted; what becomes of each group."""
+"""DESIGN section 10: every field of OpenAI's, Anthropic's and vLLM's schemas is classified; how a class is treated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REQUESTS: tuple[tuple[type[Strict], dict[str, Any]], ...] = (
     (ResponsesRequest, RESPONSE),
     (MessagesRequest, MESSAGES),
 )
-# Beside OpenAI's. vLLM 0.32's protocol files; the last lines are names of releases before it.
+# Fields that vLLM 0.32's protocol files add to OpenAI's; the last lines of `VLLM` are names from earlier releases.
 VLLM = """
 use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids include_stop_str_in_output
 ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
@@ -75,7 +75,7 @@ def sorted_names(model: type[Strict]) -> set[str]:
 
 
 def parts_of(annotation: Any) -> Iterator[Any]:
-    """The types that a type is made of."""
+    """Yield a type and, recursively, its type arguments."""
     yield annotation
     for inner in typing.get_args(annotation):
         if not isinstance(inner, str):
@@ -91,17 +91,17 @@ def typed_dicts_in(annotation: Any) -> list[Any]:
 
 
 def tags(annotation: Any) -> set[str]:
-    """The values of a field `type` or `role`."""
+    """Return the literal strings that a field `type` or `role` may have."""
     return {value for part in parts_of(annotation) for value in typing.get_args(part) if isinstance(value, str)}
 
 
 def unsorted(schema: Any, models: list[type[Strict]], path: str, visited: set[Any]) -> Iterator[str]:
-    """Names of a typed dict of OpenAI's that none of the models has in a table, and of the objects inside it."""
+    """Yield the fields of one of OpenAI's typed dicts, and of objects nested in it, that no model classifies."""
     hints = get_type_hints(schema)
     for tag in ("type", "role"):
         reads = [tags(model.model_fields[tag].annotation) for model in models if tag in model.model_fields]
         if tag in hints and reads and not tags(hints[tag]) & set().union(*reads):
-            return  # an object of a type that is refused, or left out, whatever it holds
+            return  # objects of this type are refused or left out, whatever they hold
     if (schema, tuple(models)) in visited:
         return
     visited.add((schema, tuple(models)))
@@ -177,7 +177,7 @@ def test_what_changes_nothing_is_accepted(kind: type[Strict], body: dict[str, An
             assert not kind.model_validate(body | {name: value})._unknown
 
 
-# What clients were seen to send: cases/README.md, section E.
+# What real clients were observed to send: cases/README.md, section E.
 COMMON: list[dict[str, Any]] = [
     {"metadata": {"user": "1"}, "client_metadata": {"a": "b"}, "store": True, "user": "me", "service_tier": "flex"},
     {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"},
@@ -218,7 +218,7 @@ def test_what_clients_send_passes(kind: type[Strict], body: dict[str, Any], fiel
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-MESSAGES: list[tuple[dict[str, Any], str]] = [  # with the text that the template gets
+MESSAGES: list[tuple[dict[str, Any], str]] = [  # message, and its text for the template
     ({"role": "user", "content": "x", "name": "me", "cache_control": {"type": "ephemeral"}}, "x"),
     ({"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}, "x"),
     ({"role": "user", "content": None}, ""),
@@ -259,7 +259,7 @@ def test_tools_that_are_no_functions_are_left_out_with_a_line_in_the_log(caplog:
 
 
 PARTS = [{"type": "text", "text": "x"}, {"type": "text", "text": "y", "hue": 2}]
-UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {  # path -> a field that holds it, and its name in the log
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {  # path -> request fields that contain it, its name in the log
     "colour": ({"colour": 1}, "colour"),
     "messages[0].content[1].hue": (
         {"messages": [{"role": "user", "content": PARTS}]},

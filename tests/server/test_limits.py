@@ -1,4 +1,4 @@
-"""What the server refuses and how it ends: queue, deadline, key, body size, drain, a dead engine."""
+"""What the server refuses and how it shuts down: queue, deadline, API key, body size, drain, a dead engine."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
         with pytest.raises(openai.RateLimitError):
             server.openai.completions.create(model=MODEL, prompt="x")
         speed_up()
-        patient = server.openai.with_options(max_retries=300)  # it waits as long as Retry-After says
+        patient = server.openai.with_options(max_retries=300)  # the client waits as long as Retry-After says
         assert patient.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
         assert [task.result().status_code for task in (running, *waiting)] == [200, 200, 200]
         assert server.complete(max_tokens=1).status_code == 200
-        # a list of prompts is taken whole or not at all
+        # a list of prompts is accepted as a whole or not at all
         assert server.complete(prompt=["a"] * 4, max_tokens=1).status_code == 429
         assert server.complete(prompt=["a"] * 3, max_tokens=1).status_code == 200  # one runs, two wait
         assert server.complete(prompt=["a"] * 2, n=2, max_tokens=1).status_code == 429
@@ -104,7 +104,7 @@ def test_tenants_share_no_cached_text(make_server: MakeServer) -> None:
         assert cached(keys[0]) == 0
         assert cached(keys[0]) > 0
         assert cached(keys[1]) == 0
-        # a salt cannot be chosen so as to reach another tenant's text
+        # a client cannot choose a salt that reaches another tenant's cached text
         assert cached(keys[1], cache_salt=hashlib.sha256(keys[0].encode()).hexdigest() + "/") == 0
 
 
@@ -169,7 +169,7 @@ def test_a_second_signal_ends_the_drain(make_server: MakeServer) -> None:
 
 
 def test_a_prompt_that_takes_too_long_to_read(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that loops, in effect."""
+    """Simulates a template that loops."""
     with make_server() as server:
         monkeypatch.setattr(service, "ENCODE_LIMIT_S", 0.05)
         slow, render_chat = threading.Event(), server.service.tokenizer.render_chat
@@ -228,7 +228,7 @@ def test_a_failure_in_one_request_is_that_request_s_alone(make_server: MakeServe
 
 
 def test_503_while_loading() -> None:
-    """Before the model is there HTTP already answers; a failed load ends the server with that very error."""
+    """HTTP responds with 503 while the model loads; a failed load ends the server with the load's error."""
     from infer.server.address import url
     from infer.server.lifecycle import Stopping, run
 

@@ -1,4 +1,4 @@
-"""More than the server can take: refusals are 429, what is taken is answered whole, and nothing is left afterwards."""
+"""More load than the server can take: excess requests get 429, accepted ones complete, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resident_mb() -> float:
 
 
 def load(server: Server, clients: int, num_requests: int) -> Counter[int]:
-    """Statuses of all clients' requests."""
+    """Run all clients' requests concurrently and return the number of responses by status."""
     statuses: Counter[int] = Counter()
 
     async def run(client: httpx.AsyncClient, number: int) -> None:
@@ -47,17 +47,17 @@ def load(server: Server, clients: int, num_requests: int) -> Counter[int]:
 
 def test_three_times_as_many_as_fit(make_server: MakeServer) -> None:
     with make_server(engine=EngineConfig(max_batch=4), max_waiting=4) as server:
-        load(server, 8, 3)  # everything has been touched once
+        load(server, 8, 3)  # a warm-up that touches everything once
         before = resident_mb()
         assert set(load(server, 8, 8)) == {200}
-        slow_down(server, 0.01)  # or on a slow machine clients may come one by one
+        slow_down(server, 0.01)  # without it, clients on a slow machine may arrive one by one
         assert set(load(server, 24, 4)) == {200, 429}
         wait_until(lambda: server.metrics()["headway_kv_cache_usage_perc"] == 0)
         assert resident_mb() - before < 60
 
 
 def test_a_short_soak(make_server: MakeServer) -> None:
-    """`scripts/soak_server.py` goes on for twenty minutes."""
+    """A short version of `scripts/soak_server.py`, which runs for twenty minutes."""
     with make_server(engine=EngineConfig(max_batch=4), max_waiting=8) as server:
         statuses, hung_up = Counter[int](), 0
         for seed in range(1, 61):

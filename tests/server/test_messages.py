@@ -1,4 +1,4 @@
-"""/v1/messages as Anthropic's client uses it: a chat's conversation with a chat's ids, in another shape."""
+"""/v1/messages with Anthropic's client: a chat's conversation with the same token ids, in another format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client_of(server: Server, **options: Any) -> anthropic.Anthropic:
 
 
 def sdk(messages: list[Any], *, max_tokens: int = 30, temperature: float = 0, **extra: Any) -> dict[str, Any]:
-    """For `messages.create`, whose parameters have no sampling any more."""
+    """Return arguments for `messages.create`, which no longer has sampling parameters: they go into `extra_body`."""
     return {
         "model": MODEL,
         "max_tokens": max_tokens,
@@ -42,7 +42,7 @@ def message(server: Server, **fields: Any) -> dict[str, Any]:
 
 
 def chat_ids(server: Server, messages: list[Any], **fields: Any) -> tuple[list[int], list[int]]:
-    """Of the prompt and of the answer, by the other endpoint."""
+    """Return the ids of the prompt and of the output by the chat endpoint."""
     response = server.post("/v1/chat/completions", {**BODY, "messages": messages, **IDS, **fields}).json()
     return response["prompt_token_ids"], response["choices"][0]["token_ids"]
 
@@ -121,7 +121,7 @@ def test_why_it_stopped(server: Server) -> None:
     response = message(server, ignore_eos=True, stop_sequences=["never\x00", stop])
     assert (response["stop_reason"], response["stop_sequence"]) == ("stop_sequence", stop)
     assert response["content"][0]["text"] == free[: free.index(stop)]
-    long = message(server, ignore_eos=True, max_tokens=100_000)  # as agents ask, whatever the model
+    long = message(server, ignore_eos=True, max_tokens=100_000)  # as agents request, whatever the model
     assert long["stop_reason"] == "model_context_window_exceeded"
     usage = long["usage"]
     total = usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["output_tokens"]
@@ -141,7 +141,7 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
         final = stream.get_final_message()
     assert calls_of(final.content) == WANTED
     assert final.stop_reason == "tool_use"
-    # The second turn has the ids of the same turn of a chat.
+    # The second turn has the same ids as that turn of a chat.
     calls = [block for block in full.content if block.type == "tool_use"]
     no = [{"type": "text", "text": "no"}]
     results: list[Any] = [
@@ -176,7 +176,7 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
 def test_a_call_can_be_required(talking: dict[str, Server], choice: dict[str, Any]) -> None:
-    """At a temperature at which this model has no idea."""
+    """Checked at a temperature so high that this model would not produce a valid call by itself."""
     client = client_of(talking["hermes"])
     request = sdk([{"role": "user", "content": ASKED}], max_tokens=200, temperature=2.0, seed=4) | {
         "tools": [NO_ARGUMENTS, TOOL],
@@ -204,7 +204,7 @@ def test_tools_of_anthropic_s_servers_are_left_out(talking: dict[str, Server]) -
 
 
 def test_a_call_that_is_cut(talking: dict[str, Server]) -> None:
-    """Streamed or not, what is whole of it, and no stop reason that says the tool is to be called."""
+    """Streamed or not, a truncated call keeps its complete arguments, and its stop reason is not `tool_use`."""
     client = client_of(talking["hermes"])
     inputs = []
     for limit in range(32, 64, 4):

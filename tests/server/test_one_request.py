@@ -1,4 +1,4 @@
-"""One request is one request's problem: what it raises, wherever, is its error alone, and others go on as if alone."""
+"""An exception raised by one request, wherever it is raised, fails that request alone; others continue unaffected."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.server.harness import MODEL, MakeServer, Server, wait_until
 
 BESIDE: dict[str, Any] = {"max_tokens": 150, "seed": 11, "ignore_eos": True, "return_token_ids": True}
 DOOMED: dict[str, Any] = {"max_tokens": 40, "seed": 666, "ignore_eos": True, "stop": "never seen"}
-look: Any = None  # what a function calls that is made with other globals
+look: Any = None  # placeholder: a test calls `look` in a function that it makes with other globals
 
 
 @pytest.fixture(scope="module")
 def alone(plain_engine: Any) -> list[int]:
-    """What the stream beside is, without anybody beside it."""
+    """Return the tokens of `stream_beside` when no other request runs."""
     params = SamplingParams(temperature=1.0, max_tokens=BESIDE["max_tokens"], seed=BESIDE["seed"], ignore_eos=True)
     (completion,) = plain_engine.generate(["def f("], params)
     return completion.token_ids
@@ -32,7 +32,7 @@ def alone(plain_engine: Any) -> list[int]:
 
 @contextmanager
 def stream_beside(server: Server) -> Iterator[list[int]]:
-    """A stream that runs while the block does; its tokens are there, and the answer has ended well, after it."""
+    """Run a stream beside the block; after the block the yielded list holds all its tokens and the stream has ended."""
     tokens: list[int] = []
     began = threading.Event()
 
@@ -55,7 +55,7 @@ def stream_beside(server: Server) -> Iterator[list[int]]:
 
 
 def in_the_engine(server: Server, error: type[BaseException]) -> Callable[[], None]:
-    """Stop strings are looked for in the engine's thread."""
+    """Make the search for stop strings raise in the `DOOMED` request; it runs in the engine's thread."""
     add = server.engine.add
 
     def adding(*args: Any, **options: Any) -> str:
@@ -69,7 +69,7 @@ def in_the_engine(server: Server, error: type[BaseException]) -> Callable[[], No
 
 
 def in_the_session(server: Server, error: type[BaseException]) -> Callable[[], None]:
-    """The text that is shown is decoded in the event loop. The stream beside has its decoder already."""
+    """Make the decoding of the shown text raise, in the event loop. The other stream already has its decoder."""
     tokenizer = server.service.tokenizer
 
     class Decoder:
@@ -114,7 +114,7 @@ def test_what_a_request_raises_is_its_error_alone(
 
 
 def test_no_grammar_is_compiled_on_the_engine_s_thread(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once per answer either: two prompts with two answers each are one compilation."""
+    """Nor is one compiled once per output: two prompts with two outputs each need one compilation."""
     threads: list[str] = []
     compile_ = server.engine._constraints.compile
 
@@ -212,7 +212,7 @@ def test_what_the_watchdog_takes_for_a_stall(caplog: pytest.LogCaptureFixture) -
             watchdog.look()
         return list(stalls)
 
-    assert looks(100, 200, 300) == []  # nothing is done
+    assert looks(100, 200, 300) == []  # the engine is idle
     loop.busy_since = 300.0  # type: ignore[assignment]
     assert looks(301, 304.9, 305, 306, 400) == [305]
     assert "decode of 3 requests, 12 rows" in caplog.text

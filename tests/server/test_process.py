@@ -1,4 +1,4 @@
-"""The command itself, in a process of its own: start, signals, exit codes, what it prints and what it logs."""
+"""The server's command in a process: start, signals, exit codes, what it prints and what it logs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_sigterm_lets_a_stream_finish(tiny_target_folder: Path) -> None:
 
 
 def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Dockerfile's entry point, run from what the Dockerfile copies. The image itself is not built here."""
+    """Run the Dockerfile's entry point on the files that the Dockerfile copies; the image itself is not built here."""
     lines = (ROOT / "scripts" / "deploy" / "Dockerfile").read_text().splitlines()
     image = tmp_path / "app"
     for paths in (line.split()[1:] for line in lines if line.startswith("COPY ")):
@@ -151,7 +151,7 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
         text=True,
         timeout=600,
     )
-    assert (refused.returncode, "HEADWAY_API_KEY" in refused.stderr) == (2, True)  # beyond loopback not without a key
+    assert (refused.returncode, "HEADWAY_API_KEY" in refused.stderr) == (2, True)  # a host beyond loopback needs a key
     monkeypatch.setenv("HEADWAY_API_KEY", "a-key-of-mine")
     with start(sys.executable, *entry[1:], *default, *overrides, folder=image) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
@@ -162,7 +162,7 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
 
 
 def test_a_dead_engine_ends_the_process(tiny_target_folder: Path) -> None:
-    """By itself, so that a supervisor starts another. Streams end with an error; /health says so until then."""
+    """It exits by itself, so that a supervisor restarts it. Streams end with an error; /health is 503 until then."""
     (program, _, *rest) = command(tiny_target_folder, "proposer=none")
     script = str(ROOT / "tests" / "server" / "dying_server.py")
     with start(program, script, *rest) as process:
@@ -179,7 +179,7 @@ def test_a_dead_engine_ends_the_process(tiny_target_folder: Path) -> None:
         try:
             health = httpx.get(f"{url}/health").status_code
         except httpx.TransportError:
-            health = 0  # it had gone already
+            health = 0  # the process has exited already
         assert health in (503, 0)
         with pytest.raises(openai.APIError, match="the engine has stopped"):
             list(pieces)
@@ -254,7 +254,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_port_in_use_is_one_line_before_anything_loads(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        result = run(*command(tmp_path, f"server.port={port}"))  # which holds no model
+        result = run(*command(tmp_path, f"server.port={port}"))  # a folder without a model
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")

@@ -1,4 +1,4 @@
-"""What the fields of completions and chats may hold, and that everything else is refused by name."""
+"""The values that fields of completions and chats may have; everything else is refused with the field's name."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_boolean_is_no_number() -> None:
 )
 def test_values_out_of_bounds_are_refused_by_name(field: str, value: Any) -> None:
     if (field, value) == ("prompt", ""):
-        CompletionRequest.model_validate(PLAIN | {"prompt": ""})  # some tokenizers make a begin token of it
+        CompletionRequest.model_validate(PLAIN | {"prompt": ""})  # some tokenizers encode it as a begin token
         return
     error = refusal(CompletionRequest, PLAIN | {field: value})
     assert re.split(r"[.\[]", error["param"])[0] == field

@@ -1,4 +1,4 @@
-"""`server.replicas=2`: two engines behind one address, by Ray Serve, started and asked as a user does it."""
+"""`server.replicas=2`: two engines behind one address by Ray Serve, started and called as a user does it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_two_replicas_behind_one_address(
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
 
         def counter(session: str, name: str = "headway_prompt_tokens_total") -> float:
-            """Of the replica that this session is with."""
+            """Return a counter of the replica that serves this session."""
             headers = {"authorization": f"Bearer {KEY}", "x-session-id": session}
             match = re.search(rf"^{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics", headers=headers).text, re.MULTILINE)
             assert match
@@ -53,7 +53,7 @@ def test_two_replicas_behind_one_address(
 
         assert httpx.get(f"{url}/health").json() == {"status": "ready"}
         assert httpx.get(f"{url}/v1/models").status_code == 401
-        # Whose counters a session moves: its replica's, which the sessions beside it see too.
+        # Group sessions by replica: a request changes its replica's counters, which all sessions of that replica see.
         (expected,) = plain_engine.generate(
             ["def wrap(text):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True)
         )
@@ -112,7 +112,7 @@ def test_a_call_that_ray_cancelled_is_a_client_that_hung_up() -> None:
         calls += 1
         if calls == 1:
             return {"type": "http.request", "body": b"", "more_body": False}
-        if calls > 2:  # Ray's own raises once
+        if calls > 2:  # Ray's `receive` raises once
             await asyncio.Event().wait()
         raise TaskCancelledError
 

@@ -1,4 +1,4 @@
-"""/v1/responses as OpenAI's client uses it: whole, streamed, with a form, with tools, and what it refuses."""
+"""/v1/responses with OpenAI's client: complete, streamed, structured, with tools, and what it refuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def test_text(server: Server, client: openai.OpenAI) -> None:
-    """The same text as a chat's, whole and streamed."""
+    """The text is the same as a chat's, complete and streamed."""
     request: dict[str, Any] = {"model": MODEL, "input": "wrap this", "max_output_tokens": 30, "temperature": 0}
     response = client.responses.create(**request, instructions="be brief", extra_body={"seed": 3})
     chat = client.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Rules that can be read off the sources: bounded lists, no outgoing request, no client's regular expression."""
+"""Rules checked on source files and schemas: bounded lists, no outgoing request, no client's regular expression."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEPLOY = ROOT / "scripts" / "deploy"
 
 
 def unbounded(schema: Any, path: str = "") -> list[str]:
-    """Arrays without maxItems and maps of free keys without maxProperties; a client's own JSON schema is free."""
+    """Return arrays without maxItems and maps of free keys without maxProperties; a client's JSON schema is exempt."""
     paths = []
     if isinstance(schema, dict):
         if schema.get("type") == "array" and "maxItems" not in schema:
@@ -48,7 +48,7 @@ def test_every_list_of_the_wire_is_bounded() -> None:
 
 
 def unbounded_numbers(schema: Any, path: str = "") -> list[str]:
-    """Numbers without a least or a most value."""
+    """Return the numbers without a minimum or a maximum."""
     paths = []
     if isinstance(schema, dict):
         ends = [{"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}]
@@ -63,7 +63,7 @@ def unbounded_numbers(schema: Any, path: str = "") -> list[str]:
 
 
 def test_every_number_of_the_wire_is_bounded(server: Server) -> None:
-    """A prompt's ids are held to the vocabulary."""
+    """Except for the ids of a prompt, which are checked against the vocabulary."""
     schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     paths = [path for path in unbounded_numbers(schemas) if "/CompletionRequest/properties/prompt/" not in path]
     assert [path for path in paths if not path.startswith("/ValidationError/")] == []
@@ -71,7 +71,7 @@ def test_every_number_of_the_wire_is_bounded(server: Server) -> None:
 
 
 def test_every_body_is_read_strictly(server: Server) -> None:
-    """At every endpoint that reads one: NaN is no JSON, whatever the field is worth there."""
+    """Every endpoint that reads a body refuses NaN as invalid JSON, even in a field that it does not use."""
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     reading = [path for path, methods in paths.items() if "requestBody" in methods.get("post", {})]
     assert len(reading) >= 5
@@ -94,7 +94,7 @@ def test_no_client_s_regular_expression_is_compiled() -> None:
 
 
 def test_the_server_asks_nobody() -> None:
-    """No HTTP client; one process is started, one address bound."""
+    """The server has no HTTP client; it starts one process and binds one address."""
     clients = {"httpx", "requests", "urllib", "aiohttp", "http", "socketserver", "ftplib", "huggingface_hub"}
     binds, processes = [], []
     for path in SOURCES:
@@ -106,7 +106,7 @@ def test_the_server_asks_nobody() -> None:
             function = ast.unparse(call.func)
             binds += [path.name] * function.endswith(".bind")
             processes += [path.name] * ("subprocess" in function)
-    assert binds == ["address.py", "ray_app.py"]  # the second is Ray's word for a deployment's arguments
+    assert binds == ["address.py", "ray_app.py"]  # the second is Ray's method for a deployment's arguments
     assert processes == ["grammar_check.py"]
 
 

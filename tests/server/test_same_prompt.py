@@ -1,4 +1,4 @@
-"""One conversation is one list of ids: over HTTP, in training, in evaluation and in generate.py."""
+"""A conversation is encoded to the same ids over HTTP, in training, in evaluation and in generate.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST = 4000
 
 @pytest.fixture
 def speak(server: Server, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`speak(family)`: the server's tokenizer speaks the family's templates from now on; it is returned."""
+    """Return `speak(family)`, which makes the server's tokenizer use the family's templates and returns it."""
 
     def speak(family: str) -> Tokenizer:
         tokenizer = with_templates(tiny_tokenizer, family)
@@ -35,7 +35,7 @@ def speak(server: Server, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyP
 
 
 def as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """As a client sends it: the arguments of calls are JSON text."""
+    """Return the message as a client sends it, with the arguments of calls as JSON text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": as_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -48,7 +48,7 @@ def as_text(arguments: Any) -> str:
 
 
 def served(server: Server, messages: list[dict[str, Any]], tools: Any = None) -> list[int] | None:
-    """None where the server refuses the conversation, because its template does."""
+    """Return the prompt's ids, or None if the server refuses the conversation because its template does."""
     body = {"messages": [as_sent(message) for message in messages]} | ({"tools": tools} if tools else {})
     response = server.post("/tokenize", body)
     if response.status_code == 400:
@@ -59,7 +59,7 @@ def served(server: Server, messages: list[dict[str, Any]], tools: Any = None) ->
 
 
 def trained(row: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> list[list[int]]:
-    """First prompts, as training, evaluation and benches read them from a file."""
+    """Return the first prompts as training, evaluation and benchmarks read them from a file."""
     path = folder / "rows.jsonl"
     path.write_text(json.dumps(row), encoding="utf-8")
     data = FilesDataConfig(name="files", path=str(path), max_prompt_tokens=LONGEST)
@@ -75,7 +75,7 @@ def test_a_prompt_is_the_same_in_serving_and_in_training(
         messages, tools = conversation["messages"], conversation.get("tools")
         if messages[-1]["role"] == "assistant":
             continue
-        # the first prompt: up to an answer that calls no tool
+        # the first prompt ends at the first assistant message that calls no tool
         first = next((n for n, m in enumerate(messages) if m["role"] == "assistant" and "tool_calls" not in m), None)
         prompt = served(server, messages[:first], tools)
         if prompt is None:
@@ -87,7 +87,7 @@ def test_a_prompt_is_the_same_in_serving_and_in_training(
     assert compared >= 4
 
 
-# Not minimax, whose prompt opens a reasoning span, nor hermes, whose history ends a tool's result otherwise.
+# Not minimax, whose prompt opens a reasoning span, nor hermes, whose history ends a tool result differently.
 @pytest.mark.parametrize("family", ["deepseek", "glm4moe", "llama3_1", "mistral", "qwen2_5", "qwen3"])
 def test_every_answer_is_learnt_behind_the_prompt_that_is_served(family: str, server: Server, speak: Any) -> None:
     tokenizer = speak(family)

@@ -1,4 +1,4 @@
-"""Every sampling parameter over HTTP gives what the engine gives for it; log-probabilities, echo, several answers."""
+"""Every sampling parameter has the same effect over HTTP as in the engine; log-probabilities, echo, several outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.server.test_wire import read_events
 
 PROMPT = "def f("
 BASE: dict[str, Any] = {"max_tokens": 24, "seed": 7, "ignore_eos": True}
-# what is sent -> what the engine is told; ids of this tokenizer where words are sent
+# name -> fields of the request, parameters of the engine
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "top_k": ({"top_k": 5}, {"top_k": 5}),
     "top_p": ({"top_p": 0.5}, {"top_p": 0.5}),
@@ -43,7 +43,7 @@ def engine_text(plain_engine: Any, prompt: Any = PROMPT, **params: Any) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_parameter_reaches_the_engine(server: Server, plain_engine: Any, name: str) -> None:
-    """With drafts over HTTP, without them in the oracle; streamed and not."""
+    """Speculation is on over HTTP and off in the reference; checked streamed and not."""
     fields, params = CASES[name]
     expected = engine_text(plain_engine, **params)
     response = server.complete(**BASE | fields, return_token_ids=True).json()
@@ -52,7 +52,7 @@ def test_a_parameter_reaches_the_engine(server: Server, plain_engine: Any, name:
     assert (choice["finish_reason"], choice["stop_reason"]) == (expected.finish_reason, expected.stop_reason)
     assert response["usage"]["completion_tokens"] == len(expected.token_ids)
     if name != "one stop string":
-        assert expected.token_ids != engine_text(plain_engine).token_ids  # or this case shows nothing
+        assert expected.token_ids != engine_text(plain_engine).token_ids  # otherwise this case shows nothing
     events = read_events(server.complete(**BASE | fields, return_token_ids=True, stream=True).text)
     choices = [event["choices"][0] for event in events]
     assert "".join(choice["text"] for choice in choices) == expected.text
@@ -103,7 +103,7 @@ def test_logprobs_of_a_chat(server: Server) -> None:
     content = choice["logprobs"]["content"]
     assert len(content) == 24
     assert b"".join(bytes(entry["bytes"]) for entry in content).decode(errors="replace") == choice["message"]["content"]
-    for entry in content:  # greedy: the chosen one is the likeliest
+    for entry in content:  # greedy: the sampled token is the most likely
         assert len(entry["top_logprobs"]) == 2
         assert entry["top_logprobs"][0]["token"] == entry["token"]
     streamed = server.post("/v1/chat/completions", body | {"top_logprobs": 2, "temperature": 0, "stream": True}).text
@@ -113,7 +113,7 @@ def test_logprobs_of_a_chat(server: Server) -> None:
 
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_echo_is_how_lm_eval_scores_a_text(server: Server, plain_engine: Any, as_ids: bool) -> None:
-    """Token ids, one token generated and thrown away: the log-likelihood of the prompt's own tokens."""
+    """Token ids, one generated token that is discarded: the log-likelihoods of the prompt's tokens."""
     text = "import os\nprint(é)\n"
     ids = plain_engine.tokenizer.encode(text)
     expected = engine_text(plain_engine, text, max_tokens=1, temperature=0.0, prompt_logprobs=1, logprobs=1)
@@ -169,7 +169,7 @@ def test_prompt_logprobs_are_vllm_s(server: Server, plain_engine: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_answers_to_each_prompt(server: Server, stream: bool) -> None:
-    """The i-th has seed + i; the prompt is counted once."""
+    """Output i has seed + i; the prompt is counted once."""
     body: dict[str, Any] = {"prompt": ["for x in", "while "], **BASE, "n": 3, "stream": stream}
     if stream:
         events = read_events(server.complete(**body, stream_options={"include_usage": True}).text)
@@ -216,7 +216,7 @@ def test_a_prefix_that_is_known_is_counted(server: Server) -> None:
     assert cached(cache_salt="another tenant") == 0
     after = server.metrics()
     assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == cached_tokens
-    assert cached(n=2) == cached_tokens  # each prompt once
+    assert cached(n=2) == cached_tokens  # each prompt is counted once
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Speculation in the open: chosen per request, counted in the answer, and never visible in the text."""
+"""Speculation over HTTP: chosen per request, counted in the response, and never visible in the text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_how_the_drafts_fared(server: Server) -> None:
     histogram = report["acceptance_histogram"]
     assert sum(histogram) == report["num_spec_steps"]
     assert sum(accepted * steps for accepted, steps in enumerate(histogram)) == report["num_accepted_draft_tokens"]
-    # each answer's first token comes from its prompt's forward, which verifies nothing
+    # the first token of each output comes from prefill, which verifies nothing
     emitted = usage["completion_tokens"] - 2
     assert report["mean_acceptance_length"] == emitted / report["num_spec_steps"]
 
@@ -64,7 +64,7 @@ def test_every_token_says_whether_it_was_drafted(server: Server, stop: list[str]
     events = read_events(server.complete(**body, stream=True).text)
     streamed = [token for event in events for token in event["choices"][0].get("tokens", ())]
     assert streamed == tokens
-    for event in events[:-1]:  # a step: accepted drafts by rising depth, then the target's own token
+    for event in events[:-1]:  # a step: accepted drafts by rising depth, then the bonus token
         depths = [token["accepted_depth"] for token in event["choices"][0]["tokens"]]
         assert depths in ([*range(1, len(depths)), 0], [*range(1, len(depths) + 1)])
     if stop is None:

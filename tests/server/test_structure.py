@@ -1,4 +1,4 @@
-"""Structured output over HTTP, as OpenAI's client asks for it and as vLLM's do; hostile grammars cost their request."""
+"""Structured output over HTTP, in OpenAI's and in vLLM's fields; a hostile grammar fails its own request only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "a word"}]
 
 @pytest.fixture(scope="module")
 def no_space(server: Server) -> dict[str, int]:
-    """A random model would fill its answer with white space."""
+    """Return a bias against white space, with which a random model would fill its output."""
     return {str(token): -100 for form in (" ", "\n", "\t", "\r", "  ", "    ") for token in server.ids(form)}
 
 
@@ -94,7 +94,7 @@ def test_references_in_every_field_that_takes_a_schema(
 
 @pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud83d"', '{"\\ud83d": 1}', "[" * 2000 + "]" * 2000])
 def test_a_schema_that_no_answer_could_hold_is_a_400(talking: dict[str, Server], value: str) -> None:
-    """JSON as Python reads it. The answer of /v1/responses shows its schemas again."""
+    """JSON as Python reads it, which allows more. The response of /v1/responses repeats the schemas of its request."""
     schema, server = f'{{"type": "object", "default": {value}}}', talking["hermes"]
     chat = '"messages": [{"role": "user", "content": "x"}], "max_tokens": 2'
     function = f'{{"name": "x", "parameters": {schema}}}'
@@ -202,7 +202,7 @@ def test_a_deep_schema_is_a_400(server: Server) -> None:
 
 
 def test_a_grammar_that_compiles_for_too_long_is_given_up(make_server: MakeServer) -> None:
-    """And the server goes on, with the next grammar too."""
+    """The server stays usable, and compiles the next grammar."""
     with make_server(grammar_timeout_s=3) as server:
         good = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9}
         assert server.complete(**good).status_code == 200
@@ -227,7 +227,7 @@ def test_a_process_that_bursts_or_hangs_is_replaced(tiny_tokenizer: Any) -> None
         with pytest.raises(GrammarRefused, match="json_schema: Invalid type"):
             await check.check(Grammar("json_schema", '{"type": "wibble"}'))
         await check.close()
-        await check.check(Grammar("regex", "a+"))  # known to be good, so nobody is asked
+        await check.check(Grammar("regex", "a+"))  # cached as valid, so no process is started
         assert check._process is None
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The text of completions with tokenizers that drop the first space of a text, and that cut characters into bytes."""
+"""The text of completions with tokenizers that drop a text's first space, or that split characters into bytes."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def llama(make_server: MakeServer, make_folder: MakeFolder) -> Iterator[Server]:
 
 
 def token_of(server: Server, text: str) -> int:
-    """The token that is this text inside of a longer one."""
+    """Return the token whose bytes are this text inside a longer one."""
     return server.engine.tokenizer.token_bytes.index(text.encode() if text.isprintable() else text.encode("latin1"))
 
 
 def complete(server: Server, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
-    """The one choice of an answer, which is the same streamed."""
+    """Return the one choice of a response, and check that it is the same when streamed."""
     body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 3, **fields}
     if path == "/v1/completions":
         body = {"prompt": PROMPT, **body}
@@ -106,7 +106,7 @@ def test_a_character_that_a_prompt_leaves_unfinished(llama: Server) -> None:
 
 
 def test_a_chat_s_first_word_is_vllm_s(llama: Server) -> None:
-    """The template's header comes before it: `[/INST] world` is read, and so ` world` is what is added."""
+    """The template's header precedes it: the tokens decode as `[/INST] world`, so ` world` is the added text."""
     messages = [{"role": "user", "content": PROMPT}]
     chat = {"messages": messages, "allowed_token_ids": [token_of(llama, " world")], "logprobs": True}
     choice = complete(llama, "/v1/chat/completions", **chat)
@@ -115,7 +115,7 @@ def test_a_chat_s_first_word_is_vllm_s(llama: Server) -> None:
 
 
 def test_a_prompt_that_the_tokenizer_does_not_write_back(llama: Server) -> None:
-    """It is echoed as it came, and its tokens' places are places of it."""
+    """The prompt is echoed as it was sent, and text offsets are positions in it."""
     text = "<s>Hello  <s>world é"
     choice = complete(llama, prompt=text, echo=True, logprobs=0, allowed_token_ids=[token_of(llama, " world")])
     assert choice["text"] == text + " world" * 3
@@ -151,7 +151,7 @@ def world_of(engine: Engine) -> int:
 
 
 def test_without_a_server(engine: Engine) -> None:
-    """Engine.generate and generate.py's display."""
+    """With Engine.generate and generate.py's display."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     prompt, out = tokenizer.encode(PROMPT), StringIO()

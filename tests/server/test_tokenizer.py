@@ -1,4 +1,4 @@
-"""Text in pieces equals text in one; chat templates do what transformers does, and no more."""
+"""Text decoded in pieces equals text decoded at once; chat templates do what they do in transformers, and no more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = 'def wrap(text, width=70):\n    """Wrap — naïve café 🎉 日本語."
 
 @st.composite
 def chunked_ids(draw: st.DrawFn) -> list[list[int]]:
-    ids = st.integers(0, 383) | st.integers(1, 256)  # half of them raw bytes, so that characters are often broken
+    ids = st.integers(0, 383) | st.integers(1, 256)  # half of them raw bytes, so that characters are often split
     return draw(st.lists(st.lists(ids, max_size=6), max_size=30))
 
 
@@ -56,7 +56,7 @@ def test_special_tokens_are_no_text(tiny_tokenizer: Tokenizer) -> None:
 
 
 def test_a_byte_that_spoils_a_shown_character() -> None:
-    """Byte-fallback vocabularies decode a run of bytes as a whole; the stream goes on with what it has not shown."""
+    """Byte-fallback vocabularies decode a run of bytes as a whole; the stream continues after what it has shown."""
     vocab = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

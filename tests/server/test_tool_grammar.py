@@ -1,4 +1,4 @@
-"""What a forced call may be, by random walks through its grammar: a model without any idea writes valid calls too."""
+"""Random walks through the grammar of a forced call: a model that samples at random writes valid calls too."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def an_object(properties: Json, definitions: Json | None = None, **extra: Any) -
 
 OTHER_POINT = an_object({"lat": INTEGER})
 ID: Json = {"$id": "https://example.org/s"}
-# What a tool's parameters may be, with references of every kind.
+# Schemas of a tool's parameters, with references of every kind.
 SCHEMAS: dict[str, Any] = {
     "pydantic": Shape.model_json_schema(),
     "recursive": Tree.model_json_schema(),
@@ -83,7 +83,7 @@ def schema_of(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
-    """A text that the grammar allows, and whether it came to its end."""
+    """Return a text that the grammar allows, and whether the grammar came to its end."""
     tokenizer = make_tokenizer(tiny_tokenizer.backend.to_str(), tiny_tokenizer.vocab_size, list(tiny_tokenizer.eos_ids))
     closing = np.zeros(tiny_tokenizer.vocab_size, dtype=bool)
     for text in '"}],':
@@ -117,7 +117,7 @@ def calls_of(style: str, text: str, names: list[str], *, cut: bool = False) -> l
 
 @pytest.mark.parametrize("style", STYLES)
 def test_arguments_keep_the_tool_s_own_schema(walk: Callable[..., tuple[str, bool]], style: str) -> None:
-    """All tools in one request: those that define another `Point` do not disturb each other."""
+    """Holds for each tool alone and for all in one request: tools with different definitions of `Point` do not mix."""
     tools = [tool(name) for name in SCHEMAS]
     names = {function.name: name for function, name in zip(tools, SCHEMAS, strict=True)}
     complete: set[str] = set()

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP: left to a model that knows how, and forced upon one."""
+"""Tool calls and reasoning over HTTP: by a model that has learnt them, and forced by a grammar."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_model_calls_by_itself(talking: dict[str, Server], style: str) -> No
     assert len(set(ids)) == 2
     if style == "mistral":
         assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
-    # the text says calls again, so lookup drafts several tokens per step: they must not tear a call
+    # the output repeats calls, so that lookup drafts several tokens per step: none of them may break a call
     assert response["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     plain = chat(talking[style], speculative={"enabled": False})
     assert calls_of(plain["choices"][0]["message"]) == WANTED
@@ -89,7 +89,7 @@ def test_openai_s_client_and_a_second_turn(talking: dict[str, Server]) -> None:
     ("style", "stream"), [("hermes", False), ("hermes", True), ("llama3", False), ("mistral", True)]
 )
 def test_a_call_can_be_required(talking: dict[str, Server], style: str, stream: bool) -> None:
-    """At a temperature at which this model has no idea."""
+    """Checked at a temperature so high that this model would not produce a valid call by itself."""
     fields: dict[str, Any] = {"tools": [NOW, ADD], "temperature": 2.0, "seed": 4, "max_tokens": 200, "stream": stream}
     named = {"type": "function", "function": {"name": "add"}}
     for choice, max_calls in (("required", 8), ("required", 1), (named, 1)):
@@ -137,7 +137,7 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("style", STYLES)
 def test_references_stay_inside_their_tool(talking: dict[str, Server], style: str) -> None:
-    """What pydantic writes of nested and recursive models, and another tool's Point; in chats and in responses."""
+    """References that pydantic writes for nested models, beside another tool's `Point`; in chats and in responses."""
     assert "$defs" in LINE["parameters"]
     server, completed = talking[style], set()
     tools = [LINE, OTHER]
@@ -163,7 +163,7 @@ def test_references_stay_inside_their_tool(talking: dict[str, Server], style: st
 
 
 def test_one_call_where_they_may_not_be_parallel(talking: dict[str, Server]) -> None:
-    """Of those too that the model makes by itself."""
+    """Calls that the model makes by itself are limited too."""
     for style in STYLES:
         for stream in (False, True):
             response = chat(talking[style], parallel_tool_calls=False, stream=stream)
@@ -196,7 +196,7 @@ def test_reasoning_is_set_apart(talking: dict[str, Server], stream: bool) -> Non
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_reasoning_is_counted(talking: dict[str, Server], drafts: bool) -> None:
-    """As many tokens as hold the span's text, however many come per step, shown or not."""
+    """Reasoning tokens are those that hold the span's text, however many come per step, whether shown or not."""
     server = talking["think"]
     fields: dict[str, Any] = {"tools": None, "speculative": {"enabled": drafts, "detail": True}}
     completion = chat(server, **fields)

@@ -1,4 +1,4 @@
-"""The bytes: server-sent events, headers, errors, and what happens when a client hangs up."""
+"""What is sent over HTTP: server-sent events, headers, errors; and what happens when a client hangs up."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_no_usage_unless_asked_for(server: Server) -> None:
 
 
 def test_characters_are_never_cut(server: Server) -> None:
-    """The random target emits raw bytes; every piece must still be whole characters."""
+    """The random target emits raw bytes; every piece must still consist of whole characters."""
     body = {"max_tokens": 100, "seed": 11, "temperature": 2.0, "ignore_eos": True}
     full = server.complete(**body).json()["choices"][0]["text"]
     events = read_events(server.complete(**body, stream=True).text)
     assert "".join(event["choices"][0]["text"] for event in events) == full
-    assert "\ufffd" in full  # or this test shows nothing
+    assert "\ufffd" in full  # otherwise this test shows nothing
 
 
 def test_the_request_id_is_echoed(server: Server) -> None:
@@ -107,7 +107,7 @@ def test_what_the_engine_refuses_is_a_400(server: Server) -> None:
         assert server.complete(**body).json()["error"]["code"] == "context_length_exceeded"
     assert server.complete(prompt="").json()["error"]["code"] == "empty_prompt"
     assert server.complete(stop_token_ids=[size]).json()["error"]["param"] == "stop_token_ids"
-    assert server.complete(prompt=[1] * (context - 2)).json()["usage"]["completion_tokens"] <= 2  # the default shrinks
+    assert server.complete(prompt=[1] * (context - 2)).json()["usage"]["completion_tokens"] <= 2  # a smaller default
 
 
 def test_one_bad_prompt_fails_its_request_and_no_other(server: Server) -> None:
@@ -125,7 +125,7 @@ def test_unknown_endpoints_have_openai_s_shape(server: Server) -> None:
 def test_a_hang_up_while_streaming_frees_the_pages(server: Server) -> None:
     before = server.metrics()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=request(stream=True), timeout=300) as response:
-        pieces = response.iter_text()  # httpx hangs up when this goes away
+        pieces = response.iter_text()  # httpx hangs up when the iterator is deleted
         next(pieces)
         assert server.metrics()["vllm:kv_cache_usage_perc"] > 0
     assert_aborted(server, before)
@@ -139,7 +139,7 @@ def test_a_hang_up_without_streaming_frees_the_pages(server: Server) -> None:
 
 
 def test_a_hang_up_while_waiting_leaves_the_queue(server: Server) -> None:
-    """The engine runs four at once here; what comes after them waits."""
+    """The engine runs four requests at once here; further ones wait."""
     before = server.metrics()
     with contextlib.ExitStack() as running:
         for _ in range(4):
@@ -153,7 +153,7 @@ def test_a_hang_up_while_waiting_leaves_the_queue(server: Server) -> None:
 
 
 def send(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A request whose answer nobody reads; leaving the context hangs up."""
+    """Send a request without reading the response; leaving the context hangs up."""
     host, port = server.url.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     connection = socket.create_connection((host, int(port)))

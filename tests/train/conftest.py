@@ -1,4 +1,4 @@
-"""A packed copy of the tiny target in an engine, and what it wrote: shared by the tests of training."""
+"""Fixtures shared by the tests of training: an engine with a packed copy of the tiny target, its outputs, and heads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 4
 
 @pytest.fixture(scope="session")
 def engine(tiny_target_folder: Path) -> Engine:
-    """Its target is packed. Drafts up to STEPS tokens; leave it with proposer "none" and idle."""
+    """Return an engine with a packed target and up to STEPS draft tokens; leave it idle, with proposer "none"."""
     config = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
     drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
     target = load_target(str(tiny_target_folder))
@@ -47,7 +47,7 @@ def responses(engine: Engine) -> Sequences:
 
 @pytest.fixture(scope="session")
 def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four full layers and four that see a window of 16 tokens, in turn."""
+    """Four layers of full attention and four with a sliding window of 16 tokens, alternating."""
     import transformers
 
     torch.manual_seed(5)
@@ -69,7 +69,7 @@ def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
 
 @contextmanager
 def full_disk(limit: int) -> Iterator[None]:
-    """No file can grow beyond `limit` bytes: a write fails half-way, as on a full disk."""
+    """Limit every file to `limit` bytes, so that a write fails half-way, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -79,7 +79,7 @@ def full_disk(limit: int) -> Iterator[None]:
 
 
 def make_head(target: LlamaTarget, responses: Sequences, *, vocab: int = 128, **flags: bool) -> Eagle3Head:
-    """Random, on the unpacked target `target`."""
+    """Return a random head for `target`, which must not be packed."""
     head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=vocab, **flags))
     head.set_vocabulary(*build_draft_vocab(responses.counts(target.config.vocab_size), vocab, forced_ids=[0]))
     head.initialise(target, from_target=False, seed=1)
@@ -93,7 +93,7 @@ def random_head(tiny_target: LlamaTarget, responses: Sequences) -> Eagle3Head:
 
 @pytest.fixture(scope="session")
 def trained_head(engine: Engine, tiny_target: LlamaTarget, responses: Sequences) -> Eagle3Head:
-    """Made to know `responses` nearly by heart, so that drafts of every length are accepted."""
+    """Return a head trained to memorise `responses`, so that drafts of every length are accepted."""
     head = make_head(tiny_target, responses)
     memorise(head, engine.target, responses, STEPS)
     return head

@@ -1,4 +1,4 @@
-"""Two processes on one machine, as torchrun starts them, or without it."""
+"""Two processes on one machine, started by torchrun or without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_two_processes(script: Path, *arguments: str) -> str:
-    """What they wrote to standard output; they must end well."""
+    """Run a script on two processes by torchrun and return its standard output; the processes must succeed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     result = subprocess.run(
         [*launcher, str(script), *arguments],
@@ -30,7 +30,7 @@ def on_two_processes(script: Path, *arguments: str) -> str:
 
 @contextmanager
 def two_ranks(settings: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """train/run.py, twice. No torchrun, which would end the others itself when one ends."""
+    """Start train/run.py on two ranks without torchrun, which would end the other rank when one ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,6 +1,6 @@
 """One of two processes that train in every parallel mode in turn: `modes_worker.py MODE,... SETTING ...`
 
-Each mode: a run without interruption, one that stops after its third step and is resumed, and one with bad steps.
+Each mode has an uninterrupted run, one that stops after its third step and is resumed, and one with bad steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REAL, REAL_PASS, REAL_CLOSE = Run._between_steps, Run._forward_backward, Zero.cl
 
 
 def forget(accelerator: object) -> None:
-    """What `release` does in train/distributed/parallel.py, but for the process group, which cannot be opened twice."""
+    """Do what `release` in train/distributed/parallel.py does, but keep the process group: it can open only once."""
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -39,7 +39,7 @@ def stopping(training_run: Run) -> None:
 
 
 def poisoned(training_run: Run, **options: Any) -> StepResult:
-    """Of the last process alone: the second step's features are not finite, and the third one's gradients."""
+    """Make the second step's features and the third step's gradients non-finite, on the last process alone."""
     prepared, last = training_run.prepared, training_run.accelerator.num_processes - 1
     features, backward = prepared.features, prepared.placement.backward
 

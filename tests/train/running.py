@@ -1,4 +1,4 @@
-"""Whole runs on the tiny target, here and in processes of their own."""
+"""Complete training runs on the tiny target, in this process and in child processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
     "sequence_length=40", "batch_size=8", "steps=30", "minutes=null", "eval_every=100", "checkpoint_every=5",
     "eval_prompts=4", "eval_max_tokens=24", "tracker=none", "overwrite=true", "engine.max_tokens_in_cache=2048",
-    # what the defaults may become is a matter of taste, and not these tests'
+    # fixed here, so that these tests do not depend on the defaults
     "precision=fp32", "log_every=1", "accumulate=1", "objective.steps=5", "eval_draft_tokens=5", "optim.lr=0.001",
 ]  # fmt: skip
 

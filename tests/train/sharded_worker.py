@@ -1,6 +1,6 @@
-"""One of two processes that hold a target together: `sharded_worker.py FOLDER TARGET SETTING ...`
+"""One of two processes that share a target (ZeRO-3): `sharded_worker.py FOLDER TARGET SETTING ...`
 
-Each works on batches of its own, one of them on more than the other, and writes down what it found.
+Each processes its own batches, one of them more than the other, and saves its results.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from train.preparation import open_engine
 
 
 def forget(accelerator: object) -> None:
-    """What `release` does in train/distributed/parallel.py, but for the process group, which cannot be opened twice."""
+    """Do what `release` in train/distributed/parallel.py does, but keep the process group: it can open only once."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def held_bytes() -> int:
-    """Of all tensors that are alive, what two share counted once."""
+    """Return the bytes of all live CPU tensors, with shared storage counted once."""
     gc.collect()
     storages = dict[int, int]()
     for obj in gc.get_objects():

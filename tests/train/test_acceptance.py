@@ -1,4 +1,4 @@
-"""What the trainer reports is what serving gets: simulated acceptance against the engine's."""
+"""The acceptance that the trainer simulates equals what the engine measures in serving."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_walk_accepts_a_run_and_jumps_past_it() -> None:
 
 
 def test_walk_without_matches_is_plain_decoding() -> None:
-    assert counts(walk(table([[0, 0]] * 9), 3, 8)) == (4, 4, 5, 0)  # the last two steps may draft one and none
+    assert counts(walk(table([[0, 0]] * 9), 3, 8)) == (4, 4, 5, 0)  # the last two steps may draft one token and none
 
 
 def test_a_match_behind_a_miss_counts_nothing() -> None:
@@ -48,7 +48,7 @@ def test_a_match_behind_a_miss_counts_nothing() -> None:
 
 
 def test_walk_of_perfect_drafts() -> None:
-    """9 tokens after the first: 5 from four drafts and a bonus, then 4 from the three that are still allowed."""
+    """9 tokens after the first: 5 from four drafts and a bonus token, then 4 from the three drafts still allowed."""
     assert counts(walk(table([[1, 1, 1, 1]] * 20), 3, 13)) == (2, 9, 7, 7)
 
 
@@ -89,7 +89,7 @@ def test_simulated_acceptance_equals_the_engines(
 
 
 def test_responses_that_end_by_themselves(engine: Engine, responses: Sequences, trained_head: Eagle3Head) -> None:
-    """Each response is made to stop at its tenth token, often inside a run of accepted drafts."""
+    """Each response is stopped at its tenth token, often inside a run of accepted drafts."""
     total, rows = SpeculationStats(), []
     engine.set_proposer("head", trained_head)
     for index in range(len(responses)):
@@ -113,7 +113,7 @@ def test_responses_that_end_by_themselves(engine: Engine, responses: Sequences, 
 def test_simulated_acceptance_of_sampled_responses(
     variant: str, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, trained_head: Eagle3Head
 ) -> None:
-    """Drafts meet the target's own noise, in the trainer as in the engine."""
+    """Drafts are verified against tokens sampled with the same noise, in the trainer as in the engine."""
     head = trained_head if variant == "trained" else heads.make_head(tiny_target, variant)
     rows = [responses.row(index) for index in range(len(responses))]
     prompts = [ids[~assistant].tolist() for ids, assistant in rows]

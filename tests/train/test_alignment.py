@@ -1,4 +1,4 @@
-"""Golden tables of shifts and masks: the part of training in which an off-by-one is silent everywhere else."""
+"""Golden tables of shifts and masks: the part of training in which an off-by-one error shows nowhere else."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_what_a_slot_reads_and_predicts(
 
 
 def test_medusa_head_k_is_taught_the_token_k_after_the_next() -> None:
-    """From f[i] the LM head says t[i+1]; Medusa's head 0 says t[i+2], head 1 t[i+3], ..."""
+    """From f[i] the LM head predicts t[i+1]; Medusa's head 0 predicts t[i+2], head 1 t[i+3], ..."""
     assert [alignment.predicted_tokens(IDS, head)[2].item() for head in range(4)] == [14, 15, 16, 17]
 
 
 def test_mlp_head_k_reads_the_token_before_the_one_it_is_taught() -> None:
-    """From f[i]: head 0 reads t[i+1] and says t[i+2], head 1 reads t[i+2] and says t[i+3], ..."""
+    """From f[i]: head 0 reads t[i+1] and predicts t[i+2], head 1 reads t[i+2] and predicts t[i+3], ..."""
     for head in range(4):
         read, taught = alignment.draft_tokens(IDS, head), alignment.predicted_tokens(IDS, head)
         assert (read[2].item(), taught[2].item()) == (13 + head, 14 + head)
@@ -68,7 +68,7 @@ def test_deeper_depths_are_trained_on_fewer_slots(slots: int, ratio: float, min_
 
 
 def test_served_slots() -> None:
-    """From the slot before the first response token (the first draft of all) to the one before the last."""
+    """Slots are served from the one before the first response token, the first draft, to two before the last token."""
     assert alignment.served(ASSISTANT).int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
 
 
@@ -92,14 +92,14 @@ def test_step_masks_shrink_from_the_end() -> None:
 
 
 def test_no_draft_crosses_a_turn() -> None:
-    """Two responses, 2..4 and 7..9: slot 2 would reach the second one at step 3, over the user's turn."""
+    """Two responses, 2..4 and 7..9: at step 3 slot 2 would reach the second one, across the user's turn."""
     assistant = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1, 1]).bool()
     assert alignment.served(assistant).int().tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 0, 0]
     assert alignment.step_masks(assistant, 5).flatten(1).sum(1).tolist() == [4, 2, 0, 0, 0]
 
 
 def test_the_teacher_of_a_slot_is_the_position_after_it() -> None:
-    """p[j] teaches slot j - 1; every slot and step is taught by one of these rows."""
+    """p[j] teaches slot j - 1; the teacher of every slot and step is one of these rows."""
     rows = alignment.teacher_rows(ASSISTANT)
     assert rows.int().tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
     masks = alignment.step_masks(ASSISTANT, 4)

@@ -1,4 +1,4 @@
-"""Answers from a real server on a real socket: the ids of our engine, what it does when the server fails."""
+"""Responses from a real server on a real socket: the same ids as our engine's, and the handling of server failures."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_server_answers_what_the_engine_answers(
 
 
 class Failing(BaseHTTPRequestHandler):
-    """In front of the real server: every third answer is a failure, as `failure` says."""
+    """A proxy before the real server that makes every third response fail, in the way that `failure` names."""
 
     upstream, failure, count, lock = "", "", 0, threading.Lock()
 
@@ -181,7 +181,7 @@ def test_a_run_asks_again_for_what_failed(
     assert "conversations failed, the first: status 500" in capsys.readouterr().err
     requests_before = Failing.count
     assert run("data.retries=6") == {"conversations": 12, "done": 12, "skipped": 0, "failed": 0}
-    assert Failing.count - requests_before < 2 * first["failed"] + 2  # only those
+    assert Failing.count - requests_before < 2 * first["failed"] + 2  # only the failed ones are requested again
     assert not (tmp_path / "answers" / "data" / "failed.json").exists()
     assert not (tmp_path / "answers" / "data" / "train").exists()
 

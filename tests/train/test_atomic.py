@@ -1,4 +1,4 @@
-"""Files and folders are whole or not there, whatever happens while they are written."""
+"""Files and folders are written completely or not at all, whatever happens during the write."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_sweep_removes_what_a_kill_left_and_nothing_that_is_being_written(tmp_pa
         for name in living:
             (tmp_path / name).mkdir()
             (tmp_path / name / "a").touch()
-        os.utime(tmp_path / ".x.01234567-1.tmp", (0, time.time() - 2 * day))  # elsewhere; what is in it is new
+        os.utime(tmp_path / ".x.01234567-1.tmp", (0, time.time() - 2 * day))  # of another machine, with a new file
         (tmp_path / "z").touch()
-        (tmp_path / ".x.01234567-2.tmp").touch()  # elsewhere, and forgotten
+        (tmp_path / ".x.01234567-2.tmp").touch()  # of another machine, and stale
         os.utime(tmp_path / ".x.01234567-2.tmp", (0, time.time() - 2 * day))
         atomic.sweep(tmp_path)
         assert names(tmp_path) == {"z"} | living

@@ -1,4 +1,4 @@
-"""Checkpoints: everything comes back, the newest is found, a broken one is named."""
+"""Checkpoints: everything is restored, the newest is selected, and errors name a broken one."""
 
 from __future__ import annotations
 

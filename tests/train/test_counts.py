@@ -1,4 +1,4 @@
-"""What became of the rows between the data and the last step is counted, printed and recorded."""
+"""The number of rows at each stage from the data to the last step is printed and recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences and the order in which a run takes them."""
+"""Sequences, and the order in which a run trains on them."""
 
 from __future__ import annotations
 

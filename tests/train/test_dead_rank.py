@@ -1,4 +1,4 @@
-"""One of two processes is told to stop: both do, with a checkpoint. Or it is killed: the other ends and says so."""
+"""Two processes: a signal to one stops both, with a checkpoint; if one is killed, the other ends with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids and masks of conversations: what the target wrote and nothing else, however the template behaves."""
+"""Token ids and loss masks of conversations: only what the target generated is learnt, whatever the template does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = (
     "{% endif %}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# drops what was thought in earlier turns, as Qwen3's does
+# drops the reasoning of earlier turns, as Qwen3's does
 STRIPS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|endoftext|>\n{% endfor %}"
@@ -45,7 +45,7 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 
 
 def spans(tokenizer: Tokenizer, row: Row) -> list[str]:
-    """The texts that are learnt, the end of text as "."."""
+    """Return the texts under the loss mask, with "." for the end of text."""
     groups, last = [], False
     for token, flag in zip(row.ids, row.loss_mask, strict=True):
         if flag:
@@ -57,7 +57,7 @@ def spans(tokenizer: Tokenizer, row: Row) -> list[str]:
 
 
 def converse(dialogue: Dialogue, tokenizer: Tokenizer, *responses: str) -> list[str]:
-    """Plays the target; the prompts that it was given."""
+    """Play the target with `responses` and return the prompts that it received."""
     prompts, remaining = [], list(responses)
     while (prompt := dialogue.next_prompt()) is not None:
         prompts.append(tokenizer.backend.decode(prompt, skip_special_tokens=False))
@@ -92,7 +92,7 @@ def test_a_template_that_rewrites_history_gives_a_row_per_turn(tiny_tokenizer: T
 
 
 def test_ids_that_read_back_otherwise_are_never_rendered_again(tiny_tokenizer: Tokenizer) -> None:
-    """The target may write "an" as two tokens where the tokenizer makes one: its own ids are what is learnt."""
+    """The target may generate "an" as two tokens where the tokenizer makes one: the generated ids are learnt."""
     tokenizer = with_template(tiny_tokenizer, PLAIN)
     odd = [tokenizer.encode(letter)[0] for letter in "return"]
     assert tokenizer.encode("return") != odd
@@ -100,7 +100,7 @@ def test_ids_that_read_back_otherwise_are_never_rendered_again(tiny_tokenizer: T
     first = dialogue.next_prompt()
     assert first is not None
     dialogue.take([*odd, 0])
-    assert dialogue.next_prompt() is None  # two questions in a row are one prompt
+    assert dialogue.next_prompt() is None  # two user messages in a row are one prompt
     assert dialogue.rows[0].ids == [*first, *odd, 0]
 
     dialogue = Dialogue(Example(messages=(user("a?"), assistant("x"), user("b?"))), tokenizer, longest_prompt=200)
@@ -141,7 +141,7 @@ def test_given_answers(template: str, rows: list[list[str]], tiny_tokenizer: Tok
 
 
 def test_given_answers_behind_a_reasoning_span(tiny_tokenizer: Tokenizer) -> None:
-    """Where the data have it, it is learnt behind the prompt that serving gives; where not, no token of it is there."""
+    """A reasoning span in the data is learnt after the prompt of serving; without one, none of its tokens is added."""
     tokenizer = with_template(tiny_tokenizer, THINKS)
 
     def texts(*responses: str) -> list[tuple[str, list[str]]]:
@@ -155,7 +155,7 @@ def test_given_answers_behind_a_reasoning_span(tiny_tokenizer: Tokenizer) -> Non
         (f"{first}<think>hm</think>one{end}", ["hm</think>one."]),
         (f"{first}one{end}\n<user>1?{end}\n<assistant><think>so</think>two{end}", ["so</think>two."]),
     ]
-    # "<the" begins like the span that the prompt opens, and is the answer's all the same
+    # "<the" begins like the span that the prompt opens, but belongs to the response
     assert texts("<the one>", "two") == [
         (f"{first}<the one>{end}\n<user>1?{end}\n<assistant>two{end}", ["<the one>.", "two."])
     ]
@@ -165,7 +165,7 @@ def test_given_answers_behind_a_reasoning_span(tiny_tokenizer: Tokenizer) -> Non
 
 
 def test_turns_before_one_that_cannot_be_told_apart_are_kept(tiny_tokenizer: Tokenizer) -> None:
-    """A template that says "(hurry)" in place of the third question once it is answered."""
+    """The template replaces the third message by "(hurry)" once an answer follows it."""
     rewrites = PLAIN.replace("{{ m.content }}", "{{ '(hurry)' if loop.index == 3 and not loop.last else m.content }}")
     tokenizer = with_template(tiny_tokenizer, rewrites)
     messages = (user("a?"), assistant("one"), user("b?"), assistant("two"))
@@ -195,7 +195,7 @@ def test_a_conversation_that_grows_too_long_ends_there(tiny_tokenizer: Tokenizer
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma"])
 def test_a_given_answer_has_the_ids_that_serving_would_see(kind: str) -> None:
-    """Also where a tokenizer puts a space before the first word of a text: an answer is none by itself."""
+    """Holds for tokenizers that put a space before a text's first word too: a response is not a text by itself."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
         "{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""A target that is divided among ranks, or held in few bits: its features, and a head trained on them."""
+"""Training with a target that is tensor parallel or quantised: its features, and a head trained on them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_two_ranks_give_the_bits_of_one(
     assert torch.equal(features_of([*settings, divided], responses), features_of(settings, responses))
     heads = []
     for name, more in (("whole", []), ("divided", [divided, "data.top_k=1000", "features=offline"])):
-        overrides = [*settings, f"run={name}", *more]  # data.top_k: or it would take the other's answers
+        overrides = [*settings, f"run={name}", *more]  # data.top_k: or it would reuse the other's responses
         assert train(compose("train", TrainConfig, overrides)) is not None
         path = latest_checkpoint(tmp_path / name / "checkpoints")
         assert path is not None

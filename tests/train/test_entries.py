@@ -1,4 +1,4 @@
-"""Entries of data.path that say which rows are taken and how a prompt is made of them, and the built-in prompts."""
+"""Entries of data.path, which select rows and make prompts of them, and the built-in prompts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_functions_with_a_docstring() -> None:
 
 
 def test_other_models_than_the_demo_are_asked_through_their_template(tiny_tokenizer: Tokenizer) -> None:
-    """What train/run.py model=... does where nothing is said of data."""
+    """By default train/run.py model=... trains on `chat` data, unless the model is the demo."""
     assert compose("train", TrainConfig, ["model=demo"]).data.name == "demo"
     assert compose("train", TrainConfig, ["model=owner/name"]).data.name == "chat"
     config = compose("train", TrainConfig, ["model=llama3-8b", "data.num_sequences=12", "eval_prompts=4"])

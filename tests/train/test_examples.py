@@ -1,4 +1,4 @@
-"""What a row means in each of its forms, and what is said of a bad one."""
+"""How rows of every form are parsed, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse(row: Any, tokenizer: Tokenizer, **settings: Any) -> Example:
     "row",
     [
         {"messages": [USER, ANSWER], "prompt": "of ultrachat, which counts less", "id": 3},
-        {"messages": [ANSWER, USER, ANSWER]},  # a greeting before anything was asked
+        {"messages": [ANSWER, USER, ANSWER]},  # a greeting before the first user message
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {**ANSWER, "tool_calls": None}]},
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
         {"conversations": [{"from": "user", "value": "hi"}, {"role": "assistant", "content": "yes"}], "tools": ""},
@@ -101,7 +101,7 @@ def test_rows_with_the_same_questions_have_one_key(tiny_tokenizer: Tokenizer) ->
 
 
 def test_a_text_that_is_learnt_whole_is_known_by_its_beginning(tiny_tokenizer: Tokenizer) -> None:
-    """Not by its first token alone, which nearly every text shares."""
+    """The key covers the first `prompt_tokens` tokens, not the first one alone, which nearly every text shares."""
     texts = ["def f(x): return x", "def g(y): return y", "def f(x): pass"]
     for form in ("text", "input_ids"):
         keys = []

@@ -1,4 +1,4 @@
-"""The exported head: what serving loads, whole whatever happens, and nobody else's."""
+"""The exported head: serving can load it, it is complete whatever happens, and it is refused for another target."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_folder(random_head: Eagle3Head, tiny_target: LlamaTarget, config: T
     loaded = load_head(folder, target=tiny_target)
     for name, value in random_head.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
-        assert torch.equal(value, measured_heads[0].state_dict()[name]), name  # what was measured is what was published
+        assert torch.equal(value, measured_heads[0].state_dict()[name]), name  # the measured head is the published one
 
 
 def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig) -> None:

@@ -1,4 +1,4 @@
-"""A run of schedule=wsd that is extended is the run that had the larger budget from the start."""
+"""A run with schedule=wsd that is extended equals a run that had the larger budget from the start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
 def test_an_extended_run_equals_one_of_the_larger_budget(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From its end, and from the middle of its decay; stopped just after it went back."""
+    """Extended after its end and in the middle of its decay; stopped just after its return to the stable checkpoint."""
     run(overrides, "run=whole", "steps=16", f"head.path={tmp_path / 'whole-head'}")
 
     run(overrides, "run=one", "steps=8")
@@ -80,7 +80,7 @@ def test_an_extended_run_equals_one_of_the_larger_budget(
 def test_the_best_head_of_the_shorter_run_is_not_lost(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lies in a decay that the extended run has never had, and remains what the run exports until a better comes."""
+    """That head comes from a decay that the extended run does not have, and is exported until a better one comes."""
     measured = iter([1.0, 30.0, 1.2])  # before the first step, after seven, and after seven again
     monkeypatch.setattr(Run, "_evaluate", lambda self: next(measured))
     best = [*overrides, "run=one", "eval_every=7", "checkpoint_every=7", "keep_checkpoints=5", "export=best"]
@@ -96,7 +96,7 @@ def test_the_best_head_of_the_shorter_run_is_not_lost(
 
 
 def test_what_extends_no_run_is_named(settings: list[str], tmp_path: Path) -> None:
-    """The key, both values, and how to go on from the head all the same."""
+    """The error names the keys, both values, and how to continue from the head in another run."""
     run(settings, "run=one", "steps=2")
     start = re.escape(f"run=<other> head.start_from={tmp_path / 'heads' / 'demo' / 'eagle3'}")
     message = rf"data.num_sequences=30 \(the run has 24\); optim.schedule=wsd \(the run has cosine\).*{start}"

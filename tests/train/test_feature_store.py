@@ -1,4 +1,4 @@
-"""features=offline: the bits of the target, written once, completed after an interruption, refused for another."""
+"""features=offline: the target's features are stored once, completed after an interruption, refused for another."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AUX = (2, 4, 5)
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard per two or three sequences of the tiny target, whatever features.shard_mb says."""
+    """Cut a shard per two or three sequences of the tiny target, whatever features.shard_mb says."""
     real = cut_shards
     monkeypatch.setattr(module, "LEAST_SHARDS", 1)
     monkeypatch.setattr(module, "cut_shards", lambda sequences, size, mb: real(sequences, 2**20 // 110, 1))
@@ -226,7 +226,7 @@ runpy.run_path({script!r}, run_name="__main__")
 def test_ctrl_c_while_features_are_computed_loses_no_finished_shard(
     tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command itself, which hears Ctrl-C as soon as its first shard is written; then the same words again."""
+    """The command receives Ctrl-C as soon as its first shard is written; then the same command is run again."""
     overrides = [*SETTINGS, f"model.path={tiny_target_folder}", "features=offline", "steps=1", *SMALL]
     torn = [*overrides, f"output_dir={tmp_path / 'torn'}"]
     code = INTERRUPTED.format(root=str(ROOT), script=str(ROOT / "train" / "run.py"))
@@ -249,7 +249,7 @@ def test_ctrl_c_while_features_are_computed_loses_no_finished_shard(
 def test_ctrl_c_keeps_what_was_computed_for_memory_too(
     tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """features=online: what is computed before the first step goes on where it was, to the same head."""
+    """features=online: features computed before the first step are kept, and the resumed run gives the same head."""
     batches: list[tuple[int, ...]] = []
     real = compute_features
 
@@ -325,7 +325,7 @@ def test_where_no_likely_token_can_be_drafted_the_texts_own_stands_in() -> None:
     top = TopTokens(log_probs, torch.tensor([[[8, 9], [8, 3], [5, 9], [5, 9]]]))
     batch = Batch(torch.tensor([[1, 3, 5, 3]]), torch.tensor([[False, True, True, True]]), (0,))
     teacher = recall(top, batch, torch.tensor([3, 5]), 10).whole()
-    # rows 1 and 2 teach; 8 cannot be drafted
+    # rows 1 and 2 are teacher rows; token 8 is not in the draft vocabulary
     assert teacher.probs.tolist() == [[1.0, 0.0], [0.0, 1.0]]
     assert teacher.mass.tolist() == pytest.approx([0.2, 0.7])
     assert teacher.in_vocab.tolist() == [False, True]

@@ -1,4 +1,4 @@
-"""Operations of a head, counted against its sizes."""
+"""FLOPs of a head, compared with a count from its sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.heads import make_head
 from train.planning.flops import head_flops
 
 H, F, V, VD = 64, 128, 384, 200  # of the tiny target and its draft vocabulary
-ATTENTION = 2 * 64 * 2 * 2  # scores and values of one key: counted too, and next to nothing here
+ATTENTION = 2 * 64 * 2 * 2  # scores and values of one key: counted too, but negligible here
 
 
 @pytest.mark.parametrize(

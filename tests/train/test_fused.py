@@ -1,4 +1,4 @@
-"""LM head and loss a chunk at a time against the dense form: sums, gradients, and what never exists at once."""
+"""LM head and loss in chunks against the dense form: sums, gradients, and that full logits never exist at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_equals_the_dense_form(
         taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
         assert (taught.probs.shape[1] == 0) == fused
         loss, sums = objective(batch, features, taught, objective.denominators(batch))
-        (3 * loss).backward()  # a factor, as accumulation over processes has one
+        (3 * loss).backward()  # a factor, as with accumulation over processes
         gradients = {key: p.grad for key, p in head.named_parameters() if p.grad is not None}
         results[fused] = loss.detach(), torch.stack(list(sums)), gradients
         head.zero_grad()
@@ -71,7 +71,7 @@ def test_equals_the_dense_form(
 
 
 def test_under_autocast(engine: Engine, tiny_target: LlamaTarget, batch: Batch, monkeypatch) -> None:
-    """The cast weight is shared by the chunks, whose graphs are gone one after another."""
+    """The chunks share the weight that autocast has cast, although their graphs are freed one after another."""
     head = make_head(tiny_target, "eagle3")
     features = compute_features(engine.target, batch, head.config.aux_layers)
     gradients = []

@@ -1,4 +1,4 @@
-"""Heads on a Gemma target, whose embedding is scaled for its own layers alone: trained as they are served."""
+"""Heads on a Gemma target, which scales its embedding for its own layers only: training and serving agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 while answers are written or features computed: what was complete is not made twice."""
+"""kill -9 while responses are written or features computed: what was complete is not computed again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ train(compose("train", TrainConfig, settings))
 
 
 def killed_after(calls: int, function: str, settings: list[str]) -> None:
-    """In a process of its own, which kills itself when `function` (module:owner.name) has returned so many times."""
+    """Train in a child process that kills itself when `function` (module:owner.name) has returned `calls` times."""
     module, _, path = function.partition(":")
     owner, _, name = path.rpartition(".")
     command = [sys.executable, "-c", CHILD, module, owner, name, str(calls), *settings]

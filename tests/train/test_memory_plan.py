@@ -1,4 +1,4 @@
-"""What the plan says of memory, against what torch really allocates and what a process really takes."""
+"""Planned memory, compared with what torch allocates and what a process uses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("overrides", HEADS)
 def test_the_rehearsal_takes_what_a_step_takes(overrides: str, settings: list[str], tiny_target: LlamaTarget) -> None:
-    """The allocator's own record of a forward and backward, in which gradients of parameters are counted too."""
+    """Compared with the allocator's record of a forward and backward pass, which includes gradients of parameters."""
     config = compose("train", TrainConfig, [*settings, *overrides.split()])
     planned = rehearse(config, shapes(config).target, ROWS, LENGTH)
     head = make_head(config.head, tiny_target.config)
@@ -73,7 +73,7 @@ def test_the_rehearsal_takes_what_a_step_takes(overrides: str, settings: list[st
 
 
 def peak(record: Any) -> int:
-    """Bytes at most of what was allocated within it, by the allocator's events in their order."""
+    """Return the highest number of bytes allocated during the profile, from the allocator's events in order."""
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     current = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -83,7 +83,7 @@ def peak(record: Any) -> int:
 
 
 def test_a_larger_batch_takes_as_much_more_as_planned(settings: list[str], tmp_path: Path) -> None:
-    """Of the process in a real run; what a small batch takes already is Python and torch."""
+    """Measured on the processes of two real runs; what a small batch takes already is Python and torch."""
     rows = [json.dumps({"text": f"{number}: " + "x = y + 1; " * 40}) for number in range(80)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     base = [*settings, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.responses=given"]
@@ -99,12 +99,12 @@ def test_a_larger_batch_takes_as_much_more_as_planned(settings: list[str], tmp_p
         result = train(compose("train", TrainConfig, [*overrides, "check=true"]))
         assert result is not None
         planned.append(result["check"]["memory_bytes"])
-    assert used[1] - used[0] > 1e8  # else it is lost in what Python takes by the way
+    assert used[1] - used[0] > 1e8  # otherwise it is lost in what Python itself uses
     assert 0.75 < (planned[1] - planned[0]) / (used[1] - used[0]) < 1.5  # measured: 0.94
 
 
 def test_a_fused_loss_keeps_no_probabilities(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks smaller than the batch; without it the teacher's lie there for every slot."""
+    """With chunks smaller than the batch; an unfused loss keeps the teacher's probabilities for every slot."""
     monkeypatch.setattr("train.objectives.teacher.CHUNK_ELEMENTS", 2**15)
     plans = {}
     for fused in ("true", "false"):
@@ -112,7 +112,7 @@ def test_a_fused_loss_keeps_no_probabilities(settings: list[str], monkeypatch: p
         target = shapes(config).target
         plans[fused] = rehearse(config, target, 64, LENGTH)
         probabilities = 4 * 64 * LENGTH * make_head(config.head, target.config).config.draft_vocab_size
-    assert plans["false"] - plans["true"] > 0.5 * probabilities  # a fused one holds gradients of its own
+    assert plans["false"] - plans["true"] > 0.5 * probabilities  # a fused loss holds gradients of its own
 
 
 def test_the_memory_taken_is_not_that_of_who_started_the_process() -> None:

@@ -1,4 +1,4 @@
-"""LM head and loss as one kernel in training: the dense form's sums and gradients, and when it is not used."""
+"""LM head and loss as one kernel in training: sums and gradients are the dense form's; and when it is not used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def learn(objective: Objective, engine: Engine, batch: Batch, precision: torch.d
     assert (teacher.logits is not None) == objective.native
     with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
         loss, sums = objective(batch, features, teacher, objective.denominators(batch))
-    (3 * loss).backward()  # a factor, as accumulation over processes has one
+    (3 * loss).backward()  # a factor, as with accumulation over processes
     gradients = {key: p.grad for key, p in objective.head.named_parameters() if p.grad is not None}
     objective.head.zero_grad()
     return loss.detach(), torch.stack(list(sums)), gradients

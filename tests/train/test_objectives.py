@@ -1,4 +1,4 @@
-"""Each head's objective against its published definition, computed slowly from the formulas; and what all share."""
+"""Each head's objective against its published definition, computed naively from the formulas; and what all share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(objective: Objective, engine: Engine, batch: Batch, generator: torch.Gen
 
 
 def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
-    """(row, slot) from which `depth` tokens more are drafted within the response."""
+    """Return the (row, slot) pairs from which `depth` more tokens are drafted within the response."""
     rows, length = batch.ids.shape
     return [
         (row, slot)
@@ -59,7 +59,7 @@ def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
 
 
 def loss_of(objective: Objective, cost, batch: Batch) -> float:  # type: ignore[no-untyped-def]
-    """Σ_k w^k mean over slots of `cost(row, slot, depth)`."""
+    """Return Σ_k w^k times the mean over slots of `cost(row, slot, depth)`."""
     total = 0.0
     for depth in range(objective.steps):
         slots = served_slots(batch, depth)
@@ -70,7 +70,7 @@ def loss_of(objective: Objective, cost, batch: Batch) -> float:  # type: ignore[
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 def test_eagle(engine: Engine, tiny_target: LlamaTarget, batch: Batch, bias: bool) -> None:
-    """1.0 SmoothL1(f^, f) + 0.1 CE(p, q), the latter here less p's entropy, at the slot after."""
+    """1.0 SmoothL1(f^, f) + 0.1 CE(p, q) at the next slot, where CE is taken here minus p's entropy."""
     head = make_head(tiny_target, "eagle, fc with bias" if bias else "eagle")
     objective = make_objective(head, "eagle")
     f = features_of(head, engine, batch).hidden
@@ -130,7 +130,7 @@ def test_medusa(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant:
 
 
 def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch) -> None:
-    """Heads alone, then KL(target before || after) + λ Σ_h 0.8^h L_h, the teacher being the target before."""
+    """First the heads alone, then KL(target before || after) + λ Σ_h 0.8^h L_h, with the target before as teacher."""
     head = make_head(tiny_target, "medusa, truncated", num_heads=K)
     alone = make_objective(head, "medusa", steps=K)
     config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", steps=K, heads_first=0.25, heads_weight=0.3, lora_rank=4)
@@ -193,7 +193,7 @@ def test_mlp(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: st
 
 
 class DenseAttention:
-    """Rows see what `mask` `[R, R]` says."""
+    """Attention of R rows under the mask `mask` `[R, R]`."""
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
@@ -213,7 +213,7 @@ class DenseAttention:
 def test_p_eagle_is_one_forward_under_its_mask(
     engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, sampled: bool
 ) -> None:
-    """All rows (slot, depth) at once: they see depth-0 rows of slots up to their own, and their own shallower rows."""
+    """All rows (slot, depth) at once: each sees depth-0 rows of slots up to its own, and its slot's shallower rows."""
     head = make_head(tiny_target, variant)
     features = features_of(head, engine, batch)
     length, first = batch.ids.shape[1], 5
@@ -288,7 +288,7 @@ def test_losses_and_their_gradients() -> None:
         gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (actual, value)]
         assert torch.allclose(*gradients), loss
     assert torch.allclose(overlap(logits, teacher), accepted)
-    # with the whole mass, tv is half the L1 distance
+    # with a mass of 1, tv is half the L1 distance
     full = teacher_of(probs, torch.ones(6, dtype=torch.float64))
     assert torch.allclose(slot_losses("tv", logits, full), 0.5 * (probs - q).abs().sum(-1))
 
@@ -396,7 +396,7 @@ Learnt = tuple[Tensor, dict[str, Tensor], int]
 
 
 def learnt(module: Objective, forward: Callable[[], Tensor]) -> Learnt:
-    """Loss, gradients, and how many numbers were kept between forward and backward."""
+    """Return loss, gradients, and how many numbers autograd kept between forward and backward."""
     kept = 0
 
     def keep(value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sequences that share a row are learnt as if each had its own: features, losses and gradients of every head."""
+"""Sequences packed into a row are learnt as if each had its own: features, losses and gradients of every head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PACKS = [[2, 0, 4], [1], [3, 5]]
 
 @pytest.fixture(scope="module")
 def documents() -> Sequences:
-    """All that a boundary can meet: the target's from the first token on and to the last, prompts, several turns."""
+    """Return sequences with every kind of boundary: target tokens from the first on or to the last, prompts, turns."""
     draw = random.Random(3)
     masks = [
         [True] * 9, [False] * 4 + [True] * 8, [True] * 5, [False, True, True, True, False, False, True, True, True],
@@ -49,15 +49,15 @@ def test_packs_are_full_and_hold_every_item_once() -> None:
         assert sorted(itertools.chain.from_iterable(packs)) == list(range(300))
         filled = [sum(lengths[item] for item in pack) for pack in packs]
         assert max(filled) <= room
-        # at most one pack is half empty, or two of them would have been one
+        # at most one pack is half empty, or two of them would have been merged
         assert sum(2 * total <= room for total in filled) <= 1
         assert best_fit(lengths, room) == packs
-    # the fullest that can take it: 3 goes to 7, not to 5
+    # an item goes to the fullest pack that has room: 3 goes to 7, not to 5
     assert best_fit([7, 5, 3], 10) == [[0, 2], [1]]
 
 
 def inside(features: Features, batch: Batch, sequences: Sequences) -> dict[int, torch.Tensor]:
-    """`[parts, tokens, H]` by sequence."""
+    """Return the features of each sequence's own tokens, `[parts, tokens, H]`, by sequence."""
     parts = torch.stack([*features.aux, features.hidden])
     lengths = sequences.lengths.tolist()
     return {
@@ -68,7 +68,7 @@ def inside(features: Features, batch: Batch, sequences: Sequences) -> dict[int, 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def target(request: pytest.FixtureRequest, tiny_target: LlamaTarget, make_target_folder: MakeTarget) -> LlamaTarget:
-    """With full attention, and with a sliding window shorter than the documents."""
+    """Return a target with full attention, and one with a sliding window shorter than the documents."""
     if request.param == "llama":
         return tiny_target
     from dataclasses import replace
@@ -140,7 +140,7 @@ def test_losses_are_those_of_the_documents_unpacked(
 
 
 def test_the_adapted_target_too(tiny_target: LlamaTarget, tiny_target_folder: Path, documents: Sequences) -> None:
-    """Medusa-2's forward with gradients, and its drift."""
+    """Covers Medusa-2's forward pass with gradients, and its drift."""
     from models.targets import load_target
 
     head = make_head(tiny_target, "medusa")
@@ -156,7 +156,7 @@ def test_the_adapted_target_too(tiny_target: LlamaTarget, tiny_target_folder: Pa
 
 
 def test_what_packing_would_break_is_seen(tiny_target: LlamaTarget, documents: Sequences) -> None:
-    """Without its boundaries a packed row has other features: the comparisons above can fail."""
+    """Without its boundaries a packed row has other features, so that the comparisons above can fail."""
     packed = documents.packed(PACKS)
     boundless = packed._replace(starts=None)
     assert CausalAttention()._seen is None

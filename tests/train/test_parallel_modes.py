@@ -1,4 +1,4 @@
-"""Two processes in every parallel mode learn what one learns, and a resumed run what an uninterrupted one does."""
+"""In every parallel mode two processes learn what one learns, and a resumed run what an uninterrupted one does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = ("train/loss", "train/loss_2", "train/accuracy_0", "train/grad_norm", "tr
 
 @pytest.fixture(scope="module")
 def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs named after their modes, and `single`; with `-bad` those that leave updates out."""
+    """Return the folder of runs named after their modes, and `single`; those with `-bad` skip updates."""
     folder = tmp_path_factory.mktemp("outputs")
     common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={folder}"]
     assert train(compose("train", TrainConfig, [*common, "run=single", "batch_size=8"])) is not None
@@ -43,7 +43,7 @@ def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_two_processes_learn_what_one_learns(mode: str, outputs: Path) -> None:
-    """Within what fp32 sums in another order: 0.2 %, the parameters 1e-4."""
+    """Up to the rounding of fp32 sums in another order: 0.2 %, and 1e-4 for parameters."""
     single, double = (read_metrics(outputs / name) for name in ("single", mode))
     for key in KEYS:
         values = [[row[key] for row in rows if key in row] for rows in (single, double)]
@@ -67,7 +67,7 @@ def test_a_resumed_run_has_the_same_bits(mode: str, outputs: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_is_bad_in_one_process_is_left_out_by_all(mode: str, outputs: Path) -> None:
-    """Once for a loss that is not finite, once for a gradient; what comes after is as if nothing had been."""
+    """Once for a non-finite loss, once for a non-finite gradient; later steps are as in one process that skips both."""
     single, double = (read_metrics(outputs / f"{name}-bad") for name in ("single", mode))
     for rows in (single, double):
         skipped = [(row["step"], row["train/skipped_steps"]) for row in rows if "train/skipped_steps" in row]

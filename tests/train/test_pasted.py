@@ -1,4 +1,4 @@
-"""What a run prints and publishes works when it is pasted, and says nothing of the machine that it ran on."""
+"""Commands that a run prints and publishes work when pasted, and what it publishes does not reveal its machine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SMALL = ["data.num_sequences=8", "steps=2", "eval_prompts=2", "eval_max_tokens=8
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (
         tmp_path_factory.mktemp("a place") / "it's ${here}"
-    )  # a shell, Hydra and OmegaConf would each read it otherwise
+    )  # a shell, Hydra and OmegaConf would each interpret it differently
 
 
 @pytest.fixture(scope="module")
 def trained(root: Path, tiny_target_folder: Path) -> tuple[Path, Path]:
-    """The target and the export of a run whose target no file of conf/model names."""
+    """Return the target and the export of a run whose target no file of conf/model names."""
     target = root / "target"
     shutil.copytree(tiny_target_folder, target)
     rows = root / "rows.jsonl"

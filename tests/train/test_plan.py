@@ -1,4 +1,4 @@
-"""check=true prints what a run would do and starts nothing; what it says agrees with what a run then does."""
+"""check=true prints what a run would do and starts nothing; the plan agrees with what a run then does."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_another_runs_settings_are_refused(settings: list[str], tmp_path: Path) 
         check(overrides, "check=true", "batch_size=4")
     plan = make_plan(compose("train", TrainConfig, overrides))
     assert plan.lines[0].endswith("one, resumed")
-    # no more is written than was planned
+    # no more is written than planned
     written = sum(path.stat().st_size for path in (tmp_path / "outputs").rglob("*") if path.is_file())
     assert written < plan.numbers["disk_bytes"]
     assert plan.lines[-1].endswith("(replaced)")
@@ -105,7 +105,7 @@ def test_a_sharded_target_is_planned_as_one_processs_share(
 
 
 def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every depth of a Medusa head has weights of its own, a recurrent one uses the same ones again."""
+    """Every depth of a Medusa head has weights of its own; a recurrent head uses the same ones at every depth."""
     monkeypatch.setattr(module, "measure", lambda device, dtype: module.Speed(1e9, 1e9))
 
     def seconds(*more: str) -> tuple[float, int]:

@@ -57,7 +57,7 @@ def test_bad_rows_are_left_out_counted_and_shown(tmp_path: Path, tiny_tokenizer:
 
 
 def test_the_split_is_by_content(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    """Neither order nor further rows move a prompt to the other side, and twins stay together."""
+    """Neither order nor further rows move a prompt to the other side, and rows with the same prompt stay together."""
     first = read(tmp_path, prompts_of(60), tiny_tokenizer, held_out_share=0.2, eval_prompts=60)
     turned = read(tmp_path, prompts_of(60)[::-1], tiny_tokenizer, held_out_share=0.2, eval_prompts=60)
     more = read(tmp_path, prompts_of(90), tiny_tokenizer, held_out_share=0.2, eval_prompts=60)
@@ -92,7 +92,7 @@ def test_texts_that_begin_alike_are_on_both_sides(tmp_path: Path, tiny_tokenizer
 def test_conversations_that_open_alike_are_on_one_side(
     responses: str, tmp_path: Path, tiny_tokenizer: Tokenizer
 ) -> None:
-    """Acceptance is measured on the first prompt: what was asked later does not tell two of them apart."""
+    """Acceptance is measured on the first prompt, so that later turns do not distinguish conversations."""
 
     def row(opening: int, after: int) -> str:
         turns = [("user", f"f{opening}?"), ("assistant", "so it is"), ("user", f"g{after}?"), ("assistant", "it is so")]
@@ -103,7 +103,7 @@ def test_conversations_that_open_alike_are_on_one_side(
     openings = {example.messages[0]["content"] for example in prompts.train.values()}
     assert not openings & {example.messages[0]["content"] for example in prompts.held_out_conversations.values()}
     assert len(openings) + len(prompts.held_out) == 20
-    assert len(prompts.train) == 3 * len(openings)  # nor does a common opening make twins of them
+    assert len(prompts.train) == 3 * len(openings)  # nor does a common opening make them duplicates
 
 
 def test_reading_stops_when_both_sides_are_full(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:

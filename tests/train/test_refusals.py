@@ -1,4 +1,4 @@
-"""What cannot work or would have no effect is refused at once: with the plan, and by a run that wrote nothing yet."""
+"""Settings that cannot work or have no effect are refused at once, by check=true and by a run before it writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.fixture
 def paths(tiny_head_folder: Path, tmp_path: Path) -> dict[str, Path]:
-    """What the cases name: a head of 128 draft tokens, rows, and stores of which the manifests are there."""
+    """Return the paths that the cases name: a head with 128 draft tokens, rows, and stores with only a manifest."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {n}", "response": f"it is {n}"}) + "\n" for n in range(12)))
     for name, differing in (("store", {"layers": [-1, 1]}), ("other", {"target": "0ther"})):
@@ -75,7 +75,7 @@ def test_refused_at_once(
     if "run=two" in overrides:
         save_config(compose("train", TrainConfig, arguments), tmp_path / "outputs" / "two" / "config.yaml")
     before = sorted(tmp_path.rglob("*"))
-    # a run with zero3 is refused before that, as the single process that it is here
+    # a run with zero3 is refused earlier, because here it is a single process
     for check in ["check=true", "check=false"][: 1 if "parallel=zero3" in overrides else 2]:
         with pytest.raises(ValueError, match=message):
             train(compose("train", TrainConfig, [*arguments, check]), arguments)

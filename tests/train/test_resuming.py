@@ -1,4 +1,4 @@
-"""No interruption changes the head, and a run goes on as it was begun or not at all."""
+"""No interruption changes the head, and a run is resumed with its own settings or not at all."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from train.storage import run_folder
 def test_interrupted_in_every_way_it_is_the_same_head(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C while responses are generated, SIGUSR1 and kill -9 between steps; then to the end."""
-    elsewhere = tmp_path / "elsewhere"  # or the torn run would take its sequences
+    """Ctrl-C while responses are generated, SIGUSR1 and kill -9 between steps; then the run completes."""
+    elsewhere = tmp_path / "elsewhere"  # or the torn run would reuse its sequences
     run([*settings, "run=steady", f"output_dir={elsewhere}"])
 
     folder = tmp_path / "torn"
@@ -59,7 +59,7 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     assert capsys.readouterr().err.strip().endswith(f"stopped; resume with: {python_command('train/run.py', *torn)}")
     assert not (folder / "checkpoints").exists()
 
-    process = start(torn)  # from another folder
+    process = start(torn)  # in another working directory
     wait_for(process, lambda: steps() >= 7)
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=600)
@@ -112,7 +112,7 @@ def test_a_stop_at_a_step_that_is_left_out_loses_nothing(
 def test_a_disk_that_fills_during_a_run(
     room: int, file: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """`capsys`: what is printed needs no disk."""
+    """With `capsys`, output that is printed needs no disk."""
     real, overrides = Run._between_steps, [*settings, "run=one", "steps=6", "checkpoint_every=3"]
     with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
 
@@ -161,7 +161,7 @@ def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_p
         with pytest.raises(ValueError, match=rf"begun with other settings: {key}={value} \(the run has (same|True)\)"):
             run(settings, "run=one", "steps=2", f"{key}={value}")
     more = ["eval_every=7", "tracker=tensorboard", "engine.max_batch=4"]
-    run(settings, "run=one", "steps=2", *more)  # nothing the head depends on
+    run(settings, "run=one", "steps=2", *more)  # settings that the head does not depend on
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"run=mine: .* holds something else than a training run"):
@@ -171,7 +171,7 @@ def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_p
 def test_a_run_goes_on_under_a_larger_budget(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once it has ended, and once it was interrupted; further minutes at the pace that the run has measured."""
+    """After its end and after an interruption; further minutes become steps at the pace that the run has measured."""
     overrides, rows = [*settings, "run=one"], lambda: [r for r in read_metrics(tmp_path / "one") if "train/lr" in r]
     run(overrides, "steps=4")
     first = tensors(tmp_path)
@@ -190,7 +190,7 @@ def test_a_run_goes_on_under_a_larger_budget(
     run(overrides, "steps=10")
     assert [row["step"] for row in rows()] == list(range(1, 11))
     peak, optim = 0.001, compose("train", TrainConfig, overrides).optim
-    totals = [4] * 4 + [8] * 2 + [10] * 4  # the rate is that of a run of so many steps
+    totals = [4] * 4 + [8] * 2 + [10] * 4  # the rate is that of a run of this many steps
     expected = [schedule.learning_rate(step, total, optim, peak) for step, total in enumerate(totals)]
     assert [row["train/lr"] for row in rows()] == pytest.approx(expected)
     assert any(not torch.equal(value, first[name]) for name, value in tensors(tmp_path).items())
@@ -209,7 +209,7 @@ def test_a_run_goes_on_under_a_larger_budget(
 def test_a_run_goes_on_with_the_weights_it_was_begun_with(
     torn: bool, settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether all of its answers were written or none yet."""
+    """Holds whether all of its responses were written or none yet."""
     folder = tmp_path / "target"
     shutil.copytree(tiny_target_folder, folder)
     overrides = [*settings, f"model.path={folder}", "run=one", "stage=regenerate"]
@@ -229,7 +229,7 @@ def test_a_run_goes_on_with_the_weights_it_was_begun_with(
 def test_sequences_of_another_chat_template_are_not_taken(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path
 ) -> None:
-    """Neither by the same run nor by another one."""
+    """Sequences are reused neither by the same run nor by another one."""
     folder = tmp_path / "target"
     shutil.copytree(tiny_target_folder, folder)
     overrides = [*settings, f"model.path={folder}", "stage=regenerate"]
@@ -250,7 +250,7 @@ def interrupted(*rest: Any) -> Any:
 def test_answers_that_the_target_does_not_write_here_are_an_error_that_says_so(
     settings: list[str], tmp_path: Path
 ) -> None:
-    """As on another machine, whose arithmetic rounds otherwise."""
+    """As on another machine, whose arithmetic rounds differently."""
     run(settings, "run=one", "stage=regenerate")
     path = tmp_path / "one" / "data" / "held_out.safetensors"
     held_out = load_file(path)
@@ -293,8 +293,8 @@ def test_unfinished_or_damaged_sequences_are_nobodys_twin(
 
 
 def live(settings: list[str], seconds: float) -> None:
-    """One life of a run in a process of its own, killed after `seconds`."""
-    child = os.fork()  # what is imported stays imported: a life is short
+    """Run training in a forked process and kill it after `seconds`."""
+    child = os.fork()  # a fork keeps the imports, so that it needs little time
     if child == 0:
         os.setpgrp()
         with contextlib.suppress(BaseException), open(os.devnull, "w") as null:
@@ -325,6 +325,6 @@ def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings
         done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
         latest = checkpoint.latest_checkpoint(folder / "checkpoints")
         saved = int(latest.name.removeprefix("step-")) if latest else 0
-        assert saved >= done - 3  # the step in work, and two since the last checkpoint
+        assert saved >= done - 3  # the step in progress, and two since the last checkpoint
     run([*overrides, "run=torn"])
     assert_equal(tensors(tmp_path), tensors(tmp_path / "elsewhere"))

@@ -1,4 +1,4 @@
-"""The same rows in any file give the same ids, and a conversation that is cut or refused is named."""
+"""The same rows in any file format give the same ids, and a conversation that is truncated or refused is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tokenizer(tiny_tokenizer: Tokenizer) -> Tokenizer:
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
-    """Every format that training reads."""
+    """Write the rows in every format that training reads and return the paths by format."""
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -84,7 +84,7 @@ def test_every_format_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path) -
 
 
 def test_free_form_values_as_json_text(tokenizer: Tokenizer) -> None:
-    """Columns of one type for everything: the whole list of calls, of tools or of messages as a text."""
+    """For columns of a single type: the whole list of calls, of tools or of messages may be a JSON text."""
     for row in ROWS:
         expected = learnt(row, tokenizer)
         messages = [
@@ -143,7 +143,7 @@ def test_calls_that_cannot_be_read_are_a_bad_row(tokenizer: Tokenizer) -> None:
 
 
 def test_which_nulls_are_dropped() -> None:
-    """Fields everywhere, never elements of lists; a default of null stays where the schema allows null."""
+    """Null fields are dropped at any depth, list elements never; a default of null stays if the schema allows null."""
     assert drop_nulls({"a": None, "b": [None, {"c": None, "d": 0}]}) == {"b": [None, {"d": 0}]}
     nullable = {"default": None, "type": ["string", "null"]}
     for schema in (nullable, {"default": None, "enum": [1, None]}, {"default": None, "nullable": True},
@@ -160,7 +160,7 @@ LONG = {"messages": [USER, ANSWER, {"role": "user", "content": "word " * 80}, AN
 def test_what_is_cut_or_refused_is_named(
     responses: str, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the log, in source.json and in the report: file, row and why."""
+    """The log, source.json and the report name file, row and reason."""
     rows = [{"messages": [{"role": "user", "content": f"{number}?"}, ANSWER]} for number in range(8)]
     broken = {"messages": [USER, {"role": "assistant", "tool_calls": "{"}, RESULT, ANSWER]}
     path = tmp_path / "rows.jsonl"

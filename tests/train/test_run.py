@@ -1,4 +1,4 @@
-"""Replicated runs on the tiny target: what they leave behind, and what they refuse."""
+"""Complete runs on the tiny target: what they leave behind, and what they refuse."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_a_run_leaves_behind(
     target = load_target(str(tiny_target_folder))
     head = load_head(Path(result["export"]), target=target)
     assert head.config.draft_vocab_size == 200
-    assert head.t2d[0]  # the end of text
+    assert head.t2d[0]  # the token that ends a text
 
     again = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
     assert again["acceptance_length"] == result["acceptance_length"]
@@ -102,7 +102,7 @@ HEADS = {
 def test_every_head_trains_resumes_and_is_exported(
     head: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is random in an objective depends on seed and step alone, so a resumed run gives the same bits."""
+    """Randomness in an objective depends on seed and step alone, so that a resumed run gives the same bits."""
     base = [item for item in settings if not item.startswith(EAGLE3_KEYS)]
     args = [*base, f"head={head}", *HEADS[head], "steps=6", "checkpoint_every=3", "eval_every=3", "eval_draft_tokens=3"]
     result = run(args, "run=whole")
@@ -134,7 +134,7 @@ def test_every_head_trains_resumes_and_is_exported(
 
 
 def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_path: Path) -> None:
-    """IBM's recipe: on text first, then on what the target itself writes, from where the first stage ended."""
+    """IBM's recipe: first on text, then on the target's own output, starting from the head of the first stage."""
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         "".join(json.dumps({"text": f"{chr(97 + index)} = lambda x: x + {index}"}) + "\n" for index in range(20))
@@ -252,7 +252,7 @@ def test_one_bad_update_changes_nothing(
 def test_the_head_that_drafted_best_is_exported(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A learning rate that ruins the head after it was good."""
+    """The learning rate ruins the head after it was good."""
     real = schedule.learning_rate
     monkeypatch.setattr(schedule, "learning_rate", lambda step, *rest: real(step, *rest) * (1 if step < 24 else 3000))
     overrides = [*settings, "eval_every=12", "checkpoint_every=100", "keep_checkpoints=1"]
@@ -329,13 +329,13 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process draws anew
+        ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process would draw anew
         ["head=medusa", "head.num_heads=4", "objective=medusa-2", "objective.lora_rank=4"],
     ],
     ids=lambda value: value[0],
 )
 def test_two_processes_train_a_head_like_one(head: list[str], settings: list[str], tmp_path: Path) -> None:
-    """As tests/train/test_parallel_modes.py for a head with a parameter of its own, and one whose target learns too."""
+    """As tests/train/test_parallel_modes.py, for a head with an extra parameter and one whose target is trained too."""
     args = [*(item for item in settings if not item.startswith(EAGLE3_KEYS)), "steps=4", "eval_draft_tokens=3", *head]
     run(args, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
     double = [*args, "parallel=ddp", "run=double", "batch_size=4"]

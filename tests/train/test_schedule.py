@@ -48,8 +48,8 @@ def test_warm_up_in_steps() -> None:
         (100, 100, 200, "return"),  # had ended
         (76, 100, 101, "return"),
         (75, 100, 200, None),  # the decay has not begun
-        (90, 100, 95, None),  # it has, and ends earlier
-        (70, 100, 80, "mark"),  # that of 80 steps begins at 60
+        (90, 100, 95, None),  # the decay has begun, and ends earlier
+        (70, 100, 80, "mark"),  # with 80 steps the decay begins at 60
         (60, 100, 80, None),
     ],
 )
@@ -87,12 +87,12 @@ def test_steps_that_fit_a_budget() -> None:
 @pytest.mark.parametrize(
     ("keys", "decided"),
     [
-        ({"steps": 100, "minutes": 25.0}, 100),  # as it was
-        ({"steps": 300, "minutes": 25.0}, 250),  # 25 minutes hold so many
+        ({"steps": 100, "minutes": 25.0}, 100),  # unchanged
+        ({"steps": 300, "minutes": 25.0}, 250),  # as many as fit into 25 minutes
         ({"steps": 300, "minutes": 35.0}, 300),
         ({"steps": None, "minutes": 35.0}, 350),  # ten more at 6 s a step
         ({"steps": 400, "minutes": None}, 400),
-        ({"steps": None, "minutes": 1.0}, 60),  # less than what is done: ends there
+        ({"steps": None, "minutes": 1.0}, 60),  # fewer than are done: ends there
     ],
 )
 def test_another_budget(keys: dict[str, Any], decided: int) -> None:

@@ -1,4 +1,4 @@
-"""A launcher on each of two machines, as the recipe for several has it: they train what one process trains."""
+"""One launcher on each of two machines, as in the recipe for several: they train what one process trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target whose layers two processes hold together gives the bits of a whole one, in about half of its memory."""
+"""A target sharded over two processes (ZeRO-3) gives the bits of a replicated one, in about half of its memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = [
 
 
 def batches_of(rank: int) -> list[Batch]:
-    """Three of the one process and one of the other, none alike."""
+    """Return three batches for rank 0 and one for rank 1, all different."""
     generator = torch.Generator().manual_seed(rank)
     rows = [torch.randint(1, 384, (9 + 5 * row,), generator=generator).tolist() for row in range(4)]
     sequences = Sequences.of([(row, [True] * len(row)) for row in rows])
@@ -44,14 +44,14 @@ def batches_of(rank: int) -> list[Batch]:
 
 
 def outputs_of(target: LlamaTarget, batches: Sequence[Batch], aux: Sequence[int]) -> torch.Tensor:
-    """Features and logits, flat."""
+    """Return features and logits, flattened."""
     parts = [torch.stack(compute_features(target, batch, aux).aux) for batch in batches]
     return torch.cat([part.flatten() for part in parts] + [target.logits(part[-1]).flatten() for part in parts])
 
 
 @pytest.fixture(scope="module")
 def target_folder(make_target_folder: MakeTarget) -> Path:
-    """Of so many layers that two whole ones weigh little."""
+    """Return a target of so many layers that two complete ones weigh little."""
     return make_target_folder(num_hidden_layers=LAYERS, tie_word_embeddings=True)
 
 
@@ -123,7 +123,7 @@ def test_an_unknown_way_to_hold_the_target_is_refused() -> None:
 
 
 class SingleProcess:
-    """One process that holds everything."""
+    """The exchange of a single process that holds everything."""
 
     rank, ranks = 0, 1
 

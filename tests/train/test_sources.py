@@ -1,4 +1,4 @@
-"""Rows of files of every format and of `datasets`, each with its place; what cannot be read is named."""
+"""Rows from files of every format and from `datasets`, each with its place; what cannot be read is named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(path: Any, **more: Any) -> list[Item]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same rows in every format."""
+    """Return a folder with the same rows in every format."""
     folder = tmp_path_factory.mktemp("rows")
     (folder / "a.jsonl").write_bytes(LINES)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
@@ -54,7 +54,7 @@ def test_every_format_says_the_same(name: str, folder: Path) -> None:
 
 
 def test_files_in_turn(tmp_path: Path) -> None:
-    """A row of each, until all have ended."""
+    """One row of each file in turn, until all have ended."""
     for name, count in (("a", 1), ("b", 3), ("c", 2)):
         rows = [{"prompt": f"{name}{number}"} for number in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -116,7 +116,7 @@ def test_of_two_files_of_one_name_the_place_tells_which(tmp_path: Path) -> None:
     items = read(str(tmp_path))
     assert items[0].place == f"{tmp_path}/a/rows.jsonl, line 1"
     assert items[-1].place.startswith(f"{tmp_path}/b/rows.jsonl, line ")
-    assert place_of(REPO_ROOT / "data" / "mine.jsonl") == "data/mine.jsonl"  # as data.path= has it
+    assert place_of(REPO_ROOT / "data" / "mine.jsonl") == "data/mine.jsonl"  # as written in data.path=
 
 
 def test_a_data_set_that_breaks_off_is_named_with_the_place(tmp_path: Path) -> None:

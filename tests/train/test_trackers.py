@@ -39,7 +39,7 @@ def everything_in(folder: Path) -> bytes:
 
 
 def appears(text: bytes, folder: Path, seconds: float = 300) -> bool:
-    """W&B's own process writes its files, and may be behind."""
+    """Return whether `text` appears in a file within `seconds`: W&B writes its files in another process, and late."""
     deadline = time.monotonic() + seconds
     while text not in everything_in(folder):
         if time.monotonic() > deadline:
@@ -59,7 +59,7 @@ def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
 def test_a_resumed_run_drops_what_comes_again(tmp_path: Path) -> None:
     track(TrackerConfig("none"), tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "train/lo')  # cut by a kill
+        file.write('{"step": 3, "train/lo')  # truncated by a kill
     track(TrackerConfig("none"), tmp_path / "run", resume_step=1)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
@@ -153,7 +153,7 @@ def test_an_unreachable_server_means_offline(
 def test_no_wandb_is_no_reason_to_stop(
     module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not installed, or only a folder of that name, which imports as an empty package."""
+    """wandb is not installed, or there is only a folder of that name, which imports as an empty package."""
     monkeypatch.setitem(sys.modules, "wandb", module)
     track(WandbConfig("wandb"), tmp_path / "run")
     assert "wandb is not installed" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""The ways in which a head is trained for something else than it serves: one test for each known one, over all heads.
+"""Known mismatches between a head's training and its serving: one test for each, over all heads.
 
-Numbered as they were collected from the bugs of other trainers and engines.
+The numbers are those under which they were collected from the bugs of other trainers and engines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GREEDY = SamplingParams(max_tokens=40)
 
 @pytest.fixture(scope="module")
 def head_of(engine: Engine, tiny_target: LlamaTarget, responses: Sequences) -> Callable[[str], Head]:
-    """One of each that knows `responses` nearly by heart."""
+    """Return a function that returns the head of a variant, trained to memorise `responses`."""
     heads: dict[str, Head] = {}
 
     def get(variant: str) -> Head:
@@ -67,7 +67,7 @@ def prompts(responses: Sequences) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def hidden_states(tiny_target_folder: Path, responses: Sequences) -> Sequence[Tensor]:
-    """HF's, of the first prompt."""
+    """Return HF's hidden states of the first prompt."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32).eval()
@@ -107,7 +107,7 @@ def export(head: Head, folder: Path, target: LlamaTarget) -> Path:
 
 
 def spy(head: Head, calls: list[tuple[list[int], list[int], int]]) -> Head:
-    """Records tokens, positions and depth of every row that the head is run on. Put on a class, copies have it too."""
+    """Return a copy of the head that records tokens, positions and depth of every row; copies of it record too."""
     kind = type(head)
 
     class Watched(kind):  # type: ignore[misc, valid-type]
@@ -127,7 +127,7 @@ def test_item_01_layer_j_is_hidden_state_j(
     variant: str, engine: Engine, hidden_states: Sequence[Tensor], head_of: Callable[[str], Head],
     prompts: list[list[int]],
 ) -> None:  # fmt: skip
-    """Training's features and the engine's are HF's hidden_states[j]: what enters layer j, before any norm."""
+    """Features in training and in the engine are HF's hidden_states[j]: the input of layer j, before any norm."""
     head = head_of(variant)
     ids = torch.tensor([prompts[0]])
     expected = torch.cat([hidden_states[layer][0] for layer in head.config.aux_layers], dim=-1)
@@ -152,7 +152,7 @@ def test_item_01_layer_j_is_hidden_state_j(
 
 @torch.no_grad()
 def test_item_02_the_last_feature_is_post_norm(engine: Engine, tiny_target: LlamaTarget, batch: Batch) -> None:
-    """What eagle, medusa and mlp read, and what every teacher's logits are made of, is what the LM head reads."""
+    """The feature that eagle, medusa and mlp read, and that gives the teacher's logits, is the input of the LM head."""
     for variant in ("eagle", "medusa", "mlp"):
         head = make_head(tiny_target, variant)
         assert head.config.aux_layers == (LAST,)
@@ -170,7 +170,7 @@ def test_item_02_the_last_feature_is_post_norm(engine: Engine, tiny_target: Llam
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_item_03_every_flag_is_written(variant: str, tiny_target: LlamaTarget, tmp_path: Path) -> None:
-    """And read back: no reader's default ever decides. How a file is stored (`compare=False`) its tensors say."""
+    """Flags are read back, so that no reader's default decides; `compare=False` fields follow from a file's tensors."""
     head = make_head(tiny_target, variant)
     folder = export(head, tmp_path, tiny_target)
     written = json.loads((folder / "config.json").read_text())
@@ -202,7 +202,7 @@ def test_item_04_rotary_embedding_and_context_are_the_targets(
 def test_item_05_positions_are_the_features(
     variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
-    """The row of slot i, which holds token t[i+1], stands at position i; a drafted one d further at i + d."""
+    """The row of slot i, which holds token t[i+1], has position i; a drafted row at depth d has position i + d."""
     calls: list[tuple[list[int], list[int], int]] = []
     watched = spy(head_of(variant), calls)
     (completion,) = serve(engine, watched, prompts[:1], SamplingParams(max_tokens=12))
@@ -229,7 +229,7 @@ def test_item_05_positions_are_the_features(
 def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
     variant: str, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first slot is in (the one before the response), the one of the end of text is out."""
+    """The first slot, the one before the response, is served; the slot of the end of text is not."""
     ids, assistant = responses.row(0)
     drafted: list[int] = []
     engine.set_proposer("head", make_head(tiny_target, variant))
@@ -244,14 +244,14 @@ def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
 
     wrong = torch.tensor([383])
     monkeypatch.setattr(proposer, "propose", propose)
-    monkeypatch.setattr(proposer, "_native", None)  # which chooses by itself
+    monkeypatch.setattr(proposer, "_native", None)  # which chooses tokens by itself
     monkeypatch.setattr(proposer, "choice", lambda logits, positions, parameters: wrong.expand(len(logits)))
     (completion,) = engine.generate([ids[~assistant].tolist()], GREEDY)
     engine.set_proposer("none")
     assert completion.token_ids == ids[assistant].tolist()
     assert 383 not in completion.token_ids
     served = alignment.served(assistant).nonzero()[:, 0].tolist()
-    # from the last of them only the bonus token could come, so the engine saves itself that draft
+    # after the last of them only the bonus token can come, so that the engine does not draft from it
     assert drafted == served[:-1]
     assert served[0] == int((~assistant).sum()) - 1
     assert served[-1] == len(ids) - 3
@@ -272,7 +272,7 @@ def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
     outside = ~torch.isin(teacher.choice, used)
     assert 0 < int(outside.sum()) < len(outside)
-    # a head that always says what the teacher says within its vocabulary is still wrong where the choice is outside
+    # a head that always predicts the teacher's choice within its vocabulary is wrong where the choice is outside
     perfect = torch.nn.functional.one_hot(teacher.draft_choice, 40) * 50.0
     object.__setattr__(head, "logits", lambda state, depth: perfect)
     sums: StepSums = objective(batch, features, teacher, objective.denominators(batch))[1]
@@ -294,7 +294,7 @@ def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
 def test_item_08_forced_tokens_say_what_drafted_ones_do(
     variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]], batch: Batch
 ) -> None:
-    """Training forces the text's tokens; acceptance simulated so is nevertheless the engine's own, count by count."""
+    """Training forces the text's tokens; acceptance simulated this way still equals the engine's, count by count."""
     head = head_of(variant)
     completions = serve(engine, head, prompts)
     simulated = simulate(head, batch, features_of(head, engine, batch), STEPS)
@@ -304,7 +304,7 @@ def test_item_08_forced_tokens_say_what_drafted_ones_do(
 
 
 def test_item_09_chats_are_written_alike(tiny_tokenizer: Tokenizer) -> None:
-    """Training's prompt is the server's: one template, one generation prompt, no second beginning of text."""
+    """Training's prompt is the server's: one template, one generation prompt, no second begin-of-text token."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f(x):"}]
     conversation = [*messages, {"role": "assistant", "content": "the answer in the data"}]
     _, example = parse_row({"messages": conversation}, FilesDataConfig(name="files", path="x"), tiny_tokenizer)
@@ -355,7 +355,7 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
 
 
 def test_a_head_may_follow_one_that_drafts_less_far(engine: Engine, head_of: Callable[[str], Head]) -> None:
-    """Drafts that only the next head can make are no mistake of the present one."""
+    """A length of drafts that only the next head supports is no error when it is set together with that head."""
     before = engine.proposer_config
     try:
         engine.set_proposer("head", head_of("medusa"), config=replace(before, max_draft_tokens=5))
@@ -372,7 +372,7 @@ def test_a_head_may_follow_one_that_drafts_less_far(engine: Engine, head_of: Cal
 def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
     variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
-    """After many verifies the head's cache is what a prefill of the whole text writes."""
+    """After many verify steps the head's KV cache equals what a prefill of the whole text writes."""
     caches = []
     text = prompts[0]
     for speculative in (True, False):
@@ -391,7 +391,7 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
             request_id = engine.add(text[: computed + 1], SamplingParams(max_tokens=4))
             engine.step()
             request = engine._requests[request_id]
-        engine.speculator.propose([request], [Budget(1, 1)])  # reads what is pending
+        engine.speculator.propose([request], [Budget(1, 1)])  # computes the pending rows
         slots = [engine._pool._slot(request, position) for position in range(1, computed + 1)]
         caches.append([cache[:, :, slots].clone() for cache in engine._pool.layers.caches[8:]])
     for actual, fresh in zip(*caches, strict=True):
@@ -400,7 +400,7 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
 
 @pytest.mark.parametrize("variant", WITH_ATTENTION)
 def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTarget) -> None:
-    """Not even that of a target which has one: both sides let a head see everything."""
+    """Not even for a target that has one: in training and in serving a head sees all positions."""
     windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
     name, options = VARIANTS[variant]
     head = HEADS[name](HEADS[name].config_class.for_target(windowed, **options))
@@ -435,7 +435,8 @@ def test_item_13_the_dtype_that_is_measured_is_the_one_that_serves(
     assert [c.token_ids for c in completions] == [a.token_ids for a in plain]
     simulated = simulate(head, batch, features_of(head, engine, batch), STEPS)
     served = total(completions)
-    # bf16 rounds a batch of training and a row of serving differently in its last bits, so a tie may fall otherwise
+    # bf16 rounds a batch of training and a row of serving differently in its last bits, so that a tie may be broken
+    # differently
     assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.02)
 
 
@@ -462,7 +463,7 @@ def test_item_14_a_borrowed_lm_head_is_the_served_one(tied: bool, make_target_fo
 def test_item_15_cached_prefixes_and_chunks_draft_alike(
     variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
-    """The feature of the last cached position is there: a warm request accepts what a cold one does."""
+    """The feature of the last cached position is kept: a request with a cached prefix accepts what a cold one does."""
     results = []
     long = [prompts[0] * 5, prompts[0] * 5 + prompts[1]]
     for config in ({"prefill_chunk": 7, "max_rows": 64}, {"prefix_cache": False}):
@@ -470,14 +471,14 @@ def test_item_15_cached_prefixes_and_chunks_draft_alike(
         drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
         options = EngineConfig(max_tokens_in_cache=1024, max_batch=1, page_size=8, **config)
         current = Engine(target, head=head_of(variant), proposer="head", config=options, proposer_config=drafts)
-        for _ in range(2):  # the second time from the cache
+        for _ in range(2):  # the second time with the prefix cache
             results.append([(c.token_ids, c.stats) for c in current.generate(long, SamplingParams(max_tokens=12))])
     assert all(current == results[0] for current in results)
     assert sum(stats.drafted for _, stats in results[0]) > 0
 
 
 def test_item_16_acceptance_length_counts_the_bonus_over_all_verifies() -> None:
-    """Tokens over verifies of all requests together, not a mean of means; positions without a condition."""
+    """Tokens over verify steps of all requests together, not a mean of means; rates by position are not conditional."""
     first, second = SpeculationStats(), SpeculationStats()
     first.record(drafted=3, accepted=3, emitted=4)
     for _ in range(3):

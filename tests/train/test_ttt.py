@@ -1,4 +1,4 @@
-"""The training-time-test objective against its definition, computed slowly."""
+"""The training-time-test objective against its definition, computed naively."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(ttt: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Feat
 def slow(
     head: Eagle3Head, target: LlamaTarget, batch: Batch, features: Features, *, weight: float, drop: bool, loss: str
 ) -> tuple[float, list[list[float]]]:
-    """By slot and step, over all slots of the batch and the full vocabulary, straight from DESIGN section 6."""
+    """Compute by slot and step, over all slots of the batch and the full vocabulary, directly from DESIGN section 6."""
     attention, state = TrainingTimeTestAttention(), head.fuse(features.aux)
     length = batch.ids.shape[1]
     total, rows = 0.0, []
@@ -110,7 +110,7 @@ def test_loss_and_metrics_equal_the_definition(
 def test_some_choices_lie_outside_the_draft_vocabulary(
     engine: Engine, tiny_target: LlamaTarget, responses: Sequences, batch: Batch, features: Features
 ) -> None:
-    """Or the test above would not see `drop_out_of_vocab`; and dropped slots still count as failures."""
+    """Otherwise the test above would not cover `drop_out_of_vocab`; and dropped slots still count as failures."""
     head = make_head(tiny_target, responses, vocab=48)
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
     assert 0 < int(teacher.in_vocab.sum()) < len(teacher.in_vocab)
@@ -244,7 +244,7 @@ def test_the_teacher(engine: Engine, random_head: Eagle3Head, batch: Batch, feat
 def test_greedy_responses_are_the_teachers_choices(
     engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
 ) -> None:
-    """Ties data, features and alignment together: what p[j] prefers is the token the engine emitted at j + 1."""
+    """Checks data, features and alignment together: the argmax of p[j] is the token that was emitted at j + 1."""
     teacher = teach(engine.target, features.hidden, batch, random_head.target_ids)
     follows = alignment.shift_left(batch.ids, 1)[alignment.teacher_rows(batch.assistant)]
     assert torch.equal(teacher.choice, follows)

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which tokens, in which order, and that the offset map gives them back."""
+"""The draft vocabulary: which tokens it holds, in which order, and that the offset map restores their ids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writes quantised checkpoints of the tiny target, word by word from what the formats' documentation says.
+"""Writers of quantised checkpoints of the tiny target, following the formats' documentation word by word.
 
-Shares nothing with models/quantised/: numbers are packed one at a time, and widened with numpy.
+They share nothing with models/quantised/: numbers are packed one at a time and dequantised with numpy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-LAYER = "_proj"  # what is quantised: every projection of every layer
+LAYER = "_proj"  # the quantised weights: every projection of every layer
 Array = np.ndarray
 Stored = dict[str, torch.Tensor]
-Quantiser = Callable[[Array, np.random.Generator], tuple[Stored, Array]]  # W [N, K] -> parts, and what they stand for
+Quantiser = Callable[[Array, np.random.Generator], tuple[Stored, Array]]  # W [N, K] -> stored parts, dequantised W
 
 
 def word(values: list[int], bits: int) -> int:
-    """The first value in the lowest bits, as a signed 32-bit number."""
+    """Pack the values into a signed 32-bit number, the first one in the lowest bits."""
     unsigned = sum(value << (bits * place) for place, value in enumerate(values))
     return unsigned - (1 << 32 if unsigned >= 1 << 31 else 0)
 
 
 def pack_rows(values: Array, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Along the last dimension, padded with zeros; `order` says which column lies where in a word."""
+    """Pack along the last dimension, padded with zeros. `order[p]`: the column at place p of a word."""
     per_word = 32 // bits
     places = order or tuple(range(per_word))
     padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word)))
@@ -36,7 +36,7 @@ def pack_rows(values: Array, bits: int, order: tuple[int, ...] | None = None) ->
 
 
 def affine(weight: Array, bits: int, size: int, symmetric: bool) -> tuple[Array, Array, Array]:
-    """Values from 0 `[N, K]`, zeros `[N, G]` and fp16 scales `[N, G]`, of groups of `size` columns in order."""
+    """Return values from 0 `[N, K]`, zeros `[N, G]` and fp16 scales `[N, G]` for groups of `size` columns in order."""
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // size, size)
     max_value = (1 << bits) - 1
@@ -59,7 +59,7 @@ def widened(values: Array, zero: Array, scale: Array, group: Array) -> Array:
 def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False, zero_offset: int = 1) -> Quantiser:
     def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         columns = weight.shape[1]
-        order = rng.permutation(columns) if shuffled else np.arange(columns)  # order[i]: the column in the i-th place
+        order = rng.permutation(columns) if shuffled else np.arange(columns)  # order[i]: the column at place i
         values, zero, scale = affine(weight[:, order], bits, size, symmetric)
         group = np.empty(columns, int)
         group[order] = np.arange(columns) // size
@@ -91,7 +91,7 @@ def awq(size: int) -> Quantiser:
 
 
 def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
-    """compressed-tensors' pack-quantized. Its numbers are signed, and stored with half the range added."""
+    """Quantise to compressed-tensors' pack-quantized: signed numbers, stored with half the range added."""
 
     def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         group_size = size or weight.shape[1]
@@ -109,7 +109,7 @@ def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
 
 
 def plain8(kind: str, *, per_tensor: bool = False) -> Quantiser:
-    """compressed-tensors' int-quantized and float-quantized: the numbers as they are, a scale per row or for all."""
+    """Quantise to compressed-tensors' int-quantized or float-quantized: unpacked, one scale per row or per tensor."""
 
     def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         amax = np.abs(weight).max(keepdims=True) if per_tensor else np.abs(weight).max(1, keepdims=True)
@@ -123,7 +123,7 @@ def plain8(kind: str, *, per_tensor: bool = False) -> Quantiser:
 
 
 def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
-    """The section as llm-compressor writes it, null keys too."""
+    """Return `quantization_config` as llm-compressor writes it, including null keys."""
     base = {
         "num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "strategy": "channel", "dynamic": False,
         "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
@@ -141,7 +141,7 @@ def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: 
 
 
 def write(source: Path, section: dict[str, Any], quantise: Quantiser, out: Path, plain: Path) -> None:
-    """The target in `source`, quantised, into `out`; the same weights as an ordinary fp32 checkpoint into `plain`."""
+    """Write the target in `source` quantised to `out`, and the dequantised weights as an fp32 checkpoint to `plain`."""
     rng = np.random.default_rng(0)
     stored, ordinary = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in load_file(source / "model.safetensors").items():

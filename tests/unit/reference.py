@@ -1,4 +1,4 @@
-"""transformers as the reference for our reading of a checkpoint."""
+"""transformers as the reference for how we read a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from models.attention import CausalAttention
 from models.targets import load_target
 
-LAYERS = (0, 3, 1)  # hidden states that are compared, in an order of their own
-TOLERANCE = 1e-5  # both compute in fp32, with other orders of summation
+LAYERS = (0, 3, 1)  # layers whose hidden states are compared, not in ascending order
+TOLERANCE = 1e-5  # both compute in fp32, but sum in different orders
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> float:
@@ -30,7 +30,7 @@ def reference_outputs(folder: Path, ids: Tensor, **kwargs: Any) -> Any:
 
 @torch.no_grad()
 def assert_equals_reference(folder: Path, ids: Tensor) -> None:
-    """Logits, the hidden states of LAYERS, and the last one, normed by us or by transformers."""
+    """Assert equal logits, hidden states of LAYERS and last hidden state, which is compared after the final norm."""
     expected = reference_outputs(folder, ids)
     target = load_target(str(folder))
     out = target(ids, torch.arange(ids.shape[1]).expand_as(ids), CausalAttention(), aux_layers=LAYERS)
@@ -42,7 +42,7 @@ def assert_equals_reference(folder: Path, ids: Tensor) -> None:
 
 
 def randomise_biases_and_norms(folder: Path) -> None:
-    """transformers starts biases at zero and norms at one, which would hide a mistake in either."""
+    """Add noise to biases and norms: transformers starts them at zero and one, which would hide a mistake in either."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     for value in tensors.values():

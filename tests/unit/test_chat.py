@@ -1,4 +1,4 @@
-"""models/chat.py renders what transformers renders, for the templates in the wild and whatever form messages have."""
+"""models/chat.py renders what transformers renders, for published templates and messages of every form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.chats import (
     with_templates,
 )
 
-TAKES_STRINGS = {("glm4moe", "tool"), ("gemma3", "system")}  # of a family that takes parts in other roles
+TAKES_STRINGS = {("glm4moe", "tool"), ("gemma3", "system")}  # though the family takes parts in other roles
 SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 
 
@@ -43,12 +43,12 @@ def hf_tokenizer(tiny_target_folder: Path) -> Any:
 
 
 def for_transformers(conversation: Conversation, family: str) -> list[dict[str, Any]]:
-    """What one would hand to `apply_chat_template` for this family: objects, and content in the form it reads."""
+    """Return the messages for `apply_chat_template`: arguments as objects, content in the form the family reads."""
     messages = []
     for message in deepcopy(conversation["messages"]):
         content, role = message.get("content"), message["role"]
         if content is None:
-            # no content; DeepSeek's family asks whether it is null, which transformers drops from the message
+            # no content; DeepSeek's template tests whether it is null, which transformers removes from the message
             message.pop("content", None)
         elif isinstance(content, list):
             texts = [part["text"] for part in content]
@@ -66,7 +66,7 @@ def for_transformers(conversation: Conversation, family: str) -> list[dict[str, 
 
 
 def attempt(render: Any) -> str | None:
-    """The text, or None where it is refused."""
+    """Return the rendered text, or None if rendering is refused."""
     try:
         return render()
     except Exception:  # transformers passes on whatever the template raises
@@ -81,7 +81,7 @@ def test_every_family_renders_as_in_transformers(family: str, hf_tokenizer: Any,
         calls = any(message.get("tool_calls") for message in conversation["messages"])
         template = texts["tool_use"] if tools and "tool_use" in texts else texts["default"]
         if calls and (family not in SHOWS_CALLS or (family == "hermes" and not tools)):
-            continue  # the template knows no calls: see below
+            continue  # the template does not render tool calls: tested below
         for generation_prompt in (True, False):
 
             def render(template: str = template, tools: Any = tools, prompt: bool = generation_prompt) -> str:
@@ -107,7 +107,7 @@ def test_every_family_renders_as_in_transformers(family: str, hf_tokenizer: Any,
 
 
 def test_calls_that_a_template_does_not_know_are_no_python(tiny_tokenizer: Tokenizer) -> None:
-    """A null content is none, not the word."""
+    """Null content is rendered as nothing, not as the word None."""
     for family in sorted(set(TEMPLATES) - SHOWS_CALLS - {"gemma", "gemma3"}):
         text = with_templates(tiny_tokenizer, family).render_chat([USER, calling("{}"), RESULT, ANSWER, USER])
         assert "None" not in text
@@ -115,7 +115,7 @@ def test_calls_that_a_template_does_not_know_are_no_python(tiny_tokenizer: Token
 
 
 def test_a_template_that_needs_json_text_and_a_null_content(tiny_tokenizer: Tokenizer) -> None:
-    """As DeepSeek's; transformers hands on what it is given, so its user gives text."""
+    """DeepSeek's template is one; transformers passes arguments on unchanged, so its users must pass JSON text."""
     ours = with_templates(tiny_tokenizer, "deepseek")
     expected = (
         f"<|endoftext|><|User|>{USER['content']}<|Assistant|><|call|>function<|sep|>weather\n"
@@ -133,7 +133,7 @@ def test_several_parts_have_one_rule(tiny_tokenizer: Tokenizer) -> None:
         assert "'type'" not in text
 
 
-# What transformers gives to every template, used or not.
+# Everything that transformers provides to every template.
 SNIPPETS = [
     "{% if tools is not none %}TOOLS {% endif %}{% if documents is not none %}DOCUMENTS{% endif %}x",
     "{{ tools is defined }}{{ documents is defined }}{{ add_generation_prompt }}{{ enable_thinking is defined }}",
@@ -208,7 +208,7 @@ def test_content_and_reasoning_in_every_form() -> None:
 
 
 def test_the_schema_of_a_tool_is_printed_as_it_came(tiny_tokenizer: Tokenizer) -> None:
-    """What pydantic writes for an optional field; a null description is none."""
+    """The null default that pydantic writes for an optional field is kept; a null description is left out."""
     tool = deepcopy(LOOK)
     tool["function"]["parameters"]["properties"]["days"]["default"] = None
     shown = with_templates(tiny_tokenizer, "qwen2_5").render_chat([USER], tools=[tool])

@@ -1,4 +1,4 @@
-"""How far chains are drafted: chances learnt from made-up drafters of which the truth is known, and the prices."""
+"""Early exit of chains: probabilities learnt from simulated drafters of known accuracy, and the effect of prices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draft(confidence: Confidence, request: Request, log_probabilities: list[floa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
-    """It says 0.9 or 0.3, and is right in 0.95 or 0.2 of such cases."""
+    """The drafter states a probability of 0.9 or 0.3 and is right in 0.95 or 0.2 of these cases."""
     confidence, rng, request = Confidence(AcceptanceModel()), random.Random(0), make_request(temperature=temperature)
     truth = {0.9: 0.95, 0.3: 0.2}
     predicted = emitted = 0.0
@@ -52,7 +52,7 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
     assert learnt_error < 0.85 * plain_error
     other = make_request(temperature=1.0 - temperature)
     draft(confidence, other, [math.log(0.3)])
-    assert confidence._drafts["0"].chances[0] > 0.3  # of which nothing is known
+    assert confidence._drafts["0"].chances[0] > 0.3  # its kind, greedy or sampled, has no evidence yet
 
 
 def test_a_token_is_kept_and_followed_if_it_is_worth_it():

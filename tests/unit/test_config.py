@@ -1,6 +1,6 @@
-"""The configuration: everything composes, every mistake is an error that names it, every key is known here.
+"""The configuration: everything composes, every mistake is an error that names it, every key is recorded.
 
-A new, renamed or removed key is a visible diff of config_keys.txt, which HEADWAY_UPDATE_GOLDEN=1 writes anew.
+A new, renamed or removed key is a visible diff of config_keys.txt, which HEADWAY_UPDATE_GOLDEN=1 rewrites.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).with_name("config_keys.txt")
 SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
 COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
-REQUIRED_OVERRIDES = {  # what an option asks the user for
+REQUIRED_OVERRIDES = {  # what the user must set along with an option
     "data/files": ["data.path=x.jsonl"],
     "data/hub": ["data.path=owner/name"],
     "experiment/chat-eagle3": ["data.path=x.jsonl"],
@@ -49,7 +49,7 @@ REFUSED = (("train", "head", "none"), ("eval", "head", "none"), ("train", "head"
 
 
 def options() -> list[tuple[str, str, str]]:
-    """(command, group, option) for every option that a command line can name."""
+    """Return (command, group, option) for every option that a command line can name."""
     return [(c, group, option) for c in sorted(COMMANDS) for group, names in groups_of(c).items() for option in names]
 
 
@@ -82,7 +82,7 @@ def test_every_file_is_reachable() -> None:
 
 
 def test_every_group_file_is_held_to_a_schema() -> None:
-    """Without `base_x` an unknown key in the file would pass in silence."""
+    """Without `base_x` among its defaults an unknown key in the file would be accepted silently."""
     for file in FILES:
         group = file.partition("/")[0]
         if group in SCHEMAS:

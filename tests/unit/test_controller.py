@@ -1,4 +1,4 @@
-"""The controller and what it decides by: costs, chances, plans against every plan there is, probes and their bound."""
+"""The controller and its inputs: cost model, acceptance model, plans against all possible plans, bounded probes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.drafts import chain
 
 
 def make_costs(row: float, draft: float, fixed: float = 10.0, around: float = 1.0) -> CostModel:
-    """Milliseconds: a verify is `fixed` and `row` for every row, a draft `draft` for every level."""
+    """Return costs in ms: a verify takes `fixed` plus `row` per row, drafting `draft` per level, the rest `around`."""
     batches = (1, 4, 16)
     verify = tuple(Curve((b, 8.0 * b), (fixed + row * b, fixed + 8 * row * b)) for b in batches)
     drafts = tuple(Curve((1.0, 4.0), (draft, 4 * draft)) for _ in batches)
@@ -48,7 +48,7 @@ def chains(count: int, depth: int) -> list[Candidate]:
 
 
 def with_rates(rates: list[float]) -> AcceptanceModel:
-    """Request i's drafts are right at a rate of its own at every depth, of which there is plenty of evidence."""
+    """Return an acceptance model with much evidence that request i's drafts are right at `rates[i]` at every depth."""
     acceptance, rng = AcceptanceModel(), random.Random(0)
     for index, rate in enumerate(rates):
         for _ in range(300):
@@ -70,7 +70,7 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
     assert costs.verify(32, 64.0) == pytest.approx(75.0)
     assert costs.draft("head", 2, 3) == pytest.approx(6.0)
     assert costs.draft("ngram", 2, 3) == 0.0
-    for _ in range(600):  # a plain step takes half as long again, a further row too
+    for _ in range(600):  # plain steps and further rows take 1.5 times as long as predicted
         costs.learn(batch=1, rows=1, seconds=18.0)
         costs.learn(batch=1, rows=8, seconds=28.5)
         costs.learn_draft("head", [2, 2, 2], 3.0)
@@ -78,7 +78,7 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(28.5, rel=0.01)
     assert costs.draft("head", 1, 1) == pytest.approx(1.0, rel=0.01)
-    costs.learn(batch=1, rows=1, seconds=1000.0)  # the machine stood still; that says nothing
+    costs.learn(batch=1, rows=1, seconds=1000.0)  # the machine stalled: an outlier, which is ignored
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
 
 
@@ -89,7 +89,7 @@ def with_context(costs: CostModel, first: float, further: float, level: float) -
 def test_longer_requests_cost_more():
     costs = with_context(make_costs(row=1.0, draft=2.0), first=0.01, further=0.002, level=0.003)
     short = costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)
-    costs.set_context([10, 10])  # shorter than any that was measured
+    costs.set_context([10, 10])  # shorter than the measured context
     assert (costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)) == short
     costs.set_context([200, 400, 500, 100])
     assert costs.plain(4) - short[0] == pytest.approx(4 * 200 * 0.01)
@@ -102,7 +102,7 @@ def test_longer_requests_cost_more():
     ("row", "cost", "pays"), [(30.0, (0.02, 0, 0), True), (0.5, (0, 0.02, 0), False), (0.5, (0, 0, 0.02), False)]
 )
 def test_context_decides_whether_drafting_pays(row, cost, pays):
-    """Long plain steps make it worth more; dear rows and drafts less."""
+    """Context that slows plain steps favours drafting; context that slows further rows or drafts does the opposite."""
     for context, drafts in ((100, not pays), (2000, pays)):
         controller = Controller(with_context(make_costs(row, draft=0.5), *cost), with_rates([0.6]))
         controller.plan(("0",), 1, [candidate._replace(context=context) for candidate in chains(1, 4)])
@@ -110,7 +110,7 @@ def test_context_decides_whether_drafting_pays(row, cost, pays):
 
 
 class KnownMachine:
-    """An engine whose steps take what a formula says, by a clock of its own."""
+    """An engine with a simulated clock, whose steps take the time given by a formula."""
 
     FIXED, FIRST, FURTHER, LEVEL, PLAIN, READ, READS = (1e-3 * ms for ms in (10.0, 2.0, 1.0, 0.5, 0.25, 0.03, 0.01))
     CONTEXT = ContextCost(0.01e-3, 0.002e-3, {"head": 0.004e-3})
@@ -176,7 +176,7 @@ def test_a_known_machine_is_measured_as_it_is(context, holds, beyond):
 
 
 def test_what_follows_a_large_work_is_timed_when_it_has_settled():
-    """It takes a millisecond, and two for some time after the large one; no other run is made of what must not be."""
+    """The small work takes 1 ms, or 2 ms for a while after the large one; `again=False`: one run per turn."""
     now, settled, steps = 0.0, 0.0, 0
 
     def small() -> None:
@@ -204,7 +204,7 @@ def test_a_machine_that_holds_no_request_cannot_be_measured():
 
 
 def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
-    """A level costs 1, and 1 for each request; the machine is half as fast as when it was measured."""
+    """A level costs 1 plus 1 per request; the machine is half as fast as when it was profiled."""
     batches = (1, 2, 4)
     drafts = tuple(Curve((1.0, 4.0), (1.0 + batch, 4 * (1.0 + batch))) for batch in batches)
     verify = tuple(Curve((float(batch),), (10.0,)) for batch in batches)
@@ -228,7 +228,7 @@ def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
 
 
 def test_what_drafts_bring_along_is_told_from_what_rows_cost():
-    """A drafted step takes 4 more than its rows, whose price is as it was measured."""
+    """A speculative step takes 4 more than its rows, and these cost what was profiled."""
     costs, table, rng = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0), random.Random(0)
     for _ in range(3000):
         rows = rng.randint(2, 6)
@@ -285,7 +285,7 @@ def test_what_drafts_have_taught_fades_by_the_second_and_is_then_learnt_anew_soo
     for _ in range(300):
         costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)) + 5.0)
     learnt = beyond()
-    for part in (0.25, 0.75, 1.0):  # 2 seconds, in pieces
+    for part in (0.25, 0.75, 1.0):  # 2 seconds in several parts
         costs.decay(part)
     assert beyond() == pytest.approx(DECAY**2 * learnt, rel=0.05)
     costs.decay(100.0)
@@ -311,7 +311,7 @@ def test_the_first_plain_steps_tell_how_fast_the_machine_is_now():
 
 
 def test_who_always_drafts_still_hears_what_a_plain_step_costs():
-    """Plain steps take half of what was measured, drafted ones all of it, and drafting pays with either."""
+    """Plain steps take half the profiled time, speculative ones all of it, and drafting pays at either cost."""
     controller, table = Controller(make_costs(row=1.0, draft=0.1), with_rates([0.95] * 4)), make_costs(1.0, 0.1)
     plain_steps, steps = 0, 20 * DRAFTED_STEPS
     for _ in range(steps):
@@ -328,8 +328,8 @@ def test_who_always_drafts_still_hears_what_a_plain_step_costs():
 
 
 def test_of_short_steps_only_some_teach_what_they_cost(monkeypatch):
-    """One in ten of a millisecond each, drafted or not, and every one of half a second; plain ones as soon as the
-    machine has settled.
+    """Of 1 ms steps, speculative or plain, one in ten is learnt from, of 0.5 s steps every one; plain steps are learnt
+    from once the machine has settled.
     """
     costs, learnt = make_costs(row=0.1, draft=0.1), []
     monkeypatch.setattr(costs, "learn", lambda **step: learnt.append(step["rows"]) or 1.0)
@@ -357,15 +357,15 @@ def test_who_comes_while_others_are_drafted_for_is_so_too_and_changes_no_plan(mo
 
     depth = plan("abcd", 4)["a"]
     assert depth > 0
-    assert plan("abc", 4)["a"] == depth  # one has ended, another is about to come
+    assert plan("abc", 4)["a"] == depth  # one request has ended, another is about to be admitted
     assert plan("abce", 4) == dict.fromkeys("abce", depth)
-    for names in ("abces", "abceso", "abcesou"):  # of whom there is nobody like the last
+    for names in ("abces", "abceso", "abcesou"):  # the plan has no request like the newest one
         assert plan(names, len(names)) == {**dict.fromkeys(names, 0), **dict.fromkeys("abce", depth)}
     assert plan("a", 7)["a"] == depth
     assert plans == [4]
-    assert plan("avxyz", 5)["v"] > 0  # too many are unknown
+    assert plan("avxyz", 5)["v"] > 0  # too many requests are new: a new plan
     assert plans == [4, 5]
-    plan("av", 2)  # too many have ended
+    plan("av", 2)  # too many requests have ended: a new plan
     assert plans == [4, 5, 2]
 
 
@@ -386,7 +386,7 @@ def test_to_begin_drafting_must_gain_what_changing_back_costs():
     for _ in range(PLAN_STEPS):
         controller.plan(tuple("0123"), 4, chains(4, 4))
     assert controller.current.budgets
-    controller._baseline.switch_s = lost  # of no account for those who draft
+    controller._baseline.switch_s = lost  # the switching cost does not matter while drafting
     assert controller.should_track("head", Budget(4, 4), 4, ahead)
 
 
@@ -431,7 +431,7 @@ def test_a_machine_that_becomes_slower_while_everyone_drafts_makes_plain_steps_d
 
 @pytest.mark.parametrize(("rows", "within"), [(4, 0.001), (12, 0.1)])
 def test_a_machine_that_becomes_slower_makes_all_costs_grow_alike(rows, within):
-    """Nearly so where only drafted steps show it: a part is taken for their rows' doing."""
+    """Only approximately if all steps seen are speculative: part of the slowdown is attributed to their rows."""
     costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
     for _ in range(300):
         costs.learn(batch=4, rows=rows, seconds=2 * table.verify(4, float(rows)))
@@ -473,7 +473,7 @@ def test_cheap_rows_are_drafted_and_dear_ones_are_not():
 
 
 def tree(path: list[int], nodes: int = 16) -> VerifiedDraft:
-    """A draft of as many nodes, four deep, of which those were accepted."""
+    """Return a draft of so many nodes, four deep, of which the nodes in `path` were accepted."""
     return VerifiedDraft(Budget(nodes, 4), nodes, 4, path)
 
 
@@ -485,7 +485,7 @@ RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
 
 
 def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
-    """Each of them brings as much as its rank was seen to, and costs a row."""
+    """A node gains the acceptance rate observed at its rank and costs a row."""
     acceptance, rng, candidate = AcceptanceModel(), random.Random(0), Candidate("0", "head", Budget(16, 4))
     for _ in range(1000):
         acceptance.record("0", "head", drawn(rng, RANKS, 16), 0.0)
@@ -527,7 +527,7 @@ def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
 
 
 def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
-    """As in a fixed tree, whose nodes stand level by level."""
+    """This occurs in a fixed tree, whose nodes are ordered by level."""
     acceptance, rng = AcceptanceModel(), random.Random(0)
     for _ in range(1000):
         acceptance.record("0", "head", drawn(rng, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
@@ -546,7 +546,7 @@ def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
 def test_the_plan_in_force_stays_while_another_is_hardly_better():
     acceptance, costs = with_rates([0.6]), make_costs(row=1.0, draft=0.5)
     depths = {best_plan(1, chains(1, 4), costs, acceptance, force).depth for force in range(5)}
-    assert len(depths) > 1  # each keeps its own
+    assert len(depths) > 1  # the depth in force influences the new one
     free = best_plan(1, chains(1, 4), costs, acceptance, 0)
     for force in range(5):
         assert best_plan(1, chains(1, 4), costs, acceptance, force).speed * (1 + HYSTERESIS) >= free.speed
@@ -573,7 +573,7 @@ def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
 def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
     acceptance, rng = AcceptanceModel(), random.Random(0)
 
-    def others(count: int) -> None:  # right at a rate of 0.45, as drafts of sampled texts are
+    def others(count: int) -> None:  # right at a rate of 0.45, as drafts for sampled requests are
         for index in range(count):
             right = next((place for place in range(4) if rng.random() > 0.45), 4)
             acceptance.record(f"other {index}", "head", chain(4, right), 0.0)
@@ -581,7 +581,7 @@ def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
     others(1000)
     for _ in range(misses):
         acceptance.record("0", "head", chain(4, 0), 0.0)
-        others(20)  # so that the drafter's own share stays
+        others(20)  # keeps the drafter's overall acceptance rate constant
     costs = make_costs(row=0.2, draft=0.2, fixed=2.1, around=0.7)
     assert bool(best_plan(1, chains(1, 4), costs, acceptance, 0).budgets) == drafts
 
@@ -598,7 +598,7 @@ def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
     )
     assert acceptance.chances("b", "head", 1, AcceptanceBucket.of(0.7, 0)) == (
         0.5,
-    )  # what training measured is of greedy drafts
+    )  # the rates measured in training are those of greedy drafts
 
 
 @pytest.mark.parametrize(
@@ -659,7 +659,7 @@ def test_in_a_large_batch_drafts_must_promise_more():
 
 
 def test_in_a_large_batch_others_are_drafted_for_at_their_own_ages():
-    """A greedy text's drafts are right from its 32nd token on; alone nobody else is drafted for before."""
+    """Greedy drafts are right from token 32 on: alone, earlier tokens gain nothing; in a large batch all gain alike."""
     acceptance = AcceptanceModel()
     for bucket, right in ((AcceptanceBucket.of(0.0, 0), 0), (AcceptanceBucket.of(0.0, 40), 4)):
         for index in range(600):
@@ -683,7 +683,7 @@ def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
 
 
 def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
-    """Of texts of 96 tokens the first 32 are never guessed and the rest always, where drafting would pay twice over."""
+    """Of outputs of 96 tokens the first 32 are never drafted right, the rest always, at over twice the speed."""
     controller = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel())
     lengths, emitted, seconds = dict.fromkeys("0123", 0), 0, 0.0
     for _ in range(4000):
@@ -726,7 +726,7 @@ def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
 
 
 def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: int = 4) -> tuple[float, float, int]:
-    """Simulated seconds and tokens of a batch whose drafts are right at `rate`, and steps in which anybody drafted."""
+    """Simulate a batch whose drafts are right at `rate`; return seconds, tokens per second and speculative steps."""
     rng, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
     for _ in range(steps):
         candidates = chains(batch, depth)
@@ -762,7 +762,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
     unfollowed = [item._replace(ready=False) for item in chains(2, 4)]
 
     def step(drafted: int) -> list[str]:
-        """Whom it gives a budget; one draft was verified if `drafted`."""
+        """Run a step, with a verified draft of depth `drafted` unless 0; return the requests with a budget."""
         controller.plan(("0", "1"), 2, unfollowed)
         names = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
         assert names == [name for name in ("0", "1") if not controller.skips(name)]
@@ -776,7 +776,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
     assert len(lasting) > 2
     assert set(lasting[:-1]) == {TRACKING_STEPS}  # the last may be cut off
     assert {name for names, _ in probes for name in names} == {"0", "1"}
-    while step(drafted=0):  # of which some is left
+    while step(drafted=0):  # the rest of a probe in progress
         pass
     while not (first := step(drafted=0)):
         pass
@@ -844,7 +844,7 @@ def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
         return controller.costs.draft("head", 2, controller.current.depth) != pytest.approx(expected)
 
     assert not corrected()
-    controller.record_step(2, 2, 0.0, controller.costs.plain(2))  # what it emits waits to be read
+    controller.record_step(2, 2, 0.0, controller.costs.plain(2))  # the drafter still has to read the tokens this emits
     assert not corrected()
     assert corrected()
 

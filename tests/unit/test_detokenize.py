@@ -1,4 +1,4 @@
-"""Text goes on after its prompt, whatever the tokenizer does to a first word: in one piece, in pieces, and in bytes."""
+"""Decoded text continues its prompt, however the tokenizer treats a first word: at once, streamed, and as bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import train_tiny_tokenizer
 from tests.vocabularies import MAKERS, backend_of
 
 KINDS = ("byte_level", *MAKERS)
-BY_BYTES = ("byte_level", "llama", "mistral", "gemma")  # any character is written, as bytes if need be
+BY_BYTES = ("byte_level", "llama", "mistral", "gemma")  # these can encode any character, as bytes if necessary
 WORDS = ["Hello", " world", " the", "  ", " ", "\n", "here", ", ", "é", " é", "日本", "🎉", "\ufffd", " \ufffd", "<s>"]
 
 
@@ -23,13 +23,13 @@ def tokenizer_for(kind: str) -> Tokenizer:
 
 
 def only(kind: str, text: str) -> int:
-    """The id that is this text inside of a longer one."""
+    """Return the id of the token that stands for this text inside a longer one."""
     return tokenizer_for(kind).token_bytes.index(text.encode())
 
 
 @st.composite
 def cut_texts(draw: st.DrawFn) -> tuple[str, list[int], int]:
-    """A tokenizer, the ids of a text and a place in them, often inside a character."""
+    """Draw a kind of tokenizer, the ids of a text, and a place in them, often inside a character."""
     kind = draw(st.sampled_from(KINDS))
     ids = tokenizer_for(kind).encode("".join(draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=12))))
     return kind, ids, draw(st.integers(0, len(ids)))
@@ -48,10 +48,10 @@ def test_a_prompt_and_its_completion_are_the_text_of_both(case: tuple[str, list[
     assert text == tokenizer.decode(output, context=prompt) or not prompt
     assert shown + text == tokenizer.decode(ids) or not output
     halved = "\ufffd" in before.flush()
-    # byte-fallback decoders spoil what is before a half, too
+    # byte-fallback decoders garble the bytes before an incomplete character too
     assert tokenizer.decode(prompt).startswith(shown) or halved
     if kind != "unigram" and kind != "word_piece" and "\ufffd" not in text:
-        assert "\ufffd" not in "".join(pieces)  # no character is shown by halves
+        assert "\ufffd" not in "".join(pieces)  # no incomplete character is emitted
 
 
 @settings(max_examples=200, deadline=None)
@@ -59,7 +59,7 @@ def test_a_prompt_and_its_completion_are_the_text_of_both(case: tuple[str, list[
 def test_the_bytes_of_tokens_are_the_text(case: tuple[str, list[int], int]) -> None:
     kind, ids, _ = case
     tokenizer = tokenizer_for(kind)
-    table, context = tokenizer.token_bytes, [only(kind, "l")]  # any word before
+    table, context = tokenizer.token_bytes, [only(kind, "l")]  # some token before the text
     plain = [token for token in ids if token not in tokenizer.special_ids]
     assert b"".join(table[token] for token in plain).decode() == tokenizer.decode(plain, context=context)
 
@@ -79,14 +79,14 @@ def test_a_character_belongs_to_the_text_that_finishes_it(kind: str) -> None:
     assert tokenizer.decode(party[-2:], context=party[:-2]) == "🎉"
     stream = tokenizer.stream(context=party[:-2])
     assert [stream.push([token]) for token in party[-2:]] == ["", "🎉"]
-    assert tokenizer.stream(context=party[:-2]).flush() == ""  # nothing was added
+    assert tokenizer.stream(context=party[:-2]).flush() == ""  # nothing was pushed
     assert tokenizer.decode([only(kind, "l")], context=party[:-2]) == "\ufffdl" or kind != "byte_level"
 
 
 @pytest.mark.parametrize("kind", BY_BYTES)
 @pytest.mark.parametrize("length", [1, 7, 400])
 def test_only_the_end_of_a_prompt_is_read(kind: str, length: int) -> None:
-    """However long it is, and wherever its bytes are cut."""
+    """However long the prompt is, and at whichever byte of a character it ends."""
     tokenizer = tokenizer_for(kind)
     party = tokenizer.encode("🎉", add_special_tokens=False)[-4:]
     for cut in range(len(party)):
@@ -116,7 +116,7 @@ def test_special_tokens_at_the_end_of_a_prompt_are_no_text() -> None:
     prompt = tokenizer.encode("Hello") + [end] * 9
     assert tokenizer.decode([*world, end], context=prompt) == " world"
     assert tokenizer.decode([end, *world], context=prompt, with_special=True) == "</s> world"
-    assert tokenizer.decode(world, context=[end]) == "world"  # no text before: the text begins here
+    assert tokenizer.decode(world, context=[end]) == "world"  # no text before it: the text starts here
 
 
 def test_ids_that_no_token_has_are_no_text() -> None:
@@ -134,7 +134,7 @@ def test_a_text_that_goes_on_has_the_ids_of_the_whole(kind: str, words: list[str
     tokenizer, place = tokenizer_for(kind), 1 + place % (len(words) - 1)
     before, text = "".join(words[:place]), "".join(words[place:])
     prompt, ids = tokenizer.encode(before), tokenizer.encode(before + text)
-    if prompt and ids[: len(prompt)] == prompt:  # or a token reaches from the one into the other
+    if prompt and ids[: len(prompt)] == prompt:  # otherwise a token spans the boundary
         assert tokenizer.encode(text, context=prompt) == ids[len(prompt) :], (kind, before, text)
 
 
@@ -143,5 +143,5 @@ def test_a_text_that_goes_on_gets_no_further_space(kind: str) -> None:
     tokenizer = tokenizer_for(kind)
     prompt = tokenizer.encode("here [/INST]")
     assert tokenizer.decode(tokenizer.encode(" Hello world", context=prompt), context=prompt) == " Hello world"
-    if kind != "unigram":  # which puts one before every text
+    if kind != "unigram":  # it puts a space before every text
         assert tokenizer.decode(tokenizer.encode("Hello", context=prompt), context=prompt) == "Hello"

@@ -84,7 +84,7 @@ def test_the_files_are_what_vllm_reads(tiny_head_folder, tiny_target):
     assert tensors["t2d"].dtype == torch.bool
     used = torch.arange(128) + tensors["d2t"]
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], used)
-    assert torch.equal(tensors["lm_head.weight"], tiny_target.lm_head.weight[used])  # from_target starts there
+    assert torch.equal(tensors["lm_head.weight"], tiny_target.lm_head.weight[used])  # as `from_target` initialises it
 
 
 def test_a_full_draft_vocabulary_writes_no_maps(tiny_target):
@@ -102,7 +102,7 @@ def test_a_flag_left_out_is_an_error(folder, flag):
 
 
 def test_layer_ids_are_read_from_either_place(folder):
-    (folder / "provenance.json").unlink()  # no longer our export, which states them at the top
+    (folder / "provenance.json").unlink()  # no longer our export, which has them at the top level
     edit(folder, eagle_aux_hidden_state_layer_ids=None, eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})
     assert load_head(folder).config.aux_layers == (2, 4, 5)
     edit(folder, eagle_config={})

@@ -1,4 +1,4 @@
-"""End tokens are one set: whatever of three files names one, everything that generates ends there."""
+"""End tokens are one set, collected from three files; generation and training end at each of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def write(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """A copy of the tiny target whose files name these end tokens; None: the file does not."""
+    """Return a function that copies the tiny target, with these end tokens in its files; None: the file names none."""
 
     def write(config: Any, generation: Any, *, tokenizer: bool = True) -> Path:
         folder = write_end_tokens(tiny_target_folder, tmp_path_factory.mktemp("ends"), config, generation)
@@ -118,11 +118,11 @@ def test_the_card_names_them(engine: Engine) -> None:
 
 @pytest.mark.parametrize("end", sorted(ENDS))
 def test_any_of_them_ends_a_request(engine: Engine, end: int) -> None:
-    """The tokenizer's eos_token is no stop reason, any other is: as in vLLM."""
+    """As in vLLM, the tokenizer's eos_token gives no stop reason and any other end token does."""
     completion = complete(engine, allowed_token_ids=(end,))
     reason = None if end == OF_TOKENIZER else end
     assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == ([end], "stop", reason)
-    assert completion.text == ""  # also where it is no special token
+    assert completion.text == ""  # even if the end token is not special
 
 
 @pytest.mark.parametrize("end", sorted(ENDS))
@@ -132,7 +132,7 @@ def test_min_tokens_and_ignore_eos_heed_all_of_them(engine: Engine, end: int) ->
     assert completion.token_ids == [WORD, WORD, WORD, end]
     assert complete(engine, ignore_eos=True, **biased).token_ids == [end] * 8
     ignored = complete(engine, ignore_eos=True, stop_token_ids=(end,), **biased)
-    assert (ignored.token_ids, ignored.stop_reason) == ([end], end)  # the request's own, then
+    assert (ignored.token_ids, ignored.stop_reason) == ([end], end)  # here as the request's stop token
 
 
 def test_a_request_s_own_stop_token(engine: Engine) -> None:
@@ -140,7 +140,7 @@ def test_a_request_s_own_stop_token(engine: Engine) -> None:
         completion = complete(engine, allowed_token_ids=(WORD,), stop_token_ids=(WORD, *also))
         assert (completion.token_ids, completion.text, completion.stop_reason) == ([WORD], "", WORD)
     completion = complete(engine, allowed_token_ids=(OF_TOKENIZER,), stop_token_ids=(OF_TOKENIZER,))
-    assert completion.stop_reason is None  # vLLM looks for its eos token first
+    assert completion.stop_reason is None  # as in vLLM, which checks for its EOS token first
 
 
 @pytest.mark.parametrize("end", sorted(ENDS))

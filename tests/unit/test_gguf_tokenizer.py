@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file against the one that it was written from; errors name the key that is missing."""
+"""The tokenizer of a GGUF file against the one it was written from; errors name the missing key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.tokenizer import Tokenizer
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 PREFIX = "tokenizer.ggml."
 CONTROLS = ("<|end|>", "<|begin|>", "<|turn|>")
-# As published in the tokenizer.json of the model that the name stands for.
+# As published in the tokenizer.json of the model of that name.
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 LLAMA3 = LETTERS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 STEPS: dict[str, list[Any]] = {
@@ -77,7 +77,7 @@ def write(path: Path, model: str, tokens: list[str], types: list[int], **keys: A
 
 
 def byte_level(folder: Path, pre: str, **keys: Any) -> tuple[Path, tokenizers.Tokenizer]:
-    """A file, and the tokenizer that it was written from."""
+    """Write a GGUF file; return it and the tokenizer it was written from."""
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
     backend.pre_tokenizer = pre_tokenizers.Sequence(STEPS[pre])
     backend.decoder = decoders.ByteLevel()

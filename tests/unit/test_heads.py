@@ -1,4 +1,4 @@
-"""Every head as a checkpoint: what is written loads again to equal logits; what does not fit is refused."""
+"""Every head as a checkpoint: a saved head loads to equal logits; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write(head, folder, target):
 
 
 def draft_logits(head, target, steps):
-    """Of a slot in the middle of a text, by depth, each depth reading the token 7."""
+    """Return the logits by depth for all positions of a text; from the second depth on the head reads the token 7."""
     ids = torch.randint(1, V, (1, 12), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         aux = target(ids, torch.arange(12)[None], CausalAttention(), aux_layers=head.config.aux_layers).aux
@@ -269,7 +269,7 @@ def test_medusa_starts_as_the_lm_head_and_mlp_at_its_variances(tiny_target):
     mlp = HEADS["mlp"](HEADS["mlp"].config_class.for_target(tiny_target.config, inner_dim=2048, n_predict=3))
     mlp.initialise(tiny_target, from_target=False)
     assert mlp.emb[0].weight.std().item() == pytest.approx(2048**-0.5, rel=0.02)
-    # each state is sw * (what came) + ew * (the token), in variance, and half of the first is left after the last
+    # variance: each state is sw * (previous state) + ew * (token), and half of the first one's is left after the last
     sw, ew = mlp.config.state_weight, mlp.config.embedding_weight
     assert sw ** (2 * 3) == pytest.approx(0.5)
     assert sw**2 + ew**2 * 2 / 2048 == pytest.approx(1.0)

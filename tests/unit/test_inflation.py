@@ -1,4 +1,4 @@
-"""An enlarged target and head against those they were made of: logits, greedy text, acceptance length."""
+"""An inflated target and head against the originals: logits, greedy text, acceptance length."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.heads import make_head, memorise
 from train.data.sequences import Sequences
 
 DEMO = REPO_ROOT / "models" / "demo"
-# Everything grows: a head of 4 times the size, another group, and layers in between. The demo's text keeps its ids.
+# Every size grows, heads per KV head too, and layers are inserted. The demo's tokens keep their ids.
 WIDE = Shape(2304, 384, 704, 19, 12, 4, 128, 1024, tie_word_embeddings=False, draft_vocab_size=2200)
 TIED = replace(WIDE, tie_word_embeddings=True, head_dim=64)
-TINY = Shape(500, 96, 160, 11, 9, 3, 32, 512, tie_word_embeddings=False, draft_vocab_size=256)  # of the tests' target
+TINY = Shape(500, 96, 160, 11, 9, 3, 32, 512, tie_word_embeddings=False, draft_vocab_size=256)  # for the tests' target
 PROMPT = torch.arange(40)[None] * 37 % 2048
 
 
@@ -42,19 +42,19 @@ def run(target, ids, aux=()):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_the_small_targets(shape, dtype):
     small = load_target(str(DEMO))
-    wide = inflate_target(DEMO, shape, dtype=dtype, device="cpu").float()  # the arithmetic of the two is the same
+    wide = inflate_target(DEMO, shape, dtype=dtype, device="cpu").float()  # both compute in the same precision
     _, expected = run(small, PROMPT)
     _, logits = run(wide, PROMPT)
     old = logits[..., :2048]
     bound = 2e-5 if dtype is torch.float32 else 0.02
     assert (old - expected).norm() < bound * expected.norm()
-    assert (logits[..., 2048:] < old.amin(-1, keepdim=True) - 1000).all()  # so far down that no noise lifts them
+    assert (logits[..., 2048:] < old.amin(-1, keepdim=True) - 1000).all()  # too low for sampling to select them
     if dtype is torch.float32:
         assert torch.equal(old.argmax(-1), expected.argmax(-1))
 
 
 def test_new_weights_are_random_where_they_are_cancelled():
-    """Zeros would be read faster by a chip that draws less power on them."""
+    """With zeros instead, a chip would draw less power and therefore read them faster."""
     wide = inflate_target(DEMO, WIDE, dtype=torch.float32, device="cpu")
     for name in ("gate_up_proj", "qkv_proj"):
         weights = [module.weight for path, module in wide.named_modules() if path.endswith(name)]
@@ -67,7 +67,7 @@ def test_new_weights_are_random_where_they_are_cancelled():
 
 @pytest.fixture(scope="module")
 def learned(tiny_target, tiny_target_folder):
-    """A head that knows some greedy answers of the tests' target by heart, and their prompts."""
+    """Return a head that has memorised some greedy outputs of the tests' target, and their prompts."""
     prompts = [[5, 6, 7, 8], list(range(40, 60)), [9] * 12, [300, 2, 71]]
     engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
     completions = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""JSON that models write is read strictly, however it breaks off, and what goes on the wire is JSON to every parser."""
+"""JSON written by models is read strictly, even if truncated, and what is sent to clients is JSON to every parser."""
 
 from __future__ import annotations
 

@@ -41,13 +41,13 @@ import os
 import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or '.') != HERE]"""
-# Names that a user may well have installed beside us, and that this environment has not.
+# Libraries that a user may well have installed next to this one, and that this environment does not have.
 FOREIGN = {
     "arctic_inference", "bitsandbytes", "deepspeed", "evaluate", "flashinfer", "lm_eval", "peft", "ray", "requests",
     "scipy", "sglang", "specforge", "speculators", "torchaudio", "torchvision", "trl", "vllm", "xformers", "xgrammar",
     "zmq",
 }  # fmt: skip
-# The one such name we take: it is the command that users are told, and nothing is imported before the bootstrap.
+# The one such name in use: it is a documented command, and the script imports nothing before the bootstrap.
 ALLOWED = {"scripts/evaluate.py": "evaluate"}
 FORBIDDEN_IMPORTS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 
@@ -65,7 +65,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_modules(tree: ast.Module) -> list[str]:
-    """Every imported module's dotted name, those inside functions too."""
+    """Return the dotted name of every imported module, including imports inside functions."""
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -93,7 +93,7 @@ def module_of(path: Path) -> str:
 
 
 def imported_when(path: Path, *, deferred: bool, names: Collection[str]) -> set[str]:
-    """The modules of `names` that a file imports: when it is loaded, or with `deferred` those inside functions too."""
+    """Return the modules of `names` that a file imports when loaded; with `deferred` also those inside functions."""
     modules: set[str] = set()
     pending: list[ast.AST] = list(parse(path).body)
     while pending:
@@ -115,10 +115,10 @@ def imported_when(path: Path, *, deferred: bool, names: Collection[str]) -> set[
 
 @pytest.mark.parametrize(("packages", "deferred"), [(PRODUCT, False), (("infer", "train"), True)])
 def test_no_modules_import_each_other(packages: tuple[str, ...], deferred: bool) -> None:
-    """Within `infer` and `train` not even from inside a function, which only hides a circle."""
+    """Within `infer` and `train` imports inside functions count too, since they only hide a cycle."""
     files = {module_of(path): path for path in sources(*packages)}
     graph = {name: imported_when(path, deferred=deferred, names=files) - {name} for name, path in files.items()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("package", ["infer", "train"])
@@ -131,7 +131,7 @@ def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-# Lines that a file may have; the first pattern that fits a file counts.
+# Maximum lines of a file; the first pattern that matches a file counts.
 BUDGETS = {
     "infer/engine/step.py": 300,
     "models/heads/*.py": 200,
@@ -206,7 +206,7 @@ def test_entry_points_begin_with_the_bootstrap(file: str) -> None:
 
 
 def test_bootstrap_replaces_the_own_folder(tmp_path: Path) -> None:
-    """Started from elsewhere, beside a file that shadows the standard library, a script still finds the repository."""
+    """A script started from elsewhere, next to a file that shadows the standard library, still finds the repository."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     (folder / "queue.py").write_text("raise RuntimeError('shadowed')\n")

@@ -1,4 +1,4 @@
-"""What is typed on a command line is what a schema gets, whatever Hydra and OmegaConf would make of it."""
+"""Text typed on a command line reaches the schema unchanged, whatever Hydra and OmegaConf would make of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.config import TrainConfig
 
 TEXTS = [
     "def main():", "Hello, world!", "x = {1: [2]}", "it's", "a\\", "\\'", '"""doc"""', "${x}", "a\nb", "τ", "", "null ",
-    # as a shell hands them over
+    # as a shell passes them on
     "echo \\${HOME}", "x\\${seed}y", "a \\\\${b}", "echo ${HOME}", "$HOME $(ls) `ls`", "  both ends\t", "a=b,c=d",
     "[1,2]", "{a: b}", "true", "007", "1e3", "None", "???", "~", "*", "%s", "choice(a,b)", "#x", "\\", "\\\\${", "${",
     "${oc.env:HOME}", "${text:x61}", "NULL", "a\\nb", "\x00\x1b", "\udcff",
@@ -70,7 +70,7 @@ class Texts:
 @settings(max_examples=150, deadline=None)
 @given(text=ODD)
 def test_any_text_is(text: str) -> None:
-    """By Hydra's own parser, and as a config is written for ranks and resumed runs."""
+    """Checked with Hydra's parser, and with a config as it is saved for ranks and resumed runs."""
     if text == "null":
         return
     (word,) = literal_overrides([f"++one={text}"], Texts)
@@ -100,7 +100,7 @@ def test_all_else_is_hydra_s() -> None:
         assert literal_overrides([word], EvalConfig if "columns" in word else GenerateConfig) == [word]
     sweep = ["-m", "precision=fp32,bf16", "run=a", "output_dir=x y"]
     assert literal_overrides(sweep, TrainConfig) == ["-m", "precision=fp32,bf16", "run='a'", "output_dir='x y'"]
-    place = ["-m", "objective.steps=3,5", "head.path=outputs/heads/${objective.steps}"]  # a folder for each of them
+    place = ["-m", "objective.steps=3,5", "head.path=outputs/heads/${objective.steps}"]  # one folder for each run
     assert literal_overrides(place, TrainConfig) == place
     assert literal_overrides(["-m", "prompt=a,b"], GenerateConfig) == ["-m", "prompt='a,b'"]
 

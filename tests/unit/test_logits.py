@@ -1,4 +1,4 @@
-"""Penalties, bias and masks against a plain reading of their definitions, row by row and down a tree."""
+"""Penalties, bias and masks against a direct implementation of their definitions, row by row and down a tree."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_row_is_shaped_by_its_own_prefix(presence, frequency, repetition, 
         bad_words=tuple(map(tuple, words)),
         min_tokens=min_tokens,
     )
-    paths = [path[:length] for length in range(len(path) + 1)] + [[7, 7]]  # a chain, and a branch beside it
+    paths = [path[:length] for length in range(len(path) + 1)] + [[7, 7]]  # a chain, and another branch
     logits = torch.randn(len(paths), V, generator=torch.Generator().manual_seed(len(path)))
     actual = shaped(params, paths, logits)
     for row, prefix in enumerate(paths):
@@ -80,7 +80,7 @@ def test_a_word_is_bad_only_after_its_beginning():
     assert torch.isinf(rows[1]).nonzero().flatten().tolist() == [
         3,
         7,
-    ]  # the word reaches from the output into the draft
+    ]  # the bad word starts in the output and ends in the draft
 
 
 def test_paths_of_a_tree():

@@ -1,4 +1,4 @@
-"""Adapters on a target's layers: nothing at first, off at a switch, gone after a merge."""
+"""Adapters on a target's layers: no effect at first, none when switched off, gone after a merge."""
 
 from __future__ import annotations
 

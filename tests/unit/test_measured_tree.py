@@ -1,4 +1,4 @@
-"""The tree of the best nodes, against all trees of its size."""
+"""The tree of the best nodes, compared with all trees of its size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_tree_of_this_size_is_worth_more(accuracy: list[list[float]], nodes: 
     assert expected == pytest.approx(1 + max(sum(map(value, tree)) for tree in trees))
     assert expected == pytest.approx(1 + sum(map(value, paths)))
     if paths:
-        StaticShape(paths)  # every parent is there, no path twice
+        StaticShape(paths)  # raises if a parent is missing or a path occurs twice
 
 
 def exported(folder: Path, **provenance: object) -> Path:

@@ -1,4 +1,4 @@
-"""Memory is planned before it is taken: the default pool shrinks to what fits, a wish that does not fit is refused."""
+"""Memory is planned before allocation: the default pool shrinks to fit, a configured one that does not is refused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def target(tiny_target_folder):
 
 def test_the_default_pool_holds_a_batch_of_contexts_within_bounds(target):
     assert plan(target, context=1024).pages == 32 * 1024 // 16
-    assert plan(target, context=8192).pages == 65536 // 16  # bounded
-    assert plan(target, context=131072).pages == 131072 // 16  # but one request fits
+    assert plan(target, context=8192).pages == 65536 // 16  # at the upper bound
+    assert plan(target, context=131072).pages == 131072 // 16  # but one request must fit
     assert plan(target, max_tokens_in_cache=100).pages == 7
 
 
@@ -72,7 +72,7 @@ def test_the_engine_takes_what_it_planned(tiny_target_folder, tiny_head_folder, 
     engine = Engine(target, head=load_head(tiny_head_folder, target=target), config=small)
     held = sum(cache.numel() * cache.element_size() for cache in engine._pool.layers.caches)
     assert held == engine.memory.kv
-    assert engine.memory.weights > weight_bytes(target)  # the head's are in it
+    assert engine.memory.weights > weight_bytes(target)  # it includes the head's
     monkeypatch.setattr("infer.parallel.target_worker.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"engine\.max_tokens_in_cache"):
         Engine(load_target(str(tiny_target_folder)))

@@ -1,4 +1,4 @@
-"""`model=` takes what people have, on every command line and in Python, and `head=` finds what is there."""
+"""`model=` takes names, hub ids, folders and files, on command lines and in Python; `head=` finds existing heads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_folders_and_files(place: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert read_model(text) == ModelConfig("mine", str(place / "Mine"), dtype="auto")
     file = read_model("Small.Q4_1.gguf")
     assert (file.name, file.path_or_hub_id) == ("small.q4_1", str(place / "Small.Q4_1.gguf"))
-    assert find_model("models/demo") == "models/demo"  # of the repository, from any folder
+    assert find_model("models/demo") == "models/demo"  # relative to the repository, from any folder
     assert find_model(str(REPO_ROOT / "models" / "demo")) == "models/demo"
     (place / "demo").mkdir()
     assert read_model("demo").path == "models/demo"  # a name of conf/model comes first
@@ -169,7 +169,7 @@ def test_a_head_is_looked_up_among_exports_and_then_among_shipped_ones(
         head = choose_head(auto, output_dir, "tiny")
         return head.name, head_folder(head, output_dir, "tiny")
 
-    assert chosen() == ("eagle3", exports / "eagle3")  # nothing is there: where training would export
+    assert chosen() == ("eagle3", exports / "eagle3")  # there is no head: the folder that training would export to
     shutil.copytree(tiny_head_folder, shipped / "mlp")
     assert chosen() == ("mlp", shipped / "mlp")
     shutil.copytree(tiny_head_folder, shipped / "eagle3")

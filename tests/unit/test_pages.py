@@ -1,4 +1,4 @@
-"""The page ledger against a plain model: holders, what is known by content, and who goes first when room is needed."""
+"""The page ledger against a plain model: holders, the prefix cache, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COUNT = 9
 
 
 class Ledger(RuleBasedStateMachine):
-    """`held`: lists of pages that somebody holds, each once."""
+    """`held`: lists of pages, one list per holder."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def test_the_page_let_go_first_is_reused_first_and_prefixes_outlive_what_follows
         pages.publish(page, bytes([index]) * 16, None)
     pages.drop(group)
     assert pages.free == 4
-    pages.take(1)  # the one that was never known
+    pages.take(1)  # the page that was never published
     pages.take(1)
     assert [len(pages.find([bytes([i]) * 16 for i in range(3)]))] == [2]
     pages.take(1)

@@ -1,4 +1,4 @@
-"""Which rows of which tensor a rank holds: the parts together are the whole, and no rank reads more than its own."""
+"""Which rows of which tensor a rank holds: the shards add up to the tensor, and a rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_rank_reads_its_own_rows_only(tiny_target_folder, monkeypatch):
 def test_a_tensor_of_another_size_is_refused(make_target_folder):
     folder = make_target_folder(num_hidden_layers=1)
     tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = torch.zeros(448, 64)  # its second part would fit: 192 rows of 448 as of 384
+    tensors["lm_head.weight"] = torch.zeros(448, 64)  # rank 1's shard would fit: 192 rows of 448 as of 384
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lm_head\.weight \[256, 64\]: expected \[192, 64\]"):
         load_target(str(folder), part=Part(0, 2, no_gather))
@@ -179,7 +179,7 @@ def test_bits_that_depend_on_the_number_of_columns_are_found_out(tiny_target_fol
         def __call__(self, x):
             return super().__call__(x) * (1.01 if self.out_features == 192 else 1)
 
-    monkeypatch.setattr("infer.engine.exactness.PackedLinear", Fickle)  # half of the LM head's 384
+    monkeypatch.setattr("infer.engine.exactness.PackedLinear", Fickle)  # 192: half of the LM head's 384 rows
     with pytest.raises(
         ValueError, match=r"64 inputs .*\[192, 192\]; engine\.tensor_parallel=1, or engine\.exact=false"
     ):

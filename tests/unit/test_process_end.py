@@ -1,4 +1,4 @@
-"""One of several processes ends by its own exit code, with what was registered for the end, without teardown."""
+"""One of several processes ends with its exit code after threads and atexit functions, without teardown."""
 
 from __future__ import annotations
 

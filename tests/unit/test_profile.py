@@ -1,4 +1,4 @@
-"""What a start does on a machine that is busy or slow: its profile is measured on, not kept, and not waited for."""
+"""Profiling at start-up on a busy or slow machine: timings are repeated, bad ones not stored, the wait is bounded."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_start_does_not_wait_for_a_machine_that_is_too_slow(times):
     with pytest.raises(Unmeasured):
         profile(machine, max_batch=64)
     step = machine.FIXED + 64 * machine.FIRST
-    assert machine.now < START_S + 4 * step  # what was under way when time was up
+    assert machine.now < START_S + 4 * step  # the work that was running at the time limit
 
 
 class Disturbed(KnownMachine):
-    """Every work takes longer by another process's turns: no two times are alike."""
+    """Another process delays a `share` of the verifies by random times."""
 
     def __init__(self, holds: int, share: float) -> None:
         super().__init__(holds)
@@ -108,7 +108,7 @@ def test_a_table_that_contradicts_itself_is_refused_and_not_read_again(tmp_path,
 
 
 def test_more_threads_may_make_more_rows_faster():
-    """From sixteen rows on a step uses all threads."""
+    """From 16 rows on, a step uses all threads."""
     curve = Curve((1.0, 2.0, 12.0, 16.0), (4e-3, 4.1e-3, 12e-3, 7e-3))
     assert contradiction(replace(SANE, verify=(curve, *SANE.verify[1:]))) == ""
     assert contradiction(SANE) == ""
@@ -125,7 +125,7 @@ def test_what_could_not_be_measured_is_not_kept(tmp_path):
 
 
 def decode(controller: Controller, machine: CostModel, steps: int, rate: float, batch: int = 2) -> list[int]:
-    """The depth of what was drafted in each step, in steps as long as `machine` has them; all start unfollowed."""
+    """Simulate decoding with the step times of `machine`; return the drafted depth of each step."""
     rng, depths = random.Random(1), list[int]()
     for _ in range(steps):
         candidates = chains(batch, 4)
@@ -179,7 +179,7 @@ def test_trials_take_a_bounded_share_of_the_time():
 
 
 def test_a_table_that_every_step_denies_is_given_up():
-    """A table of a busy hour says 154 ms; steps take 4."""
+    """The table, measured in a busy hour, says 154 ms; steps take 4 ms."""
     costs = CostModel(replace(SANE, verify=(Curve((1.0, 8.0), (0.154, 0.16)), *SANE.verify[1:])))
     for _ in range(MAX_DOUBTED - 1):
         costs.learn(batch=1, rows=1, seconds=4e-3)

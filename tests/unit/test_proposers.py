@@ -1,4 +1,4 @@
-"""What drafts without a head: counting, following, merging, forgetting; and a proposer that fails fails alone."""
+"""Proposers without a head: counting, matching, merging, forgetting; a failure ends drafts for its request only."""
 
 from __future__ import annotations
 
@@ -180,18 +180,18 @@ def paths(tree, row):
 )
 def test_a_merged_tree_is_the_union_of_its_sources(chains, limit):
     merged = merge([DraftTree.chains([9], [chain]) for chain in chains], [limit])
-    DraftTree.from_parents(merged.token, merged.parent, merged.length)  # valid: order, distinct siblings
+    DraftTree.from_parents(merged.token, merged.parent, merged.length)  # validates order and distinct siblings
     union = {tuple(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
     merged_paths = paths(merged, 0)
     assert merged_paths <= union
     assert len(merged_paths) == min(limit, len(union))
     shallow = sorted(union, key=len)
-    if len(merged_paths) < len(union):  # cut from the deep end
+    if len(merged_paths) < len(union):  # the deepest nodes are cut
         assert max(map(len, merged_paths), default=0) <= len(shallow[limit])
 
 
 class Failing(WithoutLayers):
-    """Works until it meets the token 13."""
+    """Fails if a request contains the token 13."""
 
     name = "failing"
 

@@ -1,4 +1,4 @@
-"""Published quantised checkpoints: what they are widened to, and that what is not understood is refused by name."""
+"""Published quantised checkpoints: their dequantised weights, and errors that name settings we do not support."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def small(make_target_folder: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, Path]:
-    """The tiny target in GPTQ's format, and the same weights as an ordinary checkpoint."""
+    """Return the tiny target in GPTQ's format, and the same weights as an ordinary checkpoint."""
     folder = tmp_path_factory.mktemp("published")
     write(tiny_target_folder, *KINDS["gptq"], folder / "quantised", folder / "plain")
     return folder / "quantised", folder / "plain"
@@ -105,7 +105,7 @@ def test_a_written_target_is_no_longer_quantised(published: tuple[Path, Path], t
 
 
 def changed(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """`section` with keys of `changes`; those of a compressed-tensors group are `group_...` and `weights_...`."""
+    """Return `section` with `changes`; keys of a compressed-tensors group are `group_...` and `weights_...`."""
     section = json.loads(json.dumps(section))
     for key, value in changes.items():
         prefix, _, rest = key.partition("_")
@@ -200,7 +200,7 @@ def test_a_checkpoint_without_quantised_layers_is_refused(small: Path, tmp_path:
 def test_a_head_is_trained_for_and_served_with_the_target_as_it_is_served(
     published: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The same run on the ordinary checkpoint of the widened weights gives the same head, bit for bit."""
+    """Training on an ordinary checkpoint of the dequantised weights yields the same head, bit for bit."""
     settings = [
         "head.draft_vocab_size=128", "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=8",
         "sequence_length=24", "batch_size=4", "steps=4", "minutes=null", "eval_every=100", "eval_prompts=2",

@@ -1,4 +1,4 @@
-"""What passes between ranks: three of them in one process, a thread each, over real gloo on loopback."""
+"""Communication between ranks: three in one process, one thread each, over real gloo on loopback."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_rows_and_what_comes_after_them(tree_mask):
     again, rest = unpack_rows(*(lambda numbers, tensors: ([*numbers, 2, 9], tensors))(*pack_rows(rows)))
     assert rest == [2, 9]
     assert torch.equal(again.slots, rows.slots)
-    assert torch.equal(again.table, table[:, :8])  # 31 places
+    assert torch.equal(again.table, table[:, :8])  # 31 positions, in pages of 4
     assert (again.tree_mask is None) == (tree_mask is None)
     assert (again.page_size, again.longest, again.first) == (4, 31, 1)
 
@@ -101,7 +101,7 @@ def test_a_rank_that_cannot_load_tells_rank_0(tmp_path):
 def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
     ranks = make(tmp_path)
     run_on_all(ranks, lambda comm: comm.connect())
-    del ranks[2]._data, ranks[2]._control  # its sockets are closed with them
+    del ranks[2]._data, ranks[2]._control  # closes its sockets
     with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: a rank has ended"):
         ranks[0].gather(torch.zeros(1), [1] * COUNT)
     with pytest.raises(RankLost, match="make a new engine"):

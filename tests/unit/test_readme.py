@@ -29,7 +29,7 @@ SCHEMAS = {
     "scripts/evaluate.py": ("eval", infer_config.EvalConfig),
     "scripts/step_time.py": ("step_time", infer_config.StepTimeConfig),
 }
-COMMAND = re.compile(r"^    ((?:python |\./scripts/)(?:.*\\\n)*.*)", re.MULTILINE)  # a line that ends in \ goes on
+COMMAND = re.compile(r"^    ((?:python |\./scripts/)(?:.*\\\n)*.*)", re.MULTILINE)  # a line that ends in \ continues
 COMMANDS = [
     pytest.param(command.replace("\\\n", " "), id=f"{page}-{number}")
     for page, text in TEXTS.items()
@@ -66,7 +66,7 @@ def test_the_engine_can_be_used_from_python_as_shown() -> None:
 
 def test_the_tree_exists() -> None:
     block = README[README.index("```\nconf/") + 4 :].split("```")[0]
-    folders: list[str] = []  # that a line is inside of, one per two spaces of indentation
+    folders: list[str] = []  # that contain the current line, one per two spaces of indentation
     paths: list[str] = []
     for line in block.splitlines():
         names = re.match(r"(\s*)((?:[\w.]+[./]\S*\s)+)", line + " ")  # one or two names, before the role
@@ -87,7 +87,7 @@ def test_tables_are_what_the_result_files_say(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls its headings: in small letters, without punctuation, hyphens for blanks."""
+    """Return GitHub's anchors of the page's headings: lower case, no punctuation, hyphens for spaces."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What scripts/same_code.py tells apart: prose and names from code."""
+"""scripts/same_code.py accepts changes of prose and consistent renames, and detects changes of code."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Box:
         (LOCALS.replace("one", "item"), {}),
         (LOCALS.replace(".size", ".length").replace("Box", "Case"), {"size": "length", "Box": "Case"}),
         (LOCALS.replace("one in own", "one in found"), None),  # another variable
-        (LOCALS.replace("own", "found"), None),  # two that become one
-        (LOCALS.replace("len(own)", "len(items)"), None),  # renamed at one place
-        (LOCALS.replace("own", "len"), None),  # hides what is defined elsewhere
+        (LOCALS.replace("own", "found"), None),  # two variables become one
+        (LOCALS.replace("len(own)", "len(items)"), None),  # renamed in one place only
+        (LOCALS.replace("own", "len"), None),  # shadows a name that is defined elsewhere
         (LOCALS.replace("len", "own"), None),
     ],
 )

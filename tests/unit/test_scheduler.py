@@ -1,4 +1,4 @@
-"""Random lives of requests against the scheduler and the page pool: nothing leaks, nobody starves, order is kept."""
+"""Random requests through the scheduler and the page pool: no page leaks, no request starves, order is kept."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def make(num_pages, max_batch, max_rows, chunk):
 
 
 def schedule(scheduler, drafts):
-    """One step in which every request may draft chains of `drafts` tokens."""
+    """Schedule a step in which every request may draft chains of up to `drafts` tokens."""
     limits = {request.request_id: max(0, min(drafts, request.remaining - 1)) for request in scheduler.decoding}
     grants = {name: Grant(Budget(limit, limit), lambda budget: budget.nodes) for name, limit in limits.items()}
     return scheduler.schedule(grants, scheduler.admissible())
 
 
 def take_step(pool, scheduler, max_batch, max_rows, drafts, generator):
-    """One step with random acceptance, and what must hold of every step; the requests that ended."""
+    """Run a step with random acceptance, assert what must hold of every step, and return the requests that ended."""
     first = scheduler.running[:1]
     decoding = [request for request in scheduler.running if request.phase is Phase.DECODE]
     preemptions = scheduler.preemptions
@@ -51,7 +51,7 @@ def take_step(pool, scheduler, max_batch, max_rows, drafts, generator):
     assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
     assert len(scheduler.running) <= max_batch
     assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
-    # or pre-empted, and perhaps admitted again at once
+    # a decoding request is served, or pre-empted and perhaps admitted again in the same step
     served = [*step.decodes, *step.prefills, *scheduler.waiting]
     assert all(request in served for request in decoding), "one was left out"
     for request, budget in zip(step.decodes, step.budgets, strict=True):
@@ -127,10 +127,10 @@ def test_every_request_ends_and_every_page_returns(
 def test_nobody_waits_longer_than_those_before_it_take(
     sizes, present, num_pages, max_batch, chunk, extra_rows, drafts, seed
 ):
-    """Constant load: as many requests at any time, a new one for each that ends, of sizes in turn.
+    """Under constant load, with `present` requests at any time and sizes in rotation, waiting time is bounded.
 
-    The first in order gets a row or a chunk in every step and is never pre-empted for another. So it ends within the
-    steps that it would take alone, and whoever came with `present - 1` others before it within as many times that.
+    The first in order gets a row or a chunk in every step and is never pre-empted for another, so it ends within the
+    steps that it would take alone. A request behind `present - 1` others ends within `present` times as many steps.
     """
     max_rows = max(chunk, max_batch) + extra_rows
     pool, scheduler = make(num_pages, max_batch, max_rows, chunk)
@@ -145,7 +145,7 @@ def test_nobody_waits_longer_than_those_before_it_take(
         arrived[request.request_id] = turn
         scheduler.add(request)
 
-    # A prompt with all of its answer may have to be computed again, a chunk or, beside full drafts, a row at a time.
+    # A prompt and all of its output may have to be recomputed, by chunks or, if drafts take the rest, a row per step.
     longest = max(prompt + 2 * length for prompt, length in sizes)
     started: list[str] = []
     for turn in range(120):

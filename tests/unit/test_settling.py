@@ -1,4 +1,4 @@
-"""What a change between drafted and plain steps costs, and the steps without drafts that tell what plain ones do."""
+"""Baseline probes of the latency of plain steps, and the cost of switching between speculative and plain steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infer.speculation.control.baseline_probe import (
 
 
 def drafted_before_reminder(settling: BaselineProbe, seconds: float, speedup: float = 1.1) -> int:
-    """Steps of so many seconds."""
+    """Return the number of speculative steps, of `seconds` each, before a baseline probe starts."""
     for count in range(100_000):
         settling.next_step(speedup)
         if settling.probing:
@@ -27,7 +27,7 @@ def drafted_before_reminder(settling: BaselineProbe, seconds: float, speedup: fl
 
 
 def plain_in_reminder(settling: BaselineProbe, seconds: float) -> list[bool]:
-    """Of the steps of a reminder that has begun, whether they teach."""
+    """Return for each plain step of the current baseline probe whether it is representative."""
     taught = []
     while settling.probing:
         taught.append(settling.plain(seconds, seconds))
@@ -59,7 +59,7 @@ def test_seldom_where_drafting_is_much_faster_and_soon_where_nothing_is_known():
 
 
 def test_steps_with_prompts_do_not_prolong_a_reminder():
-    """They are not told of, and are no reason to draft nothing until others come."""
+    """Steps with prefill are not reported; a probe does not suppress drafts until steps without prefill come."""
     settling, steps = BaselineProbe(known=False), 0
     drafted_before_reminder(settling, 0.01)
     while settling.probing:
@@ -82,11 +82,11 @@ def test_what_plain_steps_lose_after_drafted_ones_is_what_a_change_costs():
     settling = BaselineProbe(known=True)
     for _ in range(30):
         settling.drafted(0.005)
-        for lost in (0.002, 0.001, *[0.0] * 8):  # of steps of 4 ms
+        for lost in (0.002, 0.001, *[0.0] * 8):  # seconds lost by steps that should take 4 ms
             settling.plain(0.004 + lost, 0.004)
     assert settling.switch_s == pytest.approx(0.003, rel=0.01)
     settling.drafted(0.005)
-    settling.plain(0.02, 0.004)  # drafts come again before it has settled
+    settling.plain(0.02, 0.004)  # drafting resumes before the machine has settled
     settling.drafted(0.005)
     assert settling.switch_s == pytest.approx(0.003, rel=0.01)
     for _ in range(30):

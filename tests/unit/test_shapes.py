@@ -1,4 +1,4 @@
-"""How a head's tree grows and which of its nodes are proposed, against a plain model of EAGLE-2."""
+"""How a head's draft tree grows and which of its nodes are proposed, against a plain model of EAGLE-2."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from infer.speculation.tree_shapes import DynamicShape, StaticShape, propose_bes
 
 
 def grow(shape, children, depth):
-    """Grows one tree as the head proposer does, with `children(path)` -> log-probabilities by token; plain Python."""
-    grown = [((), 0.0, -1)]  # nodes that the level is grown from: path of tokens, cumulative score, candidate index
+    """Grow one tree as the head proposer does, in plain Python. `children(path)`: log-probabilities by token."""
+    grown = [((), 0.0, -1)]  # nodes that the level extends: path of tokens, cumulative score, candidate index
     candidates: list[tuple[tuple[int, ...], int, int, float]] = []  # path, parent, level, score
     for level in range(1, depth + 1):
         fan_out = shape.fan_out(level)
@@ -78,7 +78,7 @@ def test_a_dynamic_tree_holds_the_best_nodes_that_were_grown(width, depth, nodes
 
 
 def test_ties_are_decided_by_order_so_parents_stay():
-    candidates = grow(DynamicShape(2, 4), lambda path: [0.0, 0.0, 0.0], 4)  # a child is worth as much as its parent
+    candidates = grow(DynamicShape(2, 4), lambda path: [0.0, 0.0, 0.0], 4)  # a child scores as much as its parent
     for nodes in range(1, 12):
         _, paths = propose(candidates, Budget(nodes, 4))
         assert len(paths) == nodes

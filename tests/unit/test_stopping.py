@@ -1,4 +1,4 @@
-"""Where a text ends: ids, strings across token borders, lengths; and what must be held back meanwhile."""
+"""Where an output ends: stop ids, stop strings across tokens, lengths; and what is held back until that is decided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from infer.sampling.stopping import StopStrings, cut
 
 
 class Letters:
-    """A stream in which token i is the letter i."""
+    """A detokenizing stream in which token i is letter i."""
 
     def push(self, ids):
         return "".join(chr(97 + token) for token in ids)
@@ -72,7 +72,7 @@ def test_what_follows_a_stop_is_cut():
     assert run([1, 2], room=2, stop_ids=frozenset({2})) == ([1, 2], "stop", 2)
     assert run([1, 2, 3], stop_ids=frozenset({1, 2}), eos_id=1) == ([1], "stop", None)
     assert run([2, 1], stop_ids=frozenset({1, 2}), eos_id=1) == ([2], "stop", 2)
-    assert run([1, 2], eos_id=1) == ([1, 2], None, None)  # it is ignored
+    assert run([1, 2], eos_id=1) == ([1, 2], None, None)  # EOS is ignored unless it is a stop id
     assert run([0, 1, 2, 3], text=text_of(["bc"])) == ([0, 1, 2], "stop", "bc")
 
 

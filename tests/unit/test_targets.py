@@ -1,4 +1,4 @@
-"""Our reading of a checkpoint against transformers': same logits and hidden states, loud about what does not fit."""
+"""Our reading of a checkpoint against transformers': same logits and hidden states; errors for what does not fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_sharded_checkpoints_read_the_same(make_target_folder, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     one, two = load_target(str(folder)), load_target(str(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-    assert one.fingerprint != two.fingerprint  # other files: told apart although the weights agree
+    assert one.fingerprint != two.fingerprint  # the files differ, although the weights agree
 
 
 def test_tensors_that_do_not_fit_are_all_named(make_target_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Threads of a step on a machine that becomes busy, and idle again, by a clock of its own."""
+"""The number of threads per step on a machine that becomes busy, and idle again, with simulated time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infer.engine.threads import (
 
 
 class Machine:
-    """Two threads take half the time of one, but where it is busy they wait for each other."""
+    """Two threads take half the time of one, but on a busy machine they wait for each other."""
 
     def __init__(self, step: float = 1e-3) -> None:
         self.step, self.busy, self.probe_seconds, self.step_seconds = step, False, 0.0, 0.0
@@ -33,7 +33,7 @@ class Machine:
         return seconds
 
     def decode(self, threads: Threads, seconds: float, rows: int = 1) -> list[int]:
-        """The threads of each step, for so long."""
+        """Run steps for `seconds`; return the number of threads of each."""
         counts, end = list[int](), self.step_seconds + seconds
         while self.step_seconds < end:
             counts.append(threads.count(rows))

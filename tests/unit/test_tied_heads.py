@@ -1,4 +1,4 @@
-"""`tie_word_embeddings: true` against what the file holds: the weights decide, wherever a target is read or written."""
+"""`tie_word_embeddings: true` on files that contradict it: the weights decide, wherever a target is read or written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def other_head(embedding: Tensor) -> Tensor:
 
 
 def variant(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """A copy of `source` whose tensors went through `change`."""
+    """Copy `source` to `folder`, with its tensors modified by `change`."""
     folder.mkdir(exist_ok=True)
     for file in source.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -115,7 +115,7 @@ def no_gather(x: Tensor, sizes: Any, *, everywhere: bool = True) -> Tensor:
 
 
 class SingleProcess:
-    """The exchange of one process that holds everything."""
+    """An exchange between ranks for a single process, which holds all weights."""
 
     rank, ranks = 0, 1
 

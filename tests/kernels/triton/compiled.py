@@ -1,9 +1,9 @@
-"""Compiles Triton kernels for sm_90 as they would be launched, without a GPU. Not in the interpreter's process.
+"""Compiles Triton kernels for sm_90 as they would be launched, without a GPU; not in a process with TRITON_INTERPRET.
 
     python -m tests.kernels.triton.compiled MODULE
 
-calls the launches of MODULE (`CASES`: name -> function without arguments, on tensors of device "meta"), takes note of
-kernel, arguments and options in place of a launch, compiles, and prints a JSON object: name -> what the compiler says.
+calls the cases of MODULE (`CASES`: name -> function without arguments, on tensors of device "meta"), records kernel,
+arguments and options in place of each launch, compiles them, and prints a JSON object: name -> the compiler's report.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARED_LIMIT = 227 * 1024  # of a block on sm_90; the compiler does not check it
 
 
 def compile_in_new_process(module: str) -> dict[str, list[dict[str, Any]]]:
-    """Per case one entry per kernel launched: name, registers, spilled bytes, shared memory, and its PTX's marks."""
+    """Return, per case and kernel launched: name, registers, spilled bytes, shared memory, certain PTX instructions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.triton.compiled", module]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ def compile_in_new_process(module: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
-    """Kernels that the case launches, with arguments and options by name."""
+    """Return the kernels that the case launches, with their arguments and options by name."""
     from triton.runtime.jit import JITFunction
 
     launches: list[tuple[Any, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""Launches at the sizes of Llama-3.1-8B and of other head sizes, on tensors that hold nothing."""
+"""Kernel launches at the sizes of Llama-3.1-8B and at other head sizes, on meta tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def empty(*shape, dtype=BF16):
 
 
 def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False):
-    """`short`: a head's layer and one page, so that every number which may be 1 is, and becomes a constant."""
+    """`short`: a draft head's layer and one page; every argument that can be 1 is, so Triton makes it a constant."""
     count = 1 if short else 16
     index = empty(count, dtype=torch.int64)
     tree_mask = index if tree else None
@@ -65,7 +65,7 @@ def rotate(norm, cache_dtype=BF16, *, dim=128, centred=False):
 
 
 def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
-    """Of a vocabulary of `size`; `drafting`: in a head's own, with log-probabilities."""
+    """Choose from a vocabulary of `size`; `drafting`: a head's draft vocabulary, with log-probabilities."""
     index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
     parameters = ChoiceParameters(number, index, number, number, index, index) if sampled else None
     ids = empty(size, dtype=torch.int64) if drafting else None
@@ -76,7 +76,7 @@ def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
 
 
 def threshold(weighted):
-    """The first level of the search and its end; the levels between are the first over again."""
+    """The first level of the search and its end; the other levels repeat the first."""
     number, levels = empty(4, dtype=torch.float32), choose.LEVELS
     choose.LEVELS = 1
     try:
@@ -86,7 +86,7 @@ def threshold(weighted):
 
 
 def shape_all():
-    """With everything that a row can ask for."""
+    """All fields of `Shaping` at once."""
     counts, index = empty(262144, dtype=torch.float32), empty(4, 5, dtype=torch.int64)
     prompt, allowed = empty(262144, dtype=torch.bool), empty(4, 8192, dtype=torch.int32)
     shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, allowed))
@@ -98,7 +98,7 @@ def accept(typical_mask=None):
 
 
 def verify_blocks():
-    """Chains of five drawn tokens; of one that is certain, where every number that may be 1 is."""
+    """Chains of five sampled tokens, and of one token, where every argument that can be 1 is."""
     numbers = dict.fromkeys(("rows", "ids", "counts", "places", "seeds", "roots", "out"), empty(4, dtype=torch.int64))
     probs = empty(24, 128256, dtype=torch.float32)
     for width in (5, 1):
@@ -106,9 +106,9 @@ def verify_blocks():
 
 
 def unrolled(dim, *, dtype=BF16, short=False):
-    """The seventh step of a training-time test over some of the slots, forward and backward.
+    """The seventh step of training-time test over some of the slots, forward and backward.
 
-    `short`: the second step of one slot, so that every number which may be 1 is, and becomes a constant.
+    `short`: the second step of one slot; every argument that can be 1 is, so Triton makes it a constant.
     """
     batch, T, M, later_steps = (1, 1, 1, 1) if short else (2, 4096, 3000, 6)
     q = empty(batch, M, 32, dim, dtype=dtype).requires_grad_()

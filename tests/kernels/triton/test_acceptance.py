@@ -1,4 +1,4 @@
-"""Block verification and typical acceptance in Triton's interpreter: what the torch form decides."""
+"""Block verification and typical acceptance in Triton's interpreter decide as the torch implementation does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def probs_of(rows, generator, spread=2.0):
 
 
 def requests(counts, seed, *, kinds=("near", "far", "certain", "equal")):
-    """Of each request its distributions, its tokens, and the distributions they were drawn from, by kind in turn."""
+    """Return the requests' target distributions, tokens, draft distributions (by alternating kind), seeds and roots."""
     generator = torch.Generator().manual_seed(seed)
     target_probs, tokens, drawn = [], [], []
     for b, count in enumerate(counts):
@@ -43,7 +43,7 @@ def test_block_verification_decides_alike():
 
     @settings(max_examples=15, deadline=None)
     @given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 10_000))
-    @example([6, 6, 6, 6], 0)  # keeps 6, 0, 1 and 6: every kind of decision, whatever else is drawn
+    @example([6, 6, 6, 6], 0)  # accepts 6, 0, 1 and 6: every kind of decision, whatever hypothesis draws
     def check(counts, seed):
         target_probs, tokens, drawn, seeds, roots = requests(counts, seed)
         parts = target_probs.cpu().split([count + 1 for count in counts])
@@ -62,7 +62,7 @@ def test_where_nothing_is_left_the_target_is_drawn_from():
     """No coin refuses a token of equal probability; but a weight of one and equal probability at the cut exist."""
     target = torch.zeros(2, V)
     target[:, 5], target[:, 9] = 0.5, 0.5
-    draft = target[:1] * 4  # no law at all: only so is a token refused and nothing left
+    draft = target[:1] * 4  # no distribution: the only way to reject a token with no residual
     for seed in range(6):
         expected = acceptance.verify_block(target, draft, [5], seed, 3)
         assert gpu.block(target.to(DEVICE), [[5]], [draft.to(DEVICE)], [seed], [3], block=BLOCK) == [expected]
@@ -93,7 +93,7 @@ def test_dispatch_and_typical_acceptance(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_coins_are_those_of_the_kernel(seed):
-    """One token that is as likely as a coin's own value, and one a little less."""
+    """A token whose acceptance probability is just above the coin's value, and one just below."""
     value = acceptance.coin(seed, 7, 1)
     for factor, accepted in ((1.001, 1), (0.999, 0)):
         target, draft = torch.full((2, V), 1 / V), torch.full((1, V), 1 / V)

@@ -1,4 +1,4 @@
-"""Paged attention in Triton against the float64 oracle, and the bits of a row in any company."""
+"""Paged attention in Triton against the float64 oracle, and its row invariance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
 def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.float32, page=16, seed=0):
-    """Queries, keys and values of the rows, a pool of scattered pages that all hold something, and the page table."""
+    """Return queries, keys and values of the rows, a cache of scattered, non-zero pages, and the page table."""
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-(start + count) // page) for start, count in zip(committed, counts, strict=True)]
     order = torch.randperm(sum(pages), generator=generator) + 1
@@ -102,7 +102,7 @@ def test_the_shape_that_a_gpu_is_given_matches_the_oracle_across_a_split():
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 37)])
 def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a_tree(dtype, window):
-    """Positions on both sides of a tile's and a split's edge."""
+    """At positions on both sides of the edges of a tile and of a split."""
     length = 70
     case = make_case([0, 0], [length, 20], dtype=dtype)
     q, k, v, cache, table = case
@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a
     assert torch.equal(rows(28, 3, beside=4), prompt[28:31])
     assert torch.equal(rows(30, 40, whole=True), prompt[30:])
     assert torch.equal(rows(60, 10, whole=False), prompt[60:])
-    # nodes 2, 5 and 6 under the root are the text; the others stand between them and hold something else
+    # nodes 2, 5 and 6 under the root are the text; the nodes between them hold other tokens
     tree_mask = torch.tensor([1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1100101], device=DEVICE)
     for start in (14, 29, 61, 64):
         positions = torch.tensor([start, 0, start + 1, 1, 2, start + 2, start + 3])
@@ -130,7 +130,7 @@ def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a
 
 
 def test_a_head_that_grows_a_level_sees_earlier_levels(in_triton):
-    """Rows at offsets that do not begin at 0, as a tree's later levels lie (KVPool.level)."""
+    """Rows whose offsets do not begin at 0, like those of a tree's later levels (`KVPool.level`)."""
     case = make_case([20], [6])
     q, k, v, cache, table = case
     chain = run(case, [20], [6])
@@ -141,7 +141,7 @@ def test_a_head_that_grows_a_level_sees_earlier_levels(in_triton):
     plan = plan_attention(rows, 4, 2, 64, torch.float32)
     assert isinstance(plan, TritonAttention)
     actual = plan(q[4:], k[4:], v[4:], cache, 64**-0.5)
-    assert (actual[0] - chain[4]).abs().max() < 1e-6  # the chain itself; the other leaves out two of its nodes
+    assert (actual[0] - chain[4]).abs().max() < 1e-6  # the whole chain; the other row does not see two of its nodes
     assert not torch.allclose(actual[1], chain[5])
 
 
@@ -159,7 +159,7 @@ def test_keys_and_values_of_8_bits_are_widened():
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_the_torch_form_reads_and_writes_8_bits_too(tree):
-    """A tree after a prompt: against float64 on what was stored, and what is too large for e4m3 is its largest."""
+    """The output matches float64 on the stored values; values too large for e4m3 are stored as its largest."""
     committed, counts = [40], [3]
     q, k, v, cache, table = make_case(committed, counts, dtype=torch.float16)
     narrow = cache.to(torch.float8_e4m3fn)

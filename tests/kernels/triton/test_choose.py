@@ -1,4 +1,4 @@
-"""The choice rule in Triton's interpreter against its torch form: the same bits, in blocks too small for a row."""
+"""Sampling in Triton's interpreter has the bits of the torch implementation, with several blocks per row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked
 V, BLOCK = 150, 64
 POSITIONS = torch.arange(6) + 1000
 ROWS = [  # temperature, top_k, top_p, min_p
-    (0.0, 3, 0.5, 0.1),  # greedy: the rest means nothing
+    (0.0, 3, 0.5, 0.1),  # greedy: the other parameters are ignored
     (1.0, 0, 0.9, 0.0),
     (0.7, 5, 1.0, 0.02),
     (1.3, 20, 0.8, 0.0),
     (1.0, 0, 1.0, 0.0),
-    (2.0, 500, 1.0, 0.0),  # more than there are
+    (2.0, 500, 1.0, 0.0),  # more than the vocabulary
 ]
 
 
@@ -30,7 +30,7 @@ def rows_of(rows):
 
 def logits_of(count, dtype=torch.float32):
     x = torch.randn(count, V, generator=torch.Generator().manual_seed(1)) * 3
-    x[min(2, count - 1), 40:90] = 1.5  # ties, over blocks
+    x[min(2, count - 1), 40:90] = 1.5  # ties across blocks
     x[0, [7, 140]] = 30.0
     x[count - 1, 3:60] = -torch.inf  # masked
     return x.to(dtype)
@@ -66,7 +66,7 @@ def test_greedy_rows_and_draft_vocabularies():
     keys, columns, _ = gpu.best(logits, None, POSITIONS, None, 2, block=BLOCK)
     assert columns[0].tolist() == [7, 140]  # a tie goes to the lowest id
     assert torch.equal(keys, expected(logits, None)[0][:, :2])
-    ids = torch.arange(V) * 13 + 5  # of the target
+    ids = torch.arange(V) * 13 + 5  # token ids of the target
     parameters = rows_of(ROWS[4:] * 2).rows(torch.arange(3))
     parameters.restricts = False
     _, columns, _ = gpu.best(logits, parameters, POSITIONS, ids, 3, block=BLOCK)
@@ -90,7 +90,7 @@ def test_a_row_hangs_on_itself_alone():
 
 def test_the_switch_sends_rows_through_triton(monkeypatch):
     logits, parameters = logits_of(6), rows_of(ROWS)
-    logits[0, 7] += 1  # among equals torch.topk takes any
+    logits[0, 7] += 1  # torch.topk breaks ties arbitrarily
     tokens = torch.tensor([7, 1, 2, 3, 4, 100])
     outputs = {}
     for switch in ("torch", "triton"):
@@ -106,7 +106,7 @@ def test_the_switch_sends_rows_through_triton(monkeypatch):
 
 def test_the_noise_has_the_same_bits_in_c_and_in_torch(monkeypatch):
     seeds = torch.tensor([0, 2**32 - 1, 12345])
-    ids = torch.cat([torch.arange(1000), torch.tensor([2**31, 2**32 - 1])])  # no multiple of a vector's lanes
+    ids = torch.cat([torch.arange(1000), torch.tensor([2**31, 2**32 - 1])])  # not a multiple of the vector width
     random_words = noise_words(row_keys(seeds, seeds.flip(0), seeds + 9), ids)
     assert torch.equal(gumbel_noise(seeds, seeds.flip(0), seeds + 9, ids), gumbel_of(random_words))
 
@@ -130,6 +130,6 @@ def test_a_vocabulary_of_gemmas_size():
     assert torch.equal(columns, ranked(keys[2:3])[:, :4])
     torch.testing.assert_close(log_p.double(), keys[2:3].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
     restricted = sampling.rows(torch.tensor([3, 4]))
-    thresholds = gpu.find_thresholds(logits[3:], restricted, SIZE // 8)  # larger blocks: an interpreter takes its time
+    thresholds = gpu.find_thresholds(logits[3:], restricted, SIZE // 8)  # larger blocks, since the interpreter is slow
     scaled = logits[3:].float() / restricted.temperature[:, None]
     assert torch.equal(scaled >= thresholds[:, None], keys[3:] > -torch.inf)

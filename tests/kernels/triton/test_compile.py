@@ -1,4 +1,4 @@
-"""The kernels for sm_90 without a GPU: registers, spills, shared memory, tensor cores, asynchronous copies."""
+"""The kernels compiled for sm_90, without a GPU: spills, shared memory, tensor cores, asynchronous copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
 
 
 def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled):
-    """Rows alone and rows of a prompt give the same bits only if the same instructions add them up."""
+    """A row has the same bits alone and in a prompt only if the same instructions sum its products."""
     for case, launched in compiled.items():
         for kernel in launched:
             if kernel["kernel"] in ("attend", "branch", "linear_kernel", "residual_silu_kernel") and "fp32" not in case:
@@ -39,7 +39,7 @@ def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled)
 
 
 def test_what_must_round_as_on_a_cpu_is_not_fused(compiled):
-    """The noise, and what is compared with a threshold."""
+    """Kernels that compute noise or compare with thresholds contain no fused multiply-add."""
     rounded = [kernel for launched in compiled.values() for kernel in launched if kernel["kernel"] in EXACT]
     assert len(rounded) >= 6
     assert not any(kernel["fma.rn"] for kernel in rounded)

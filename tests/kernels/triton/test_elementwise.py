@@ -1,4 +1,4 @@
-"""The small operations in Triton against float64 and against what torch does with them."""
+"""Elementwise operations, gathers and moves in Triton against float64 and against torch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_embed_norm_gelu(dtype):
 @torch.no_grad()
 def test_gathered_rows_lie_beside_each_other(dtype):
     parts = [random(5, 1100, dtype=dtype, seed=seed) for seed in range(6)]
-    parts[1] = random(5, 2200, dtype=dtype)[:, 1100:]  # rows of wider ones
+    parts[1] = random(5, 2200, dtype=dtype)[:, 1100:]  # a slice of wider rows
     index = torch.tensor([4, 0, 4], device=DEVICE)
     for count in (1, 3, 6):
         expected = torch.cat([part[index] for part in parts[:count]], dim=-1)
@@ -90,7 +90,7 @@ def test_gathered_rows_lie_beside_each_other(dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
 def test_residual_blocks_of_all_heads(dtype, bias):
-    """The first layer reads one state for all heads, the next each its own."""
+    """The first layer reads one state for all heads, the next layer one state per head."""
     size = 80  # no multiple of a tile
     weight = random(3, size, size, dtype=dtype) * size**-0.5
     offset = random(3, size, dtype=dtype, seed=1) if bias else None
@@ -128,7 +128,7 @@ def test_gelu_mul(dtype, spread):
 @pytest.mark.parametrize("normed", ["not", "normed", "centred"])
 @torch.no_grad()
 def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_heads, dim, normed):
-    """Against the same function in torch; rows lie in wider ones, and slots that are not theirs stay."""
+    """Against the same function in torch; the input is a slice of wider rows, and other slots keep their values."""
     qkv = random(3, 2 * (heads + 2 * kv_heads), dim, dtype=dtype)[:, : heads + 2 * kv_heads]
     angles = random(3, 1, dim, dtype=torch.float32, seed=1)
     rotary = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -146,7 +146,7 @@ def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_he
 
 
 def test_keys_and_values_are_written_in_8_bits():
-    """Rounded to nearest as torch rounds; what is too large is e4m3's largest. Moves take them as they are."""
+    """Values are rounded to nearest as in torch and saturate at e4m3's largest. Moves copy them unchanged."""
     qkv = random(3, 8, 16, dtype=torch.float32)
     qkv[0, 6, 3], qkv[1, 5, 2] = 1e4, -1e4
     rotary = torch.ones(3, 1, 16, device=DEVICE), torch.zeros(3, 1, 16, device=DEVICE)
@@ -164,7 +164,7 @@ def test_keys_and_values_are_written_in_8_bits():
 
 @pytest.mark.parametrize("count", [1, 5, 40])
 def test_moves_read_everything_before_they_write(count):
-    """Paths of two trees come to the front of their blocks: sources are also destinations of others."""
+    """Paths of two trees move to the front of their blocks, so some sources are destinations of other moves."""
     stack = random(2, 2, 3, 128, 20, dtype=torch.float32)
     generator = torch.Generator().manual_seed(count)
     source = torch.cat([64 * b + torch.randperm(63, generator=generator)[:count].sort().values + 1 for b in (0, 1)])

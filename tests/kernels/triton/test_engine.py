@@ -1,4 +1,4 @@
-"""The engine on the Triton kernels, in the interpreter: token ids with and without drafts, in chains and in trees."""
+"""The engine on the Triton kernels, in the interpreter: equal token ids without drafts, with chains and with trees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMS = [replace(GREEDY, max_tokens=4), replace(SAMPLED, max_tokens=4)]
 
 @pytest.fixture
 def kernels_used(monkeypatch):
-    """Kinds of step that attention was planned for: the engine runs on Triton, as on a GPU."""
+    """Run the engine on Triton, as on a GPU; the kinds of step for which attention was planned."""
     monkeypatch.setenv(switch.SWITCH, "triton")
     monkeypatch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
     kinds = set()
@@ -35,7 +35,7 @@ def kernels_used(monkeypatch):
 def test_speculation_changes_no_token(kernels_used, make_small_engine):  # noqa: F811
     plain = make_small_engine(torch.float32, "none", max_batch=1, threads=1)
     expected = [ids(plain.generate([prompt], params))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-    # chains that are right; and trees, through graphs
+    # accepted chains, and trees with graphs
     drafts = {"draft_model": None, "head": {"tree_width": 3, "tree_nodes": 6}}
     graphs = {"draft_model": {}, "head": {"graphs": "on", "graph_batches": [2], "graph_rows": [7]}}
     for proposer, shape in drafts.items():

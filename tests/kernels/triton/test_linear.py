@@ -1,4 +1,4 @@
-"""Linear layers in Triton against float64, in every format of weights, and the bits of a row among any number."""
+"""Linear layers in Triton against float64, in every weight format, and their row invariance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_prompt(in_triton, dtype, weight_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("weight_format", ERROR)
 def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
-    """x lies in wider rows."""
+    """The input is a slice of wider rows."""
     weight, offset, linear = make(160, 64, dtype, weight_format=weight_format)
     stored, scale = quantise(weight, weight_format)
     assert offset is not None

@@ -1,4 +1,4 @@
-"""Penalties, bias and masks in Triton's interpreter: the bits of the torch form; and mask words against plain sets."""
+"""Penalties, bias and masks in Triton's interpreter have the bits of torch; packed masks against plain sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs in Triton: what HEADWAY_KERNELS says, and what makes no sense."""
+"""Which devices run in Triton by HEADWAY_KERNELS, and invalid settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acceptance in Triton's interpreter against its torch form, over random trees."""
+"""Acceptance in Triton's interpreter against the torch implementation, over random trees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_trees(lengths, seed):
 def test_accept_equals_the_torch_form(monkeypatch, lengths, seed):
     tree, generator = random_trees(lengths, seed)
     choice = torch.randint(0, 2, tree.token.shape, generator=generator)
-    if seed == 0:  # a chain that is accepted whole, bit 63 of the word included
+    if seed == 0:  # a chain that is accepted whole, bit 63 of the tree mask included
         tree = DraftTree.chains([0] * len(lengths), [[1] * (length - 1) for length in lengths])
         choice = torch.ones_like(tree.token)
     typical_mask = torch.rand(tree.token.shape, generator=generator) < 0.3 if seed > 1 else None
