@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from infer.config import EngineConfig
+from infer.request import Request
 from infer.sampling.params import SamplingParams
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
 from tests.server.test_wire import read_events
@@ -236,19 +237,22 @@ def test_what_only_the_model_can_tell_is_a_400(server: Server, fields: dict[str,
 
 
 def test_priority_is_served_first(make_server: MakeServer) -> None:
-    """A lower value goes first, as with vLLM."""
+    """A lower value goes first, as with vLLM. The engine says in which order requests ended: clients may hear late."""
     ended: list[int] = []
     with make_server(engine=EngineConfig(max_batch=1)) as server, ThreadPoolExecutor(4) as pool:
+        forget = server.engine.speculator.forget
 
-        def run(priority: int) -> None:
-            server.complete(max_tokens=4, ignore_eos=True, priority=priority)
-            ended.append(priority)
+        def record(request: Request) -> None:
+            if request.params.max_tokens == 4:
+                ended.append(-request.params.priority)
+            forget(request)
 
+        server.engine.speculator.forget = record
         speed_up = slow_down(server)
         pool.submit(server.complete, max_tokens=250, ignore_eos=True)
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         for waiting, priority in enumerate((5, 0, -5)):
-            pool.submit(run, priority)
+            pool.submit(server.complete, max_tokens=4, ignore_eos=True, priority=priority)
             wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == waiting + 1)  # noqa: B023
         speed_up()
         wait_until(lambda: len(ended) == 3)
