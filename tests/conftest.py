@@ -144,8 +144,8 @@ def tiny_tokenizer(tiny_target_folder: Path) -> Any:
 def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported random EAGLE-3 head for `tiny_target`, with a reduced draft vocabulary of 128."""
     from models.heads import save_head
-    from models.heads.eagle3 import Eagle3Head
-    from models.heads.eagle3_config import Eagle3Config
+    from models.heads.eagle3.config import Eagle3Config
+    from models.heads.eagle3.head import Eagle3Head
     from models.vocab import build_draft_vocab
 
     counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # an order whose most frequent ids are no prefix of the vocabulary

@@ -16,8 +16,8 @@ from models.formats import ibm_mlp, safeailab_eagle, speculators, vllm_medusa
 from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.heads import EMBEDDING, HEADS, PROVENANCE
 from models.heads.base import HeadShape
-from models.heads.eagle3_config import Eagle3Config
-from models.heads.eagle_config import ARCHITECTURE, EagleConfig
+from models.heads.eagle.config import ARCHITECTURE, EagleConfig
+from models.heads.eagle3.config import Eagle3Config
 
 LAYOUTS = (speculators.FORMAT, vllm_medusa.FORMAT, ibm_mlp.FORMAT)  # and EAGLE-1's, under another architecture name
 ADDED = ("verifier", "own_embedding", "speculative_tokens")  # to the layout of others

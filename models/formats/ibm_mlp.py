@@ -12,7 +12,7 @@ from torch import Tensor
 from models.fields import MAX_LAYERS, Fields
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.heads.base import HeadShape
-from models.heads.mlp_config import MlpConfig
+from models.heads.mlp.config import MlpConfig
 
 TOP_K = (5, 4, 3)
 

@@ -9,7 +9,7 @@ from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.safeailab_eagle3 import KEYS as EAGLE3_KEYS
-from models.heads.eagle_config import EagleConfig
+from models.heads.eagle.config import EagleConfig
 from models.heads.layer_config import layer_json
 
 EMBEDDING = "embed_tokens.weight"

@@ -14,7 +14,7 @@ from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.llama import read_layer
 from models.heads.base import HeadShape
-from models.heads.eagle3_config import FLAGS, Eagle3Config
+from models.heads.eagle3.config import FLAGS, Eagle3Config
 from models.heads.layer_config import layer_json
 
 SPECFORGE = "LlamaForCausalLMEagle3"

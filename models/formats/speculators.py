@@ -10,8 +10,8 @@ from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
 from models.heads import EMBEDDING
-from models.heads.eagle3_config import Eagle3Config
-from models.heads.p_eagle_config import PEagleConfig
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.p_eagle.config import PEagleConfig
 
 KINDS: dict[str, type[Eagle3Config]] = {"eagle3": Eagle3Config, "peagle": PEagleConfig}
 

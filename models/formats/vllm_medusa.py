@@ -14,7 +14,7 @@ from torch import Tensor
 from models.fields import MAX_LAYERS, Fields
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.heads.base import HeadShape
-from models.heads.medusa_config import MedusaConfig
+from models.heads.medusa.config import MedusaConfig
 
 SHARED, FIRST = "lm_head.weight", "lm_heads.0.weight"
 

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.heads.base import Head, HeadShape
-from models.heads.eagle import EagleHead
-from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle.head import EagleHead
+from models.heads.eagle3.head import Eagle3Head
 from models.heads.layer_config import reaching
-from models.heads.medusa import MedusaHead
-from models.heads.mlp import MlpHead
-from models.heads.p_eagle import PEagleHead
+from models.heads.medusa.head import MedusaHead
+from models.heads.mlp.head import MlpHead
+from models.heads.p_eagle.head import PEagleHead
 from models.targets.llama import LlamaTarget
 from models.weights import load_into, split_merged
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from infer.config_checks import REPO_ROOT
 from models.config import TargetConfig, read_json
-from models.heads.eagle3 import Eagle3Head
-from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from scripts.inflation import SHAPES, Shape
 from scripts.inflation.shapes import enlarged

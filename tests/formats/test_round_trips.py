@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from models.config import RopeConfig, TargetConfig
 from models.formats import FORMATS, Checkpoint, ConversionOptions, Verifier, read_checkpoint, write_checkpoint
 from models.formats.matching import expected_tensors
-from models.heads.eagle3_config import Eagle3Config
-from models.heads.eagle_config import EagleConfig
-from models.heads.medusa_config import MedusaConfig
-from models.heads.mlp_config import MlpConfig
-from models.heads.p_eagle_config import PEagleConfig
+from models.heads.eagle.config import EagleConfig
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.medusa.config import MedusaConfig
+from models.heads.mlp.config import MlpConfig
+from models.heads.p_eagle.config import PEagleConfig
 from tests.formats.sources import SOURCES
 
 ROPES = [

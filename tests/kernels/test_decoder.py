@@ -15,10 +15,10 @@ from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import ExpertsConfig, RopeConfig, TargetConfig
 from models.fused_decoder import FusedDecoder
-from models.heads.eagle import EagleHead
-from models.heads.eagle3 import Eagle3Head
-from models.heads.eagle3_config import Eagle3Config
-from models.heads.eagle_config import EagleConfig
+from models.heads.eagle.config import EagleConfig
+from models.heads.eagle.head import EagleHead
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.head import Eagle3Head
 from models.layers import pack
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LAST, LlamaTarget

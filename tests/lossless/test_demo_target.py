@@ -11,8 +11,8 @@ from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.demo.corpus import held_out_prompts
-from models.heads.eagle3 import Eagle3Head
-from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.head import Eagle3Head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab

@@ -18,8 +18,8 @@ from infer.options.head_config import Eagle3HeadConfig, EagleHeadConfig
 from infer.parallel.comm import RankLost
 from infer.request import SamplingParams
 from models.heads import save_head
-from models.heads.eagle import EagleHead
-from models.heads.eagle_config import EagleConfig
+from models.heads.eagle.config import EagleConfig
+from models.heads.eagle.head import EagleHead
 from tests.unit.test_targets import randomise_biases_and_norms
 
 PAGE, TOKENS = 8, 16

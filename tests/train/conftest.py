@@ -13,8 +13,8 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from models.heads.eagle3 import Eagle3Head
-from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.head import Eagle3Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
-from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from tests import heads
 from tests.train.conftest import STEPS, make_head

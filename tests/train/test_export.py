@@ -14,7 +14,7 @@ import torch
 from infer.cli import compose
 from infer.request import SpeculationStats
 from models.heads import load_head
-from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3.head import Eagle3Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget

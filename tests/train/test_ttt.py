@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from infer.engine import Engine
 from models.attention import TrainingTimeTestAttention
-from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head

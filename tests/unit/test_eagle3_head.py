@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.heads import load_head
-from models.heads.eagle3 import Eagle3Head
-from models.heads.eagle3_config import FLAGS, Eagle3Config
+from models.heads.eagle3.config import FLAGS, Eagle3Config
+from models.heads.eagle3.head import Eagle3Head
 from models.targets import load_target
 
 

@@ -11,8 +11,8 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
-from models.heads.eagle3 import Eagle3Head
-from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.head import Eagle3Head
 from models.targets import ARCHITECTURES, load_target
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab

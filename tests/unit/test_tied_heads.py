@@ -19,8 +19,8 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.config import read_json
 from models.formats.verifier import weights_of
-from models.heads.eagle import EagleHead
-from models.heads.eagle_config import EagleConfig
+from models.heads.eagle.config import EagleConfig
+from models.heads.eagle.head import EagleHead
 from models.parallel import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
 from models.targets.tying import EMBEDDING, LM_HEAD

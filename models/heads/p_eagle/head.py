@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.heads.eagle3 import Eagle3Head
-from models.heads.p_eagle_config import PEagleConfig
+from models.heads.eagle3.head import Eagle3Head
+from models.heads.p_eagle.config import PEagleConfig
 from models.targets.llama import LlamaTarget
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from models.config import TargetConfig
-from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Config
 
 
 @dataclass(frozen=True)

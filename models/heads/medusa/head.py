@@ -17,7 +17,7 @@ from kernels.residual import residual_silu
 from kernels.triton import in_use
 from models.attention import Attention
 from models.heads.base import Head
-from models.heads.medusa_config import MedusaConfig
+from models.heads.medusa.config import MedusaConfig
 from models.layers import Linear
 from models.targets.llama import LlamaTarget
 from models.vocab import target_ids

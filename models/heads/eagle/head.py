@@ -19,7 +19,7 @@ from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import AttentionShape, Borrowed, Head
-from models.heads.eagle_config import EagleConfig
+from models.heads.eagle.config import EagleConfig
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels.elementwise import embed_norm_gelu, rms_norm
 from models.attention import Attention
 from models.heads.base import Head
-from models.heads.mlp_config import MlpConfig
+from models.heads.mlp.config import MlpConfig
 from models.layers import Embedding, Linear
 from models.targets.llama import LlamaTarget
 

@@ -19,7 +19,7 @@ from kernels.elementwise import norm_beside
 from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import AttentionShape, Head
-from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Config
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
 from models.vocab import target_ids

@@ -1,0 +1,1 @@
+"""The EAGLE head (arXiv 2401.15077): its config and its module."""

@@ -1,0 +1,1 @@
+"""The EAGLE-3 head (arXiv 2503.01840): its config and its module."""
