@@ -19,6 +19,7 @@ import pytest
 
 from infer.cli import compose
 from infer.config import GenerateConfig
+from infer.console.display import use_color
 from infer.generate import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -236,11 +237,33 @@ def on_a_terminal(arguments: list[str], **extra: str) -> str:
     return b"".join(pieces).decode(errors="replace")
 
 
-def test_a_terminal_gets_colour_unless_it_asks_for_none(overrides: list[str]) -> None:
+def test_a_terminal_gets_colour(overrides: list[str]) -> None:
     repeated = ["prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "max_tokens=60"]
-    arguments = command(*overrides, *repeated, "proposer=ngram", "proposer.adaptive=false")
-    assert GREEN in on_a_terminal(arguments)
-    assert GREEN not in on_a_terminal(arguments, NO_COLOR="1")
+    assert GREEN in on_a_terminal(command(*overrides, *repeated, "proposer=ngram", "proposer.adaptive=false"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "variables", "colour"),
+    [
+        ("auto", {}, True),
+        ("auto", {"NO_COLOR": "1"}, False),
+        ("auto", {"TERM": "dumb"}, False),
+        ("never", {}, False),
+        ("always", {"NO_COLOR": "1"}, True),
+    ],
+)
+def test_colour_is_a_matter_of_the_terminal_and_its_user(
+    monkeypatch: pytest.MonkeyPatch, setting: str, variables: dict[str, str], colour: bool
+) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours), os.fdopen(theirs, "w") as stream:
+        assert use_color(setting, stream) is colour
+    with open(os.devnull, "w") as stream:
+        assert use_color(setting, stream) is (setting == "always")
 
 
 def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:

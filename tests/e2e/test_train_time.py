@@ -24,7 +24,7 @@ def test_two_ways_to_train_a_head_are_timed(tiny_target_folder: Path, tmp_path: 
         "data.prompt_tokens=12", "sequence_length=32", "batch_size=2", "minutes=null", "steps=4", "eval_prompts=2",
         "eval_max_tokens=8", "precision=fp32", "engine.max_tokens_in_cache=512", "packing=true",
     ]  # fmt: skip
-    result = time_heads("heads=[mlp]", "against=[packing=false]", "rounds=2", *overrides)
+    result = time_heads("heads=[mlp]", "against=[packing=false]", *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
     timings = json.loads(result.stdout.splitlines()[-1])["heads"]
     assert list(timings) == ["mlp", "mlp-against"]
