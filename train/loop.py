@@ -27,14 +27,14 @@ from train.data.sequences import Batch, rows_at, seed_of
 from train.distributed.parallel import (
     any_process,
     broadcast_text,
+    log_main,
     lost_process,
     make_accelerator,
     release,
-    say,
     stopping_together,
     total,
 )
-from train.distributed.strategies import Replicated, State, agree, load_module
+from train.distributed.strategies import Replicated, State, broadcast_float, load_module
 from train.evaluation import acceptance_metrics, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
@@ -85,7 +85,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
             return result
         except Interrupted:
             together = True
-            say(accelerator, f"stopped; resume with: {resume_command(config, overrides, accelerator.num_processes)}")
+            resume = run_folder.resume_command(config, overrides, accelerator.num_processes)
+            log_main(accelerator, f"stopped; resume with: {resume}")
             return None
         except RuntimeError as error:
             if not lost_process(error):
@@ -94,16 +95,11 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
             raise ValueError(
                 f"parallel={config.parallel.name}: another process has ended or does not answer, so this one ends too; "
                 f"its own output says why ({str(error).splitlines()[0]}). Last good checkpoint: {kept or 'none yet'}; "
-                f"resume with: {resume_command(config, overrides, accelerator.num_processes)}"
+                f"resume with: {run_folder.resume_command(config, overrides, accelerator.num_processes)}"
             ) from error
         finally:
             run.close(together=together)
             release(accelerator)
-
-
-def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int = 1) -> str:
-    kept = [item for item in overrides if not item.lstrip("+").startswith("run=")]
-    return python_command("train/run.py", *kept, f"run={config.run}", processes=processes)
 
 
 class Run:
@@ -127,11 +123,11 @@ class Run:
         if accelerator.is_main_process:
             run_folder.open_run(config)
         accelerator.wait_for_everyone()
-        say(accelerator, f"run {config.run}: {self.folder}")
+        log_main(accelerator, f"run {config.run}: {self.folder}")
         if config.stage == "regenerate":
             return self._regenerate()
         for line in outlook(config):
-            say(accelerator, line)
+            log_main(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
         self.engine, self.placement = self.prepared.engine, self.prepared.placement
         self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
@@ -156,7 +152,7 @@ class Run:
 
     def _regenerate(self) -> dict[str, Any]:
         self.engine, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
-        say(self.accelerator, "runs with the same data settings and output_dir will reuse these sequences")
+        self._log("runs with the same data settings and output_dir will reuse these sequences")
         return {"run": self.config.run, "data": str(self.folder / "data"), "counts": data.counts}
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -281,7 +277,7 @@ class Run:
                 f"checkpoint: {kept or 'none yet'}. Try a smaller optim.lr (it is {rate:.3g} here) or optim.clip="
                 f"{self.config.optim.clip} under another run="
             )
-        say(self.accelerator, f"step {self.step + 1} skipped: the {wrong} is not finite")
+        self._log(f"step {self.step + 1} skipped: the {wrong} is not finite")
         return norm
 
     def _sequences_of_step(self) -> list[int]:
@@ -323,7 +319,7 @@ class Run:
         best = checkpoint.best_checkpoint(path.parent)
         if best is not None:  # may be of a later step than `path`, if an extended run went back
             self.best = max(self.best, checkpoint.read_state(best)["best"])
-        say(self.accelerator, f"resumed after step {self.step}")
+        self._log(f"resumed after step {self.step}")
 
     def _save(self, *, best: bool = False, stable: bool = False) -> None:
         tensors = self.prepared.placement.state()
@@ -340,7 +336,7 @@ class Run:
         self.prepared.placement.collect()
         taus: list[float] = []
         self._on_main_process(lambda: taus.append(self._evaluate_alone()))
-        return agree(self.accelerator, taus[0] if taus else 0.0)
+        return broadcast_float(self.accelerator, taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
         evaluator = self.prepared.served.evaluator()
@@ -354,6 +350,9 @@ class Run:
             file=sys.stderr,
         )
         return metrics["eval/tau_engine"]
+
+    def _log(self, message: str) -> None:
+        log_main(self.accelerator, message)
 
     def _on_main_process(self, work: Callable[[], None]) -> None:
         """Run `work` on the main process; if interrupted, raise on all processes, which would wait otherwise."""
@@ -394,7 +393,7 @@ class Run:
         if move == "return":
             stable = checkpoint.stable_checkpoint(folder)
             if stable is None:
-                say(self.accelerator, "no checkpoint from before the decay exists; the rate rises again from here")
+                self._log("no checkpoint from before the decay exists; the rate rises again from here")
             else:
                 self.accelerator.wait_for_everyone()  # every process has read `stable`
                 if self.accelerator.is_main_process:
@@ -414,7 +413,7 @@ class Run:
         epochs = new.decided * per_step / len(self.prepared.packs)
         rows = "packs" if config.packing else "sequences"
         before = "" if old is None else f" (before: {old.decided})"
-        say(self.accelerator, f"{new.decided} steps{before} of {per_step} {rows}, {epochs:.1f} epochs")
+        self._log(f"{new.decided} steps{before} of {per_step} {rows}, {epochs:.1f} epochs")
 
     def _fit_from_now(self) -> int:
         assert self.config.minutes is not None
@@ -467,10 +466,10 @@ class Run:
         self.trackers.publish(results)
         lengths = greedy.summary()
         positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
-        say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
-        say(self.accelerator, f"exported to {export}; report in {report}")
+        self._log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
+        self._log(f"exported to {export}; report in {report}")
         arguments = [*model_overrides(published.config.model), *head_words(config.head, config.output_dir)]
-        say(self.accelerator, f"serve it: {python_command('infer/serve.py', *arguments)}")
+        self._log(f"serve it: {python_command('infer/serve.py', *arguments)}")
         seconds = round(time.perf_counter() - self.started, 1)
         return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}
 
@@ -494,5 +493,5 @@ class Run:
         loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(trained))
         load_module(trained, loaded.module)
         step = loaded.state["step"]
-        say(self.accelerator, f"exporting the head of step {step}, τ {self.best:.3f} in the engine: the last is worse")
+        self._log(f"exporting the head of step {step}, τ {self.best:.3f} in the engine: the last is worse")
         return {**record, "steps": step, "tokens": loaded.state["tokens"], "seconds": round(loaded.state["seconds"], 1)}

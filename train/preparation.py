@@ -39,7 +39,7 @@ from train.config import (
 from train.data.folder import Data, open_data
 from train.data.sequences import Sequences, best_fit
 from train.distributed.exchange import ProcessExchange
-from train.distributed.parallel import say, stopping_together
+from train.distributed.parallel import log_main, stopping_together
 from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
 from train.features.layout import Layout
@@ -158,7 +158,7 @@ def prepare_training(
         served = FrozenTarget(config, target, Evaluator(config, engine, data.held_out, features_of, stop.check))
     counts = cut_counts(uncut, sequences)
     lost = 1 - counts["learnt"] / max(1, int(uncut.assistant.sum()))
-    say(
+    log_main(
         accelerator,
         f"{counts['sequences']} sequences, {counts['tokens']} tokens, {counts['learnt']} of them trained on "
         f"(sequence_length={config.sequence_length} cut {100 * lost:.1f} % off, and dropped "
@@ -170,7 +170,9 @@ def prepare_training(
     if config.packing:
         packs = best_fit(sequences.lengths.tolist(), config.sequence_length)
         filled = int(sequences.offsets[-1]) / (len(packs) * config.sequence_length)
-        say(accelerator, f"packed into {len(packs)} rows of {config.sequence_length} tokens, {100 * filled:.1f} % full")
+        log_main(
+            accelerator, f"packed into {len(packs)} rows of {config.sequence_length} tokens, {100 * filled:.1f} % full"
+        )
     return Prepared(
         engine=engine,
         target=target,
@@ -231,10 +233,12 @@ def open_features(
     store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
     refuse_small_disk(folder, store.missing_bytes)
     kept = f"; {done} of {store.shards} shards are there" if (done := store.shards - len(store.missing)) else ""
-    say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
+    log_main(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
     if accelerator.is_main_process:
         made_by = open_store(folder, record)
-        say(accelerator, f"the store was written by Headway {made_by.get('version')}, commit {made_by.get('commit')}")
+        log_main(
+            accelerator, f"the store was written by Headway {made_by.get('version')}, commit {made_by.get('commit')}"
+        )
         if note := other_code(made_by):
             warn(note)
     accelerator.wait_for_everyone()

@@ -32,10 +32,10 @@ from train.data.sequences import Batch
 from train.distributed.parallel import refuse_other_launch
 from train.distributed.strategies import Replicated
 from train.features.online import compute_features
-from train.loop import Run, resume_command, train
+from train.loop import Run, train
 from train.publishing.trackers import read_metrics
 from train.signals import Interrupted
-from train.storage.run_folder import name_run, read_budget, write_budget
+from train.storage.run_folder import name_run, read_budget, resume_command, write_budget
 
 
 def test_what_a_run_leaves_behind(

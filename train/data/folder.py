@@ -34,7 +34,7 @@ from train.data.regenerate import (
     sampling_params,
 )
 from train.data.sequences import Sequences
-from train.distributed.parallel import any_process, say, stopping_together
+from train.distributed.parallel import any_process, log_main, stopping_together
 from train.signals import StopRequest
 from train.storage import atomic
 from train.storage.reuse import (
@@ -92,7 +92,7 @@ class Making:
         with stopping_together(accelerator):
             prompts = read_prompts(config, self.tokenizer, self.engine.context, self.stop.check)
         for line in prompts.reading.lines():
-            say(accelerator, line)
+            log_main(accelerator, line)
         parts = ingredients(config, self.engine.target, self.tokenizer, prompts.source)
         resumed = any_process(accelerator, (self.folder / SOURCE).is_file())
         if resumed:
@@ -116,7 +116,7 @@ class Making:
             "the target" if provided or config.data.server is None else f"{config.data.server}, and the target here,"
         )
         answerer = None if provided else self._answerer()  # before generation, so that an unusable server fails early
-        say(accelerator, f"{generator} continues {work}")
+        log_main(accelerator, f"{generator} continues {work}")
         held_out = self._answer(EngineGenerator(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
             train = collect(prompts.train, {key: self._rows_of(example) for key, example in prompts.train.items()}, {})
@@ -184,16 +184,16 @@ class Making:
         for name, part in (("conversations", train_result), ("held-out prompts", eval_result)):
             if part.failed:
                 first, counted = next(iter(part.failed.values())), part.counts["conversations"]
-                say(self.accelerator, f"{len(part.failed)} of {counted} {name} failed, the first: {first}")
+                log_main(self.accelerator, f"{len(part.failed)} of {counted} {name} failed, the first: {first}")
         for line in first_of("shortened", shortened):
-            say(self.accelerator, line)
+            log_main(self.accelerator, line)
         if not len(train) or not len(held_out):
             raise ValueError(
                 f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
                 "two tokens or more; raise data.max_new_tokens and eval_max_tokens, or look at the prompts"
             )
         tokens, learnt = int(train.offsets[-1]), int(train.assistant.sum())
-        say(
+        log_main(
             self.accelerator,
             f"{len(train)} sequences from {train_result.counts['done']} conversations "
             f"({train_result.counts['skipped']} more have no token to train on), {tokens} tokens, "
@@ -221,7 +221,7 @@ class Making:
         if any_process(accelerator, twin is None):
             return False
         assert twin is not None
-        say(accelerator, f"reusing the sequences of {twin}")
+        log_main(accelerator, f"reusing the sequences of {twin}")
         if accelerator.is_main_process:
             copy_twin(twin, self.folder, files)
         accelerator.wait_for_everyone()

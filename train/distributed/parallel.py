@@ -181,7 +181,7 @@ def stopping_together(accelerator: Accelerator, before: Callable[[], None] = lam
         raise Interrupted
 
 
-def say(accelerator: Accelerator, text: str) -> None:
+def log_main(accelerator: Accelerator, text: str) -> None:
     """Print a log line from the main process to standard error; standard output is reserved for the result."""
     if accelerator.is_main_process:
         print(text, file=sys.stderr, flush=True)

@@ -327,7 +327,7 @@ def shard_like(value: Tensor, parameter: Tensor | None) -> Tensor:
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
-def agree(accelerator: Accelerator, value: float) -> float:
+def broadcast_float(accelerator: Accelerator, value: float) -> float:
     """Return the main process's value on all processes."""
     local = value if accelerator.is_main_process else 0.0
     return float(total(accelerator, torch.tensor(local, dtype=torch.float64, device=accelerator.device)))

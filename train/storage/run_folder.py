@@ -6,7 +6,7 @@ Only keys in FREE may differ on resumption: no past update depends on them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from infer import config as infer_config
 from infer.cli import load_config, save_config
 from infer.config_checks import resolve_path
+from infer.options.command_words import python_command
 from train import config as train_config
 from train.config import TrainConfig
 from train.schedule import Budget
@@ -169,3 +170,9 @@ def read_budget(folder: Path) -> Budget | None:
 
 def write_budget(folder: Path, budget: Budget) -> None:
     atomic.write_text(folder / SCHEDULE, json.dumps(asdict(budget)) + "\n")
+
+
+def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int = 1) -> str:
+    """Return the command that resumes a run started with `overrides`."""
+    kept = [item for item in overrides if not item.lstrip("+").startswith("run=")]
+    return python_command("train/run.py", *kept, f"run={config.run}", processes=processes)
