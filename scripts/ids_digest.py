@@ -24,7 +24,6 @@ import infer.environment  # noqa: F401
 import argparse
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +92,7 @@ def run(model: ModelConfig, head: str, *, max_tokens: int, dtypes: Sequence[str]
 
 def unequal(cells: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return the cells whose token ids are not those of plain decoding at the same dtype and temperature."""
-    expected: dict[tuple[str, str], str] = defaultdict(str)
+    expected: dict[tuple[str, str], str] = {}
     wrong = []
     for name, value in cells.items():
         _, temperature, _, dtype = name.split(", ")

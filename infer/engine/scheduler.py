@@ -98,7 +98,7 @@ class Scheduler:
                 continue  # pre-empted in this loop for an earlier request
             granted, places = grants[request.request_id]
             budget = granted.within(spare // (len(decodes) - index))
-            if not self._pool.reserve(request, len(request.tokens) + (places(budget) if budget.nodes else 0)):
+            if not self._pool.reserve(request, len(request.tokens) + places(budget)):
                 budget = NOTHING
                 if not self._reserve_or_preempt(request, len(request.tokens), step):
                     continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class Speculator:
         for request in admissible:
             self._on_admission(request, load)
         return {
-            request.request_id: Grant(self._granted(request, load), self._proposer_for(request).places)
+            request.request_id: Grant(self._granted(request, load), partial(self.places, request))
             for request in decoding
         }
 

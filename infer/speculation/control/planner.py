@@ -176,7 +176,7 @@ class Controller:
         return self._outdated(decoding, load) or self._has_new(decoding)
 
     def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
-        outdated = self._outdated(decoding, load)
+        outdated = candidates is not None and self._outdated(decoding, load)
         self._age += 1
         if self._cached_s >= CACHE_S:
             self._seconds.clear()
@@ -195,8 +195,7 @@ class Controller:
             self.current = best_plan(batch, planned, self.costs, self.acceptance, depth, self._start_margin(batch))
             if self.confidence is not None and self.current.budgets:
                 self._enable_early_exit(self.confidence)
-        elif self._has_new(decoding):
-            assert candidates is not None
+        elif candidates is not None and self._has_new(decoding):
             self.current = with_new_requests(self.current, self._candidates, candidates)
             self._decoding, self._candidates = decoding, candidates
         self._probe = self._next_probe(decoding)
