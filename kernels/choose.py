@@ -5,9 +5,8 @@ position, token id), so the choice depends on the row's logits, parameters and s
 drafted tokens, or on a generator's state (arXiv 2408.07978, 2506.05632). At temperature 0 there is no noise. Ties go to
 the lowest token id.
 
-The noise, the division by the temperature, min-p and top-k have the same bits everywhere (kernels/noise.py), so a GPU
-and a CPU choose the same token from the same logits. Top-p sums probabilities: if a sum is within fp32 rounding of
-top_p, devices may differ by one token in the set.
+The noise, the division by the temperature and all restrictions have the same bits everywhere (kernels/noise.py,
+kernels/fixed_point.py), so a GPU and a CPU choose the same token from the same logits.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, LANES, library
+from kernels.fixed_point import exp_weights, share_of
 from kernels.noise import exact_log, gumbel_noise
 from kernels.triton import in_use
 
@@ -49,8 +49,8 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     """Set logits `[R, V]` (already divided by the temperature) to -inf outside min-p, then top-k, then top-p.
 
     min-p (arXiv 2407.01082) removes tokens less likely than min_p times the most likely one. Top-p keeps the smallest
-    set of most likely remaining tokens whose total probability reaches top_p. Tokens that tie with the last one kept
-    are kept too, so that no set depends on a sort's order.
+    set of most likely remaining tokens whose total probability reaches top_p. Probabilities are summed as integers, so
+    that no sum depends on its order. Tokens that tie with the last one kept are kept too, for the same reason.
     """
     if bool((min_p > 0).any()):
         min_logit = logits.amax(-1) + torch.where(min_p > 0, exact_log(min_p), -torch.inf)
@@ -66,9 +66,9 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
         logits = logits.masked_fill(logits < threshold, -torch.inf)
         ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
     if by_p:
-        probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability
-        kept = (before < top_p[:, None]) & (ordered > -torch.inf)
+        weights = exp_weights(ordered - ordered[:, :1])
+        sums = weights.cumsum(-1)
+        kept = (sums - weights < share_of(sums[:, -1:], top_p[:, None])) & (ordered > -torch.inf)
         last = kept.sum(-1).clamp(min=1) - 1
         threshold = torch.where(top_p < 1, ordered.gather(1, last[:, None])[:, 0], -torch.inf)
         logits = logits.masked_fill(logits < threshold[:, None], -torch.inf)

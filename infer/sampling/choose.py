@@ -19,10 +19,24 @@ from kernels.choose import ChoiceParameters, choose, warped_log_probs
 
 @dataclass
 class Choices:
+    """Tokens sampled at the rows of a step, and what they were sampled from.
+
+    Only rows that ask for it have processed logits: whether a row's logits are copied and widened to fp32 does not
+    depend on the rows beside it.
+    """
+
     token: Tensor  # [R]
     raw: Tensor  # [R, V] the target's logits
-    shaped: Tensor  # [R, V] after penalties, bias and masks
     parameters: ChoiceParameters | None  # per row
+    processed: dict[int, Tensor]  # by row: logits [V] after penalties, bias and masks, fp32
+
+    def warped_log_probs(self, rows: Tensor) -> Tensor:
+        """Return the logits `[n, V]` of the warped distribution at `rows` `[n]`, fp32."""
+        logits = self.raw[rows].float()
+        for place, row in enumerate(rows.tolist() if self.processed else ()):
+            if row in self.processed:
+                logits[place] = self.processed[row]
+        return warped_log_probs(logits, self.parameters and self.parameters.rows(rows))
 
     def logprobs(self, request: Request, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprob]:
         """Return the log-probabilities that the request asked for, of `tokens` sampled at `rows`."""
@@ -30,10 +44,8 @@ class Choices:
         if num_logprobs is None or not tokens:
             return []
         index = torch.tensor(list(rows[: len(tokens)]), device=self.raw.device)
-        logits = self.raw[index]
-        if request.params.logprobs_of == "processed":
-            logits = warped_log_probs(self.shaped[index], self.parameters and self.parameters.rows(index))
-        return token_logprobs(logits, tokens, num_logprobs)
+        processed = request.params.logprobs_of == "processed"
+        return token_logprobs(self.warped_log_probs(index) if processed else self.raw[index], tokens, num_logprobs)
 
 
 def choose_rows(
@@ -50,17 +62,20 @@ def choose_rows(
     parameters = together(requests, lambda group: choice_parameters(group, logits.device))
     if parameters is not None:
         parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
-    shaped, first = logits, 0
+    processed: dict[int, Tensor] = {}
+    first = 0
     for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
         if request.params.shapes_logits or request.constraint is not None:
-            if shaped is logits:
-                shaped = logits.float().clone()
-            rows = slice(first, first + count)
             paths = [[]] if tree is None else drafted_paths(tree, b, count)
             with isolated(request):
-                shaped[rows] = shape_rows(request, logits[rows], paths)
+                processed |= enumerate(shape_rows(request, logits[first : first + count], paths), start=first)
         first += count
-    return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
+    token = choose(logits, parameters, positions)
+    if processed:
+        rows = torch.tensor(list(processed), device=logits.device)
+        shaped = torch.stack(list(processed.values()))
+        token[rows] = choose(shaped, parameters and parameters.rows(rows), positions[rows])
+    return Choices(token, logits, parameters, processed)
 
 
 def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -14,7 +14,6 @@ from infer.speculation import lossy
 from infer.speculation.lossy import Verdict
 from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, typical_mask
-from kernels.choose import warped_log_probs
 from kernels.verify import accept
 
 
@@ -102,5 +101,5 @@ def target_probs(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Te
     """Return the target's warped probabilities `[R, V]` at every node of the requests `wanted` (ascending)."""
     inside = torch.zeros_like(tree.inside)
     inside[list(wanted)] = True
-    rows = inside[tree.inside].nonzero()[:, 0].to(choices.shaped.device)
-    return warped_log_probs(choices.shaped[rows], choices.parameters and choices.parameters.rows(rows)).softmax(-1)
+    rows = inside[tree.inside].nonzero()[:, 0].to(choices.raw.device)
+    return choices.warped_log_probs(rows).softmax(-1)

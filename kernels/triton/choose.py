@@ -4,8 +4,8 @@
 A block keeps its logits in registers, adds the noise there, and returns its few best columns: nothing as wide as the
 vocabulary is written. Top-k and top-p need a threshold, which is found by radix selection: a value's 32 bits, mapped to
 integers of the same order, four at a time from the top; each step is a pass that counts, or weighs, the values with the
-digits so far. There is no sorting and no atomic addition: every sum has one order, so a row's choice depends on that
-row alone.
+digits so far. There is no sorting and no atomic addition, and counts and weights are integers, whose sums do not depend
+on an order: a row's choice depends on that row alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.noise import exact_log
+from kernels.triton.fixed_point import exp_weights, share_of
 from kernels.triton.noise import gumbel_noise, row_key
 
 if TYPE_CHECKING:
@@ -133,16 +134,18 @@ def from_order(code):
 def descend(sums, prefix, above, limit, row, blocks, first, P: tl.constexpr, WEIGHTED: tl.constexpr):
     """Find the next digit: the lowest with any mass and with less than `limit` above it.
 
-    sums: the previous level's, of every block [blocks, 16]. With `first` a weighted limit is a share of the total mass.
+    sums: the previous level's, of every block [blocks, 16]. With `first` a weighted limit is the bits of an fp32 share
+    of the total mass.
     """
     parts, digits = tl.arange(0, P), tl.arange(0, DIGITS)
     index = (row * blocks + parts[:, None]) * DIGITS + digits[None, :]
-    digit_sums = tl.sum(tl.load(sums + index, mask=parts[:, None] < blocks, other=0.0), axis=0)
-    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], digit_sums[:, None], 0.0), axis=0)
+    digit_sums = tl.sum(tl.load(sums + index, mask=parts[:, None] < blocks, other=0), axis=0)
+    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], digit_sums[:, None], 0), axis=0)
     if WEIGHTED:
-        limit = tl.where(first, limit * tl.sum(digit_sums, axis=0), limit)
+        share = tl.where(first, limit, 0).to(tl.int32).to(tl.float32, bitcast=True)
+        limit = tl.where(first, share_of(tl.sum(digit_sums, axis=0), share), limit)
     digit = tl.min(tl.where((digit_sums > 0) & (higher < limit), digits, DIGITS - 1), axis=0)
-    return (prefix << 4) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, higher, 0.0), axis=0), limit
+    return (prefix << 4) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, higher, 0), axis=0), limit
 
 
 @triton.jit(do_not_specialize=["level"])
@@ -152,7 +155,7 @@ def count_digits(
 ):  # fmt: skip
     """One level: count, or weigh, a row's values by their next digit, among those with the prefix so far.
 
-    states [levels + 1, R, 3]: the prefix, the sum above it, the limit (as bits). sums [levels, R, blocks, 16].
+    states [levels + 1, R, 3]: the prefix, the sum above it, the limit. sums [levels, R, blocks, 16]. int64 both.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, blocks = tl.num_programs(0), tl.num_programs(1)
@@ -162,18 +165,15 @@ def count_digits(
     prefix = tl.full((), 0, tl.uint32)
     if level > 0:
         old = state + (level - 1) * rows * 3
-        prefix = tl.load(old).to(tl.uint32, bitcast=True)
         before = sums + (level - 1).to(tl.int64) * rows * blocks * DIGITS
-        above, limit = tl.load(old + 1), tl.load(old + 2)
         prefix, above, limit = descend(
-            before, prefix, above.to(tl.float32, bitcast=True), limit.to(tl.float32, bitcast=True),
-            row, blocks, level == 1, P, WEIGHTED,
-        )  # fmt: skip
+            before, tl.load(old).to(tl.uint32), tl.load(old + 1), tl.load(old + 2), row, blocks, level == 1, P, WEIGHTED
+        )
         if block == 0:
             new = state + level * rows * 3
-            tl.store(new, prefix.to(tl.int32, bitcast=True))
-            tl.store(new + 1, above.to(tl.int32, bitcast=True))
-            tl.store(new + 2, limit.to(tl.int32, bitcast=True))
+            tl.store(new, prefix.to(tl.int64))
+            tl.store(new + 1, above)
+            tl.store(new + 2, limit)
     columns = block * N + tl.arange(0, N)
     x = read_scaled(logits, row, stride, columns, size, tl.load(temperatures + row))
     code = in_order(x)
@@ -182,13 +182,13 @@ def count_digits(
     if level > 0:
         counted = counted & ((code >> (shift + 4)) == prefix)
     if WEIGHTED:
-        weight = tl.where(counted, tl.exp(x - tl.load(tops + row)), 0.0)
+        weight = tl.where(counted, exp_weights(x - tl.load(tops + row)), 0)
     else:
-        weight = tl.where(counted, 1.0, 0.0)
+        weight = counted.to(tl.int64)
     digit = ((code >> shift) & 15).to(tl.int32)
     out = sums + ((level.to(tl.int64) * rows + row) * blocks + block) * DIGITS
     for value in range(DIGITS):
-        tl.store(out + value, tl.sum(tl.where(digit == value, weight, 0.0), axis=0))
+        tl.store(out + value, tl.sum(tl.where(digit == value, weight, 0), axis=0))
 
 
 @triton.jit
@@ -200,10 +200,9 @@ def read_threshold(
     threshold = tl.load(floors + row)
     if tl.load(requested + row) != 0:
         old = states + ((LEVEL - 1) * rows + row) * 3
-        prefix, above, limit = tl.load(old), tl.load(old + 1), tl.load(old + 2)
         code, _, _ = descend(
-            sums + (LEVEL - 1) * rows.to(tl.int64) * blocks * DIGITS, prefix.to(tl.uint32, bitcast=True),
-            above.to(tl.float32, bitcast=True), limit.to(tl.float32, bitcast=True), row, blocks, False, P, WEIGHTED,
+            sums + (LEVEL - 1) * rows.to(tl.int64) * blocks * DIGITS, tl.load(old).to(tl.uint32), tl.load(old + 1),
+            tl.load(old + 2), row, blocks, LEVEL == 1, P, WEIGHTED,
         )  # fmt: skip
         threshold = tl.maximum(threshold, from_order(code))
     tl.store(out + row, threshold)
@@ -290,9 +289,9 @@ def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = B
     tops, sampled = tops[:, 0], p.temperature > 0
     floors = torch.where((p.min_p > 0) & sampled, tops + exact_log(p.min_p), disabled)
     by_k = (p.top_k > 0) & sampled
-    floors = threshold(logits, p.temperature, tops, floors, by_k, p.top_k.float(), block, weighted=False)
-    by_p = (p.top_p < 1) & sampled
-    return threshold(logits, p.temperature, tops, floors, by_p, p.top_p, block, weighted=True)
+    floors = threshold(logits, p.temperature, tops, floors, by_k, p.top_k, block, weighted=False)
+    by_p, share_bits = (p.top_p < 1) & sampled, p.top_p.float().view(torch.int32)
+    return threshold(logits, p.temperature, tops, floors, by_p, share_bits, block, weighted=True)
 
 
 def threshold(
@@ -306,12 +305,15 @@ def threshold(
     *,
     weighted: bool,
 ) -> Tensor:
-    """Return the lowest value >= `floors` with less than `limit` above it: a count or, `weighted`, a share of mass."""
+    """Return the lowest value >= `floors` with less than `limit` above it.
+
+    `limit` is a count or, `weighted`, the bits of an fp32 share of the mass.
+    """
     rows, size = logits.shape
     blocks, device = triton.cdiv(size, block), logits.device
-    sums = torch.empty(LEVELS, rows, blocks, 16, device=device)
-    states = torch.zeros(LEVELS, rows, 3, dtype=torch.int32, device=device)
-    states[0, :, 2] = limit.to(torch.float32).view(torch.int32)
+    sums = torch.empty(LEVELS, rows, blocks, 16, dtype=torch.int64, device=device)
+    states = torch.zeros(LEVELS, rows, 3, dtype=torch.int64, device=device)
+    states[0, :, 2] = limit
     requested, parts = requested.to(torch.int32), triton.next_power_of_2(blocks)
     for level in range(LEVELS):
         count_digits[rows, blocks](

@@ -22,10 +22,10 @@ def close(kernel: str, case: str, actual: Tensor, true: Tensor, bound: float) ->
     return {"kernel": kernel, "case": case, "error": error, "bound": bound, "ok": error <= bound}  # NaN is not
 
 
-def same(kernel: str, case: str, actual: Tensor, expected: Tensor, *, allowed: float = 0.0) -> dict[str, Any]:
-    """Return the share of elements that differ; up to `allowed` is accepted."""
+def same(kernel: str, case: str, actual: Tensor, expected: Tensor) -> dict[str, Any]:
+    """Return the share of elements that differ; none may."""
     wrong = float((actual.detach().cpu() != expected.detach().cpu()).double().mean())
-    return {"kernel": kernel, "case": case, "error": wrong, "bound": allowed, "ok": wrong <= allowed}
+    return {"kernel": kernel, "case": case, "error": wrong, "bound": 0.0, "ok": wrong == 0}
 
 
 def timed(kernel: str, case: str, call: Callable[[], Any], device: torch.device, *, moved: int) -> dict[str, Any]:

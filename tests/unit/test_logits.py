@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.sampling.choose import drafted_paths
+from infer.request import Request
+from infer.sampling.choose import choose_rows, drafted_paths
 from infer.sampling.logits_processors import TokenCounts, shape_logits
 from infer.sampling.params import SamplingParams
 from infer.speculation.tree import DraftTree
@@ -86,6 +87,23 @@ def test_a_word_is_bad_only_after_its_beginning():
 def test_paths_of_a_tree():
     tree = DraftTree.from_parents(torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1, 3]]), torch.tensor([5]))
     assert drafted_paths(tree, 0, 5) == [[], [1], [2], [1, 3], [1, 3, 4]]
+
+
+def test_only_rows_that_ask_have_other_logits():
+    """Logits keep their dtype beside a request with a bias, and the same token is sampled there as alone."""
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(4)).bfloat16()
+    plain = Request("plain", [1], SamplingParams(temperature=1.0, top_p=0.5), 7, [1])
+    biased = Request("biased", [1], SamplingParams(temperature=1.0, logit_bias=((3, 100.0),)), 7, [1])
+    positions = torch.arange(3)
+    together = choose_rows([plain, biased, plain], [1, 1, 1], logits, positions)
+    assert together.raw is logits
+    assert list(together.processed) == [1]
+    assert together.token[1] == 3
+    assert together.warped_log_probs(torch.tensor([1]))[0].argmax() == 3
+    for row in (0, 2):
+        alone = choose_rows([plain], [1], logits[row : row + 1], positions[row : row + 1])
+        assert together.token[row] == alone.token[0]
+        assert torch.equal(together.warped_log_probs(torch.tensor([row])), alone.warped_log_probs(torch.tensor([0])))
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ SHARED_LIMIT = 227 * 1024  # of a block on sm_90; the compiler does not check it
 
 
 def compile_in_new_process(module: str) -> dict[str, list[dict[str, Any]]]:
-    """Return, per case and kernel launched: name, registers, spilled bytes, shared memory, certain PTX instructions."""
+    """Return, per case and kernel launched, what `compile_launch` reports."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.triton.compiled", module]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -54,6 +54,7 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 
 
 def compile_launch(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return name, registers, spilled bytes, shared memory, certain PTX instructions and `float_sums` of a kernel."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -79,7 +80,20 @@ def compile_launch(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     usage = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
-    return {"kernel": kernel.__name__, "shared": compiled.metadata.shared, **usage, **marks}
+    sums = float_sums(compiled.asm["ttgir"])
+    return {"kernel": kernel.__name__, "shared": compiled.metadata.shared, "float_sums": sums, **usage, **marks}
+
+
+def float_sums(ttgir: str) -> list[str]:
+    """Return the operand's type of each reduction that adds floating-point numbers, its layout written out.
+
+    The layout decides in which order the numbers are added, so two variants of a kernel sum alike if it is the same.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    reductions = re.findall(r'"tt\.reduce"\(.*?\}\) : \((.*?)\) ->', ttgir, re.DOTALL)
+    bodies = re.findall(r'"tt\.reduce"\((.*?)\}\) : ', ttgir, re.DOTALL)
+    adding = [operand for operand, body in zip(reductions, bodies, strict=True) if "arith.addf" in body]
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand) for operand in adding]
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -55,13 +55,23 @@ def residuals(rows):
     residual.residual_silu(empty(5, rows, 4096), empty(5, 4096, 4096), empty(5, 4096))
 
 
-def rotate(norm, cache_dtype=BF16, *, dim=128, centred=False):
+def rotate(norm, cache_dtype=BF16, *, rows=4, dim=128, centred=False):
     weight = empty(dim)
-    angles = empty(4, 1, dim)
+    angles = empty(rows, 1, dim)
     cache = empty(2, 8, SLOTS, dim, dtype=cache_dtype)
-    slots = empty(4, dtype=torch.int64)
+    slots = empty(rows, dtype=torch.int64)
     qk_norm = QKNorm(weight, weight, 1e-5, centred) if norm else None
-    rotate_and_write(empty(4, 48, dim), angles, angles, qk_norm, slots, cache, 32)
+    rotate_and_write(empty(rows, 48, dim), angles, angles, qk_norm, slots, cache, 32)
+
+
+def norms(rows, width):
+    """Norms over 4096 columns of `rows` rows that lie `width` columns apart."""
+    x, weight = empty(rows, width)[:, :4096], empty(4096)
+    elementwise.rms_norm(x, weight, 1e-5)
+    elementwise.add_rms_norm(x, x, weight, 1e-5)
+    elementwise.norm_beside(x, x, weight, weight, 1e-5)
+    ids = empty(rows, dtype=torch.int64)
+    elementwise.embed_norm_gelu(x, ids, empty(128256, 4096), 0.3, weight, weight, 1e-6)
 
 
 def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
@@ -130,6 +140,7 @@ CASES = {
     "accept": accept,
     "typical acceptance": lambda: accept(empty(8, 64, dtype=torch.bool)),
     "entropies": lambda: acceptance.entropy(empty(24, 128256, dtype=torch.float32)),
+    "entropies, 1 row": lambda: acceptance.entropy(empty(1, 128256, dtype=torch.float32)),
     "block verification": verify_blocks,
     "verify, head size 128": partial(attend, 128, whole=False),
     "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
@@ -156,15 +167,10 @@ CASES = {
     "linear, 16 rows, int4": partial(multiply_int4, 16),
     "linear, 512 rows, int4": partial(multiply_int4, 512),
     "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
-    "add and norm": lambda: elementwise.add_rms_norm(empty(4, 4096), empty(4, 4096), empty(4096), 1e-5),
+    "norms": partial(norms, 4, 4096),
+    "norms, 1 row": partial(norms, 1, 3 * 4096),
     "add and centred norm": lambda: elementwise.add_rms_norm(
         empty(4, 1152), empty(4, 1152), empty(1152), 1e-6, centred=True
-    ),
-    "norms beside each other": lambda: elementwise.norm_beside(
-        empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
-    ),
-    "embedding, norm and GELU": lambda: elementwise.embed_norm_gelu(
-        empty(4, 4096), empty(4, dtype=torch.int64), empty(128256, 4096), 0.3, empty(4096), empty(4096), 1e-6
     ),
     "gather": lambda: gather.gather_rows([empty(64, 4096)] * 3, empty(4, dtype=torch.int64)),
     "residual blocks, 1 row": partial(residuals, 1),
@@ -173,6 +179,7 @@ CASES = {
     "gelu": lambda: elementwise.gate_mul(empty(4, 13824), gelu=True),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
+    "rotary and QK norm, 1 row": partial(rotate, True, rows=1),
     "rotary and centred QK norm": partial(rotate, True, centred=True, dim=256),
     "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
     "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),

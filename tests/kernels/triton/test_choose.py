@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
+from kernels.fixed_point import FRACTION_BITS, exp_weights
 from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
 from kernels.triton import choose as gpu
 from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked
@@ -59,6 +60,18 @@ def test_thresholds_are_those_of_restrict():
     assert thresholds[0] == -torch.inf
     scaled = logits[1:] / p.temperature[1:, None]
     assert torch.equal((scaled >= thresholds[1:, None]) & (scaled > -torch.inf), allowed)
+
+
+def test_top_p_is_the_same_for_every_order_of_summing():
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, V, generator=generator) * 2
+    top_p = torch.rand(6, generator=generator)
+    top_p[:2] = torch.tensor([0.0, 1 - 2**-24])
+    rows = [(1.0, 0, share, 0.0) for share in top_p.tolist()]
+    kept = restrict(logits, *(getattr(rows_of(rows), name) for name in ("top_k", "top_p", "min_p"))) > -torch.inf
+    for order, block in ((torch.arange(V), 128), (torch.randperm(V, generator=generator), 64)):
+        thresholds = gpu.find_thresholds(logits[:, order].contiguous(), rows_of(rows), block)
+        assert torch.equal(logits >= thresholds[:, None], kept)
 
 
 def test_greedy_rows_and_draft_vocabularies():
@@ -118,6 +131,15 @@ def test_the_logarithm_is_one():
     ends = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     u = ((ends.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     torch.testing.assert_close(gumbel_of(ends).double(), -torch.log(-torch.log1p(-u)), rtol=1e-6, atol=1e-6)
+
+
+def test_the_exponential_is_one():
+    x = -torch.cat([torch.zeros(1), torch.logspace(-9, 1.46, 20001), torch.tensor([30.0, 1e30, torch.inf])])
+    weights = exp_weights(x)
+    assert weights[0] == 2**FRACTION_BITS
+    assert weights[-3:].tolist() == [0, 0, 0]
+    assert bool((weights[1:] <= weights[:-1]).all())
+    assert ((weights.double() - x.double().exp() * 2**FRACTION_BITS).abs() <= 2.0**-23 * weights + 1).all()
 
 
 @pytest.mark.usefixtures("in_triton")

@@ -6,6 +6,18 @@ import pytest
 
 from tests.kernels.triton.compiled import SHARED_LIMIT, compile_in_new_process
 
+# Kernels that add floating-point numbers by a reduction, and why the order of their sums shows in no token. Products
+# are summed by tensor cores, one step of 16 after the other (test below), and counts, weights and maxima as integers
+# or by comparison.
+FLOAT_SUMS = {
+    **dict.fromkeys(
+        ("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "rotate_and_write_kernel"),
+        "one program per row, whose layout follows from dtype and size",
+    ),
+    **dict.fromkeys(("best_of_block", "best_of_row"), "the mass, for log-probabilities of drafts and for display"),
+    **dict.fromkeys(("verify_block", "entropy_of_row"), "fp64, for the rules that are not exact"),
+    **dict.fromkeys(("ttt_forward", "ttt_query_gradient", "ttt_own_gradient"), "training"),
+}
 EXACT = ("best_of_block", "count_digits", "shape_kernel", "verify_block", "entropy_of_row")
 
 
@@ -43,3 +55,19 @@ def test_what_must_round_as_on_a_cpu_is_not_fused(compiled):
     rounded = [kernel for launched in compiled.values() for kernel in launched if kernel["kernel"] in EXACT]
     assert len(rounded) >= 6
     assert not any(kernel["fma.rn"] for kernel in rounded)
+
+
+def test_no_sum_depends_on_what_else_is_in_the_batch(compiled):
+    """Sums of floating-point numbers have one order for a row, whatever rows and strides a kernel is compiled for."""
+    adding = {kernel["kernel"] for launched in compiled.values() for kernel in launched if kernel["float_sums"]}
+    assert adding == set(FLOAT_SUMS)
+    for several, one in (
+        ("norms", "norms, 1 row"),
+        ("rotary and QK norm", "rotary and QK norm, 1 row"),
+        ("entropies", "entropies, 1 row"),
+    ):
+        sums = [[(kernel["kernel"], kernel["float_sums"]) for kernel in compiled[case]] for case in (several, one)]
+        assert sums[0] == sums[1]
+        assert all(layouts for _, layouts in sums[0])
+    chains = [kernel["float_sums"] for kernel in compiled["block verification"]]
+    assert chains[0] == chains[1]
