@@ -21,13 +21,24 @@ from torch import Tensor, nn
 from train.storage import atomic
 
 LATEST, BEST, STABLE = "latest", "best", "stable"
+WITHOUT = {  # what the run does if there is no such checkpoint
+    LATEST: "start the run anew",
+    BEST: "go on without a best one",
+    STABLE: "extend the run from its newest one",
+}
 ASIDE = "aside-"  # name prefix of a checkpoint whose step will be run again
 FILES = ("module", "optimizer", "random")
 
 
+class Trained(NamedTuple):
+    """Full (unsharded) tensors of what is trained, whatever the parallel strategy."""
+
+    module: dict[str, Tensor]  # trained parameters and persistent buffers, by name
+    optimizer: dict[str, Tensor]  # by `<parameter>|<key>`
+
+
 class Checkpoint(NamedTuple):
-    module: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    trained: Trained
     random: dict[str, Tensor]
     state: dict[str, Any]
 
@@ -35,8 +46,7 @@ class Checkpoint(NamedTuple):
 def save_checkpoint(
     folder: Path,
     step: int,
-    module: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
+    trained: Trained,
     state: Mapping[str, Any],
     *,
     keep: int,
@@ -46,8 +56,8 @@ def save_checkpoint(
     """Write `folder`/step-NNNNNN; keep the newest `keep` checkpoints, and those marked `best` and `stable`."""
     path = folder / f"step-{step:06d}"
     with atomic.replace_folder(path) as staging:
-        save_file(separate(module), staging / "module.safetensors")
-        save_file(separate(optimizer), staging / "optimizer.safetensors")
+        save_file(separate(trained.module), staging / "module.safetensors")
+        save_file(separate(trained.optimizer), staging / "optimizer.safetensors")
         save_file(random_state(), staging / "random.safetensors")
         atomic.write_text(staging / "state.json", json.dumps({"step": step, **state}, indent=2) + "\n")
     if best:
@@ -88,25 +98,25 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint, None if there is none yet."""
-    return named_checkpoint(folder, LATEST, "delete it to start the run anew")
+    return named_checkpoint(folder, LATEST)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint with the highest acceptance length when evaluated, None if there is none."""
-    return named_checkpoint(folder, BEST, "delete it to go on without a best one")
+    return named_checkpoint(folder, BEST)
 
 
 def stable_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint at which the decay of schedule=wsd began, None if it has not begun."""
-    return named_checkpoint(folder, STABLE, "delete it to extend the run from its newest one")
+    return named_checkpoint(folder, STABLE)
 
 
-def named_checkpoint(folder: Path, name: str, cure: str) -> Path | None:
+def named_checkpoint(folder: Path, name: str) -> Path | None:
     if not (folder / name).is_file():
         return None
     path = folder / (folder / name).read_text(encoding="utf-8").strip()
     if not path.is_dir():
-        raise ValueError(f"{folder / name}: names {path.name}, which is not there; {cure}")
+        raise ValueError(f"{folder / name}: names {path.name}, which is not there; delete it to {WITHOUT[name]}")
     return path
 
 
@@ -124,7 +134,7 @@ def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection
         raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
     if missing := ", ".join(sorted(set(keys) - state.keys())):
         raise ValueError(f"{path}: of another version, without {missing}; begin anew with another run=<name>")
-    return Checkpoint(module, optimizer, random, state)
+    return Checkpoint(Trained(module, optimizer), random, state)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -141,28 +151,52 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in module.state_dict().items() if name not in frozen}
 
 
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy `tensors` into a module that is not sharded."""
+    current = module_tensors(module)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            current[name].copy_(value)
+
+
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return `<parameter>|<key>` -> tensor, for an optimiser constructed with `trainable(module)` in this order."""
-    names = list(trainable(module))
-    tensors: dict[str, Tensor] = {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for key, value in values.items():
-            assert isinstance(value, Tensor), f"optimiser state {key} is no tensor"
-            tensors[f"{names[index]}|{key}"] = value.detach()
-    return tensors
+def gather_module(module: nn.Module) -> dict[str, Tensor]:
+    """Return the full tensors of `module_tensors` of a module that may be sharded; a collective call."""
+    from torch.distributed.checkpoint import state_dict as library  # takes a second to import
+
+    options = library.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    return library.get_model_state_dict(module, options=options)
 
 
-def load_optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    numbers = {name: index for index, name in enumerate(trainable(module))}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
+def gather_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+    """Return the full state of a module, sharded or not, and of the optimiser of its parameters; a collective call."""
+    from torch.distributed.checkpoint import state_dict as library
+
+    states: dict[str, Any] = {}
+    if optimizer.state:  # else no step was taken yet, and the library would take an empty one to make a state
+        options = library.StateDictOptions(full_state_dict=True)
+        states = library.get_optimizer_state_dict(module, optimizer, options=options)["state"]  # pyright: ignore
+    tensors = {f"{name}|{key}": value for name, state in states.items() for key, value in state.items()}
+    return Trained(gather_module(module), tensors)
+
+
+def load_trained(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
+    """Load a full state into a module, sharded or not, and its optimiser; a collective call."""
+    from torch.distributed.checkpoint import state_dict as library
+
+    options = library.StateDictOptions(full_state_dict=True, strict=False)  # frozen parameters are not in it
+    library.set_model_state_dict(module, dict(trained.module), options=options)
+    states: dict[str, dict[str, Tensor]] = {}
+    for key, value in trained.optimizer.items():
         name, _, slot = key.rpartition("|")
-        state.setdefault(numbers[name], {})[slot] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        states.setdefault(name, {})[slot] = value
+    if states:
+        current = library.get_optimizer_state_dict(module, optimizer)
+        state = {"state": states, "param_groups": current["param_groups"]}
+        library.set_optimizer_state_dict(module, optimizer, state, options=options)
 
 
 def random_state() -> dict[str, Tensor]:

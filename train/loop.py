@@ -26,7 +26,7 @@ from train.config import TrainConfig
 from train.data.sequences import Batch, rows_at, seed_of
 from train.distributed.parallel import (
     any_process,
-    broadcast_text,
+    broadcast,
     log_main,
     lost_process,
     make_accelerator,
@@ -34,7 +34,7 @@ from train.distributed.parallel import (
     stopping_together,
     total,
 )
-from train.distributed.strategies import Replicated, State, broadcast_float, load_module
+from train.distributed.strategies import Replicated
 from train.evaluation import acceptance_metrics, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
@@ -73,7 +73,7 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         return check_plan(config, overrides)
     started = time.perf_counter()
     accelerator = make_accelerator(config)
-    config = dataclasses.replace(config, run=broadcast_text(accelerator, str(run_folder.name_run(config).run)))
+    config = dataclasses.replace(config, run=broadcast(run_folder.name_run(config).run))
     with StopRequest() as stop:
         run = Run(config, accelerator, stop, started)
         together = False  # whether all processes stop at this point
@@ -312,7 +312,7 @@ class Run:
                 f"run={self.config.run}: {path} was written for data {state['data_hash']}, here are "
                 f"{self.prepared.data_hash}; its files have changed since. Begin anew with another run=<name>"
             )
-        placement.load(State(loaded.module, loaded.optimizer))
+        placement.load(loaded.trained)
         checkpoint.restore_random_state(loaded.random)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.skipped, self.best, self.evaluated = state["skipped"], state["best"], state["evaluated"]
@@ -322,21 +322,21 @@ class Run:
         self._log(f"resumed after step {self.step}")
 
     def _save(self, *, best: bool = False, stable: bool = False) -> None:
-        tensors = self.prepared.placement.state()
+        trained = self.prepared.placement.state()
         if not self.accelerator.is_main_process:
             return
         identity = self.prepared.data_hash, self.accelerator.num_processes
         progress = self.tokens, self.seconds, self.skipped, self.best, self.evaluated
         state = dict(zip(STATE, (*progress, *identity), strict=True))
         folder, keep = self.folder / "checkpoints", self.config.keep_checkpoints
-        checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best, stable=stable)
+        checkpoint.save_checkpoint(folder, self.step, trained, state, keep=keep, best=best, stable=stable)
 
     def _evaluate(self) -> float:
         """Return τ in the engine, measured on the main process while others wait. Raises Interrupted on all of them."""
         self.prepared.placement.collect()
         taus: list[float] = []
         self._on_main_process(lambda: taus.append(self._evaluate_alone()))
-        return broadcast_float(self.accelerator, taus[0] if taus else 0.0)
+        return broadcast(taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
         evaluator = self.prepared.served.evaluator()
@@ -373,7 +373,7 @@ class Run:
             left = 60 * config.minutes - (time.perf_counter() - self.started)
             fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
         decided = min(limit for limit in (config.steps, fit) if limit is not None)
-        budget = schedule.Budget(self._broadcast_steps(decided), config.steps, config.minutes, fit, pace)
+        budget = schedule.Budget(broadcast(decided), config.steps, config.minutes, fit, pace)
         budget = dataclasses.replace(budget, warmup=schedule.warmup_steps(budget.decided, config.optim))
         self._write_budget(budget)
         return budget
@@ -382,7 +382,7 @@ class Run:
         """Return the budget of a resumed run. If extended after its decay began, it goes back to before the decay."""
         config, folder = self.config, self.folder / "checkpoints"
         new = old.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
-        new = dataclasses.replace(new, decided=self._broadcast_steps(new.decided))
+        new = dataclasses.replace(new, decided=broadcast(new.decided))
         if new == old:
             return old
         move = schedule.extension(self.step, old.decided, new.decided, config.optim)
@@ -401,9 +401,6 @@ class Run:
                 self._restore(stable)
         self._write_budget(new, old)
         return new
-
-    def _broadcast_steps(self, steps: int) -> int:
-        return int(broadcast_text(self.accelerator, str(steps)))
 
     def _write_budget(self, new: schedule.Budget, old: schedule.Budget | None = None) -> None:
         config = self.config
@@ -491,7 +488,7 @@ class Run:
         assert path is not None, "the best state was saved when it was found"
         trained = self.prepared.placement.trained
         loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(trained))
-        load_module(trained, loaded.module)
+        checkpoint.load_module(trained, loaded.trained.module)
         step = loaded.state["step"]
         self._log(f"exporting the head of step {step}, τ {self.best:.3f} in the engine: the last is worse")
         return {**record, "steps": step, "tokens": loaded.state["tokens"], "seconds": round(loaded.state["seconds"], 1)}

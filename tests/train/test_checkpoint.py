@@ -12,7 +12,6 @@ from torch import nn
 
 from train import checkpoint
 from train.checkpoint import best_checkpoint, latest_checkpoint
-from train.distributed.strategies import load_module
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -23,14 +22,12 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **kw: Any) -> Path:
-    tensors = checkpoint.module_tensors(module), checkpoint.optimizer_tensors(module, optimizer)
-    return checkpoint.save_checkpoint(folder, step, *tensors, state, **kw)
+    return checkpoint.save_checkpoint(folder, step, checkpoint.gather_trained(module, optimizer), state, **kw)
 
 
 def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(module))
-    load_module(module, loaded.module)
-    checkpoint.load_optimizer_tensors(module, optimizer, loaded.optimizer)
+    checkpoint.load_trained(module, optimizer, loaded.trained)
     checkpoint.restore_random_state(loaded.random)
     return loaded.state
 

@@ -11,17 +11,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor
 
 from train.config import TrainConfig
 from train.signals import Interrupted
 
+T = TypeVar("T")
 LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
 
 
@@ -137,24 +138,13 @@ def release(accelerator: Accelerator) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def broadcast_text(accelerator: Accelerator, text: str) -> str:
-    """Return the main process's text on every process."""
-    if accelerator.num_processes == 1:
-        return text
-    content = list(text.encode())
-    length = torch.tensor([len(content)], device=accelerator.device)
-    torch.distributed.broadcast(length, src=0)
-    buffer = torch.zeros(int(length), dtype=torch.int64, device=accelerator.device)
-    if accelerator.is_main_process:
-        buffer.copy_(torch.tensor(content))
-    torch.distributed.broadcast(buffer, src=0)
-    return bytes(buffer.tolist()).decode()
+def broadcast(value: T) -> T:
+    """Return the main process's value on every process."""
+    return broadcast_object_list([value])[0]
 
 
 def total(accelerator: Accelerator, value: Tensor) -> Tensor:
     """Return the sum over processes, on all of them (all-reduce)."""
-    if accelerator.num_processes == 1:
-        return value
     summed = accelerator.reduce(value, "sum")
     assert isinstance(summed, Tensor)
     return summed

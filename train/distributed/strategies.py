@@ -16,7 +16,7 @@ import copy
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,16 +24,9 @@ from torch import Tensor, nn
 
 from models.heads.base import Head
 from train import checkpoint
+from train.checkpoint import Trained
 from train.config import OptimConfig
-from train.distributed.parallel import total
 from train.objectives.base import Objective
-
-
-class State(NamedTuple):
-    """Full (unsharded) tensors by name, as `checkpoint.module_tensors` and `checkpoint.optimizer_tensors` name them."""
-
-    module: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
 
 
 class Replicated:
@@ -93,15 +86,13 @@ class Replicated:
         """Discard the gradients."""
         self.optimizer.zero_grad()
 
-    def state(self) -> State:
+    def state(self) -> Trained:
         """Return the full state. Call it on every process."""
-        trained = self.plain.trained
-        return State(checkpoint.module_tensors(trained), checkpoint.optimizer_tensors(trained, self.optimizer))
+        return checkpoint.gather_trained(self.plain.trained, self.optimizer)
 
-    def load(self, state: State) -> None:
+    def load(self, state: Trained) -> None:
         """Load the full state. Call it on every process."""
-        load_module(self.plain.trained, state.module)
-        checkpoint.load_optimizer_tensors(self.plain.trained, self.optimizer, state.optimizer)
+        checkpoint.load_trained(self.plain.trained, self.optimizer, state)
 
     def close(self, *, together: bool) -> None:
         """Release resources after the last use. `together`: every process calls this, at the same point."""
@@ -137,12 +128,6 @@ class Sharded(Replicated):
     def measured(self) -> Objective:
         return self._copy
 
-    def collect(self) -> None:
-        load_module(self._copy.head, self._module())
-
-    def _module(self) -> dict[str, Tensor]:
-        raise NotImplementedError
-
 
 class FullyShard(Sharded):
     def _shard(self) -> None:
@@ -165,24 +150,11 @@ class FullyShard(Sharded):
         loss.backward()
 
     def _clip(self) -> float:
-        norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
-        return float(gather(norm))
+        norm: Any = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
+        return float(norm.full_tensor())
 
-    def _module(self) -> dict[str, Tensor]:
-        return {name: gather(value) for name, value in checkpoint.module_tensors(self.plain.head).items()}
-
-    def state(self) -> State:
-        optimizer = checkpoint.optimizer_tensors(self.plain.head, self.optimizer)
-        return State(self._module(), {name: gather(value) for name, value in optimizer.items()})
-
-    def load(self, state: State) -> None:
-        parameters = checkpoint.trainable(self.plain.head)
-        load_module(self.plain.head, {n: shard_like(v, parameters.get(n)) for n, v in state.module.items()})
-        sharded = {
-            key: shard_like(value, parameters[key.rpartition("|")[0]]) if value.dim() else value
-            for key, value in state.optimizer.items()
-        }
-        checkpoint.load_optimizer_tensors(self.plain.head, self.optimizer, sharded)
+    def collect(self) -> None:
+        checkpoint.load_module(self._copy.head, checkpoint.gather_module(self.plain.head))
 
 
 class Zero(Sharded):
@@ -215,6 +187,9 @@ class Zero(Sharded):
         if together:
             self.accelerator.wait_for_everyone()
 
+    def collect(self) -> None:
+        checkpoint.load_module(self._copy.head, self._module())
+
     def _module(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -223,7 +198,7 @@ class Zero(Sharded):
             tensors[name] = present(safe_get_full_fp32_param(parameter))
         return tensors
 
-    def state(self) -> State:
+    def state(self) -> Trained:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         tensors = {}
@@ -232,14 +207,14 @@ class Zero(Sharded):
             tensors[f"{name}|step"] = step.detach().clone()
             for key in ("exp_avg", "exp_avg_sq"):
                 tensors[f"{name}|{key}"] = present(safe_get_full_optimizer_state(parameter, key))
-        return State(self._module(), tensors)
+        return Trained(self._module(), tensors)
 
-    def load(self, state: State) -> None:
+    def load(self, state: Trained) -> None:
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
         parameters = checkpoint.trainable(self.plain.head)
-        load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
+        checkpoint.load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
         for name, parameter in parameters.items():
             value = state.module[name].to(self.accelerator.device)
             safe_set_full_fp32_param(parameter, value)  # what is updated; below, what the next forward reads
@@ -300,34 +275,6 @@ def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fu
     )
 
 
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    current = checkpoint.module_tensors(module)
-    with torch.no_grad():
-        for name, value in tensors.items():
-            current[name].copy_(value)
-
-
 def present(value: Tensor | None) -> Tensor:
     assert value is not None, "DeepSpeed holds no such tensor"
     return value.detach().clone()
-
-
-def gather(value: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor  # takes a second to import, which only sharded strategies need
-
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def shard_like(value: Tensor, parameter: Tensor | None) -> Tensor:
-    """Return `value` sharded like `parameter`, or unchanged if the parameter is not sharded."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(parameter, DTensor):
-        return value
-    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-
-
-def broadcast_float(accelerator: Accelerator, value: float) -> float:
-    """Return the main process's value on all processes."""
-    local = value if accelerator.is_main_process else 0.0
-    return float(total(accelerator, torch.tensor(local, dtype=torch.float64, device=accelerator.device)))
