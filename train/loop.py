@@ -6,6 +6,7 @@ the same command again resumes it, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -107,6 +108,7 @@ class Run:
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, started: float) -> None:
         self.config, self.accelerator, self.stop, self.started = config, accelerator, stop, started
+        self.resources = contextlib.ExitStack()
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
         self.engine: Engine | None = None  # its target may be sharded over further processes
@@ -121,7 +123,7 @@ class Run:
         config, accelerator = self.config, self.accelerator
         self.folder = resolve_path(config.output_dir) / str(config.run)
         if accelerator.is_main_process:
-            run_folder.open_run(config)
+            self.resources.enter_context(run_folder.open_run(config))
         accelerator.wait_for_everyone()
         log_main(accelerator, f"run {config.run}: {self.folder}")
         if config.stage == "regenerate":
@@ -149,6 +151,7 @@ class Run:
         self.trackers.finish()
         if self.engine is not None:
             self.engine.close()
+        self.resources.close()
 
     def _regenerate(self) -> dict[str, Any]:
         self.engine, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +42,8 @@ def test_an_old_folder_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> No
 
 def test_where_names_cannot_be_exchanged_two_moves_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
+    (tmp_path / ".x.old").mkdir()  # of a kill between two moves
+    (tmp_path / ".x.old" / "a").touch()
     test_an_old_folder_is_replaced_and_nothing_of_it_stays(tmp_path)
 
 
@@ -104,22 +105,40 @@ def test_other_errors_keep_their_name(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
+WRITE = """
+import os, sys, time
+from pathlib import Path
+from train.storage import atomic
+
+with atomic.replace_folder(Path(sys.argv[1]) / "x") as staging:
+    print(staging.name, flush=True)
+    time.sleep(600)
+"""
+
+
 def test_sweep_removes_what_a_kill_left_and_nothing_that_is_being_written(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        machine, day = atomic.host_id(), 24 * 3600
-        living = {f".x.{machine}-{process.pid}.tmp", f".x.{machine}-{os.getpid()}.old.tmp", ".x.01234567-1.tmp"}
-        for name in living:
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "a").touch()
-        os.utime(tmp_path / ".x.01234567-1.tmp", (0, time.time() - 2 * day))  # of another machine, with a new file
-        (tmp_path / "z").touch()
-        (tmp_path / ".x.01234567-2.tmp").touch()  # of another machine, and stale
-        os.utime(tmp_path / ".x.01234567-2.tmp", (0, time.time() - 2 * day))
+    (tmp_path / "z").touch()
+    (tmp_path / ".y.01234567-2.tmp").touch()  # as earlier versions named them
+    command = [sys.executable, "-c", WRITE, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        living = process.stdout.readline().strip()
         atomic.sweep(tmp_path)
-        assert names(tmp_path) == {"z"} | living
+        assert names(tmp_path) == {"z", living}
         process.kill()
     atomic.sweep(tmp_path)
-    assert names(tmp_path) == {"z"} | (living - {f".x.{machine}-{process.pid}.tmp"})
+    assert names(tmp_path) == {"z"}
+
+
+def test_without_locks_nothing_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(atomic.fcntl, "flock", flock)
+    (tmp_path / ".x.0123abcd.tmp").touch()
+    atomic.sweep(tmp_path)
+    atomic.write_text(tmp_path / "z", "1")
+    assert names(tmp_path) == {".x.0123abcd.tmp", "z"}
 
 
 def test_another_run_may_sweep_while_this_one_writes(tmp_path: Path) -> None:

@@ -117,13 +117,11 @@ def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     layout = Layout.of(engine.target, AUX)
     record = manifest(engine.target, tiny_tokenizer, responses, layout, 1)
     open_store(tmp_path / "store", record)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    stale, alive = (f".shard-00002.safetensors.{atomic.host_id()}-{n}.tmp" for n in (ended.pid, os.getpid()))
-    for name in (stale, alive):
-        (tmp_path / "store" / name).write_bytes(b"half a shard")
-    open_store(tmp_path / "store", record)
-    assert [path.name for path in (tmp_path / "store").glob(".*")] == [alive]
+    (tmp_path / "store" / ".shard-00002.safetensors.0123abcd.tmp").write_bytes(b"half a shard")
+    with atomic.replace_file(tmp_path / "store" / "shard-00003.safetensors") as being_written:
+        open_store(tmp_path / "store", record)
+        assert list((tmp_path / "store").glob(".*")) == [being_written.parent]
+        being_written.touch()
     changed = load_target(str(make_target_folder(seed=1)), dtype=torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"dtype is float32, this run has bfloat16; target is \w+, this run has \w+\. Give"

@@ -35,6 +35,7 @@ from train.features.online import compute_features
 from train.loop import Run, train
 from train.publishing.trackers import read_metrics
 from train.signals import Interrupted
+from train.storage import atomic
 from train.storage.run_folder import name_run, read_budget, resume_command, write_budget
 
 
@@ -437,3 +438,10 @@ def test_another_runs_head_is_replaced_only_where_one_says_so(settings: list[str
     (tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").unlink()
     with pytest.raises(ValueError, match="holds a head that no run of ours exported"):
         run(overrides, "run=third")
+
+
+def test_two_runs_in_one_folder_are_refused(settings: list[str], tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    with atomic.lock(tmp_path / "one"), pytest.raises(ValueError, match=r"run=one: another process is training in"):
+        run(settings, "run=one", "steps=1")
+    run(settings, "run=one", "steps=1")

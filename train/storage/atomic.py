@@ -1,20 +1,18 @@
 """Atomic writes of files and folders: written beside their destination, flushed to disk, then moved.
 
-A kill, a full disk or a power cut leaves the previous content. Several runs, on several machines, may write into one
-folder: names of unfinished files contain the writing process, and no other live process removes them. Independent of
-the content of the files.
+A kill, a full disk or a power cut leaves the previous content. Several runs may write into one folder: a writer locks
+what it has not finished, and a lock ends with its process, so that `sweep` removes only what nobody writes any more. On
+a file system without locks nothing is swept. Independent of the content of the files.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
+import fcntl
 import os
-import re
+import secrets
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,8 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-UNFINISHED = re.compile(r"\.(?P<place>[0-9a-f]{8})-(?P<process>\d+)(\.old)?\.tmp$")
-FORGOTTEN_S = 24 * 3600  # age at which an unfinished file of an unreachable process is removed
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -36,19 +32,21 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     Raises ValueError naming the path and the bytes if the disk is full; `folder` is then unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = unfinished(folder)
-    discard(staging)
-    staging.mkdir()
-    try:
-        with refuse_full_disk(folder, staging):
-            yield staging
-            for path in staging.rglob("*"):
-                flush(path)
-            flush(staging)
-            swap(staging, folder)
-            flush(folder.parent)
-    finally:
-        discard(staging)  # after a swap this is the previous content
+    with staging_for(folder) as staging:
+        yield staging
+        for path in staging.rglob("*"):
+            flush(path)
+        flush(staging)
+        swap(staging, folder)
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write a file to, which atomically replaces `path` if the block succeeds; errors as above."""
+    with staging_for(path) as staging:
+        yield staging / path.name
+        flush(staging / path.name)
+        os.replace(staging / path.name, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -56,86 +54,72 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    staging = unfinished(path)
-    with refuse_full_disk(path, staging):
+    with replace_file(path) as staging:
         staging.write_bytes(content)
-        flush(staging)
-        os.replace(staging, path)
-        flush(path.parent)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    staging = unfinished(path)
-    with refuse_full_disk(path, staging):
+    with replace_file(path) as staging:
         save_file(dict(tensors), staging)
-        flush(staging)
-        os.replace(staging, path)
-        flush(path.parent)
 
 
 def copy_file(source: Path, path: Path) -> None:
-    staging = unfinished(path)
-    with refuse_full_disk(path, staging):
+    with replace_file(path) as staging:
         shutil.copyfile(source, staging)
-        flush(staging)
-        os.replace(staging, path)
-        flush(path.parent)
 
 
-def unfinished(path: Path, mark: str = "") -> Path:
-    """Return the temporary path at which this process writes `path`."""
-    return path.with_name(f".{path.name}.{host_id()}-{os.getpid()}{mark}.tmp")
-
-
-def host_id() -> str:
-    """Return an id of the PID namespace, i.e. of machine and container, within which a PID identifies a process."""
+@contextmanager
+def staging_for(path: Path) -> Iterator[Path]:
+    """Yield a new, locked folder beside `path`, removed afterwards with what is then in it. Raises as for a folder."""
+    staging = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    staging.mkdir()
     try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        space = ""
-    return hashlib.sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+        with refuse_full_disk(path, staging), lock(staging):
+            yield staging
+            flush(path.parent)
+    finally:
+        discard(staging)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Lock a file or folder within the block, if the file system can; the value says whether it could.
+
+    Raises BlockingIOError if it is locked already, by another process or by this one.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # of a file system without locks
+        return False
+    return True
 
 
 def sweep(folder: Path) -> None:
-    """Remove unfinished files of killed processes from `folder`, but none that a process may still be writing."""
+    """Remove unfinished files of ended processes from `folder`, but none that a process is still writing."""
     for path in folder.glob(".*.tmp"):
-        if is_left(path):
-            with suppress(FileNotFoundError):  # another run sweeps too
+        with suppress(FileNotFoundError, BlockingIOError), lock(path) as locked:  # another run sweeps too
+            if locked:
                 discard(path)
-
-
-def is_left(path: Path) -> bool:
-    """Return whether its writer is gone: the process has ended, or runs elsewhere and has not touched it for long."""
-    name = UNFINISHED.search(path.name)
-    if name is not None and name["place"] == host_id():
-        return not is_alive(int(name["process"]))
-    try:
-        touched = max(part.stat().st_mtime for part in [path, *path.rglob("*")])
-    except FileNotFoundError:  # it was finished just now
-        return False
-    return time.time() - touched > FORGOTTEN_S
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's
-        return True
-    return True
 
 
 @contextmanager
 def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
-    """Convert all kinds of full-disk errors into one ValueError, and remove the unfinished `staging`, if any."""
+    """Convert all kinds of full-disk errors into one ValueError. `staging`: where `path` is written first, if it is."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         partial = staging or path
         written = sum(file.stat().st_size for file in [partial, *partial.rglob("*")] if file.is_file())
-        if staging is not None:
-            discard(staging)
         code = error.errno if isinstance(error, OSError) else None
         if code not in NO_ROOM and not any(f"os error {number}" in str(error) for number in NO_ROOM):
             raise
@@ -148,7 +132,8 @@ def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
 
 def discard(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path)
+        with suppress(FileNotFoundError):  # another process discards it too
+            shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
@@ -166,7 +151,8 @@ def swap(new: Path, old: Path) -> None:
     if not old.exists():
         os.rename(new, old)
     elif not _exchange(new, old):
-        aside = unfinished(old, ".old")
+        aside = old.with_name(f".{old.name}.old")  # not swept: after a kill between the two moves it is all there is
+        discard(aside)
         os.rename(old, aside)
         os.rename(new, old)
         os.rename(aside, new)

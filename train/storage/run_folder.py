@@ -6,7 +6,8 @@ Only keys in FREE may differ on resumption: no past update depends on them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -71,7 +72,7 @@ def check_run(config: TrainConfig) -> bool:
         schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
         refuse_differences(config, load_config(folder / CONFIG, TrainConfig, schemas), folder)
         return True
-    if folder.is_dir() and any(folder.iterdir()):
+    if folder.is_dir() and any(folder.glob("[!.]*")):  # a dot: of a run that was killed before it wrote anything
         raise ValueError(f"run={config.run}: {folder} holds something else than a training run; choose another name")
     return False
 
@@ -107,20 +108,26 @@ def refuse_other_export(config: TrainConfig) -> None:
         )
 
 
-def open_run(config: TrainConfig) -> Path:
-    """Create or check the run's folder and return it."""
+@contextmanager
+def open_run(config: TrainConfig) -> Iterator[None]:
+    """Create the run's folder, or check it, and lock it within the block. Raises ValueError if it cannot be resumed."""
     assert config.run is not None
     folder = resolve_path(config.output_dir) / config.run
     check_run(config)
     refuse_other_export(config)
     folder.mkdir(parents=True, exist_ok=True)
-    for place in (folder, *(folder / name for name in WRITTEN_INTO)):
-        atomic.sweep(place)
-    staging = atomic.unfinished(folder / CONFIG)
-    with atomic.refuse_full_disk(folder / CONFIG, staging):
-        save_config(config, staging)
-        staging.replace(folder / CONFIG)
-    return folder
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(atomic.lock(folder))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"run={config.run}: another process is training in {folder}; wait for its end, or give another run="
+            ) from error
+        for place in (folder, *(folder / name for name in WRITTEN_INTO)):
+            atomic.sweep(place)
+        with atomic.replace_file(folder / CONFIG) as staging:
+            save_config(config, staging)
+        yield
 
 
 def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None:
