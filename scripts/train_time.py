@@ -103,12 +103,13 @@ def peak_flops(words: list[str]) -> float:
     import torch
 
     from infer.cli import compose
+    from infer.engine.loading import resolve_device
     from train.config import TrainConfig
     from train.planning.plan import measure
-    from train.planning.shapes import device_of
 
     config = compose("train", TrainConfig, words)
-    return measure(device_of(config), torch.bfloat16 if config.precision == "bf16" else torch.float32).flops
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return measure(resolve_device(config.model.device), dtype).flops
 
 
 def line(name: str, result: dict[str, float]) -> str:

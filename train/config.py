@@ -55,6 +55,11 @@ class DataConfig:
     retries: int = 4  # of one request, with increasing delays
     timeout_s: float = 600.0  # of one request
 
+    @property
+    def provides_responses(self) -> bool:
+        """Whether heads are trained on the data's responses, so that none are generated."""
+        return False
+
     def __post_init__(self) -> None:
         for key in ("num_sequences", "max_new_tokens", "concurrency"):
             at_least(f"data.{key}", getattr(self, key), 1)
@@ -95,6 +100,10 @@ class RowsDataConfig(DataConfig):
     max_prompt_tokens: int = 2048  # rows with a longer prompt are skipped and counted; later turns are cut off there
     deduplicate: bool = True
 
+    @property
+    def provides_responses(self) -> bool:
+        return self.responses == "given"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("data.responses", self.responses, ("regenerate", "given"))
@@ -103,7 +112,7 @@ class RowsDataConfig(DataConfig):
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"data.held_out_share={self.held_out_share}: must be between 0 and 1")
         check_columns("data.columns", {} if self.columns is None else self.columns)
-        if self.responses == "given" and self.server is not None:
+        if self.provides_responses and self.server is not None:
             raise ValueError(f"data.server={self.server}: has nothing to answer with data.responses=given")
 
 
@@ -323,7 +332,7 @@ class TrainConfig:
         one_of("export", self.export, ("best", "last"))
         at_least("max_skipped", self.max_skipped, 1)
         one_of("stage", self.stage, ("all", "regenerate"))
-        if self.stage == "regenerate" and getattr(self.data, "responses", None) == "given":
+        if self.stage == "regenerate" and self.data.provides_responses:
             raise ValueError(
                 "stage=regenerate: the target has nothing to answer with data.responses=given; leave one of them out"
             )

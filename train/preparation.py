@@ -258,8 +258,7 @@ def pool_for(config: TrainConfig) -> EngineConfig:
     data = config.data
     assert isinstance(data, DemoDataConfig | RowsDataConfig)
     prompt = data.prompt_tokens if isinstance(data, DemoDataConfig) else data.max_prompt_tokens
-    provided = isinstance(data, RowsDataConfig) and data.responses == "given"
-    response = config.eval_max_tokens if provided else max(data.max_new_tokens, config.eval_max_tokens)
+    response = config.eval_max_tokens if data.provides_responses else max(data.max_new_tokens, config.eval_max_tokens)
     longest = prompt + response + config.eval_draft_tokens
     tokens = engine.max_batch * (longest + engine.page_size)
     return replace(engine, max_tokens_in_cache=tokens)

@@ -154,6 +154,6 @@ def test_room_is_checked_before_the_run(
     random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_room(config, random_head, tiny_target)
-    monkeypatch.setattr("train.publishing.export.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(ValueError, match=r"heads/demo/eagle3: the export will need \d+ bytes, 10 are free"):
         check_room(config, random_head, tiny_target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_what_cannot_work_is_refused(settings: list[str], monkeypatch: pytest.Mo
         with pytest.raises(ValueError, match=r"memory: about .* GB needed, .* are free; most is for the .*: "):
             check(settings)
     with monkeypatch.context() as patch:
-        patch.setattr(module.shutil, "disk_usage", lambda path: module.shutil._ntuple_diskusage(10, 0, 10))
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 0, 10))
         with pytest.raises(ValueError, match=r"disk: .* GB are needed at most, .* give another output_dir="):
             check(settings)
     with pytest.raises(ValueError, match=r"model=no-such-folder: no such folder"):

@@ -133,7 +133,7 @@ def plain(form: str, row: Mapping[str, Any], data: RowsDataConfig, tokenizer: To
     With data.responses=given it is a whole sequence. Raises ValueError if the row has no response.
     """
     ids = tokenizer.encode(text_of(form, row[form]))
-    if data.responses == "given":
+    if data.provides_responses:
         prompt_length = len(ids) if form == "prompt" else min(data.prompt_tokens, len(ids))
         first = 1 if form == "text" else len(ids)
         if form == "prompt":

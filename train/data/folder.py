@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from infer.engine import Engine
 from infer.request import SamplingParams
-from train.config import RowsDataConfig, TrainConfig
+from train.config import TrainConfig
 from train.data.dialogue import Row, provided_rows
 from train.data.examples import Example
 from train.data.prompts import Prompts, first_of, longest_prompt, read_prompts
@@ -108,7 +109,7 @@ class Making:
         def sampled(number: int) -> SamplingParams:
             return sampling_params(number, config.data, config.seed)
 
-        provided = isinstance(config.data, RowsDataConfig) and config.data.responses == "given"
+        provided = config.data.provides_responses
         work = f"{len(prompts.held_out)} held-out prompts"
         if not provided:
             work = f"{len(prompts.train)} training and {work}"
@@ -155,13 +156,9 @@ class Making:
                 check=self.stop.check,
                 show=accelerator.is_main_process,
             )
-            atomic.write_text(parts / f"failed-{rank}.json", json.dumps(failed))
-        if not accelerator.is_main_process:
-            return None
-        for other in range(1, world):
-            reasons = json.loads((parts / f"failed-{other}.json").read_text(encoding="utf-8"))
-            failed |= {int(key): reason for key, reason in reasons.items()}
-        return collect_parts(parts, examples, failed)
+        for others in gather_object([failed]):
+            failed |= others
+        return collect_parts(parts, examples, failed) if accelerator.is_main_process else None
 
     def _write(self, prompts: Prompts, parts: Mapping[str, Any], train_result: Outcome, eval_result: Outcome) -> None:
         """Write both splits, counts and failures: `train_result` of training prompts, `eval_result` of held-out ones.

@@ -170,7 +170,7 @@ class Reader:
     def _take(self, item: Item, side: str | None) -> None:
         form, example = parse_row(item.row, self.data, self.tokenizer)
         example = replace(example, place=item.place)
-        opening_key, provided = example.opening_key, self.data.responses == "given"
+        opening_key, provided = example.opening_key, self.data.provides_responses
         self.reading.forms[form] += 1
         side = side or (TO_HELD_OUT if opening_key < self.data.held_out_share * KEYS else TO_TRAIN)
         if opening_key in self.held_out:

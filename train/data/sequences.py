@@ -145,27 +145,21 @@ class Sequences:
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Pack items by best-fit decreasing: the longest first, each into the fullest pack that has room for it.
 
-    A pack's lengths sum to at most `room`, and no item may be longer. Deterministic in the lengths.
+    A pack's lengths sum to at most `room`, and no item may be longer. Deterministic in the lengths: of packs with equal
+    room the one that was changed last is taken.
     """
     packs: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # room left -> packs
-    rooms: list[int] = []  # its keys, ascending
-    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    rooms: list[tuple[int, int, list[int]]] = []  # ascending: tokens left, -number of its last change, pack
+    for number, item in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
         assert lengths[item] <= room, "sequences are cut before they are packed"
-        place = bisect_left(rooms, lengths[item])
+        place = bisect_left(rooms, (lengths[item],))
         if place < len(rooms):
-            left = rooms[place]
-            pack = by_room[left].pop()
-            if not by_room[left]:
-                del by_room[left], rooms[place]
+            left, _, pack = rooms.pop(place)
         else:
-            left, pack = room, len(packs)
-            packs.append([])
-        packs[pack].append(item)
-        left -= lengths[item]
-        if left not in by_room:
-            insort(rooms, left)
-        by_room.setdefault(left, []).append(pack)
+            left, pack = room, []
+            packs.append(pack)
+        pack.append(item)
+        insort(rooms, (left - lengths[item], -number, pack))
     return packs
 
 

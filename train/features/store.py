@@ -10,7 +10,6 @@ same features; processes divide the shards among themselves.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -162,10 +161,7 @@ def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] |
 
 def refuse_small_disk(folder: Path, needed: int) -> None:
     """Raises ValueError if less than `needed` bytes are free, before anything is computed."""
-    place = folder
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    _, free = atomic.free_disk(folder)
     if needed > free:
         raise ValueError(
             f"features=offline: the store in {folder} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; "

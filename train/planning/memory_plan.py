@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from infer.engine.loading import resolve_device
 from infer.kvcache.tensors import kv_dtype
 from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
@@ -23,7 +24,7 @@ from train.features.online import feature_bytes
 from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import teacher
 from train.planning.activations import meta_objective, rehearse
-from train.planning.shapes import device_of, processes
+from train.planning.shapes import processes
 from train.preparation import pool_for
 
 GB = 1e9
@@ -79,7 +80,7 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     width = sizes.experts.active * sizes.experts.intermediate_size if sizes.experts else sizes.intermediate_size
     layer = batch * item * (3 * width + 8 * sizes.hidden_size)
     chunk = 4 * 4 * vocabulary * min(batch, max(1, teacher.CHUNK_ELEMENTS // vocabulary))
-    on_gpu = device_of(config).type == "cuda"
+    on_gpu = resolve_device(config.model.device).type == "cuda"
     if config.objective.fused is None and (on_gpu or getattr(config.features, "top_k", None)):
         config = replace(config, objective=replace(config.objective, fused=on_gpu))
     if meta_objective(config, target).native:
@@ -111,7 +112,7 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
     if config.features.target == "sharded":
         return sharded_bytes(target, processes())
-    weight_format, device = config.engine.weight_format, device_of(config)
+    weight_format, device = config.engine.weight_format, resolve_device(config.model.device)
 
     def size(linear: Linear) -> int:
         outputs, inputs = linear.weight.shape

@@ -8,9 +8,7 @@ a factor of two or three.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from infer.config_checks import resolve_path
+from infer.engine.loading import resolve_device
 from infer.kvcache.memory import free_bytes
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget
@@ -34,7 +33,8 @@ from train.features.layout import Layout
 from train.objective_config import PEagleObjectiveConfig
 from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
 from train.planning.refusals import refusals
-from train.planning.shapes import device_of, processes, shapes
+from train.planning.shapes import processes, shapes
+from train.storage.atomic import free_disk
 from train.storage.run_folder import check_run, other_export, refuse_other_export
 
 SAVED_BYTES = 12  # per trained parameter in a checkpoint: value and two moments
@@ -112,13 +112,12 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
     for line in prompts.reading.lines():
         plan.add("data", line)
     data = config.data
-    provided = isinstance(data, RowsDataConfig) and data.responses == "given"
     responses = sum(
         max(1, sum(message["role"] == "user" for message in example.messages)) if example.loss_mask is None else 0
         for example in prompts.train.values()
     )
     tokens = len(prompts.train) * config.sequence_length
-    if provided:
+    if data.provides_responses:
         plan.add("data", f"at most {tokens} tokens, {config.sequence_length} per sequence; the data has the responses")
     else:
         new = responses * data.max_new_tokens
@@ -132,13 +131,14 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
         plan.add(
             "data", f"prompts may have {longest} tokens; sequences are cut at sequence_length={config.sequence_length}"
         )
-    plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": 0 if provided else responses}
-    return tokens, 0 if provided else responses
+    responses = 0 if data.provides_responses else responses
+    plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": responses}
+    return tokens, responses
 
 
 def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:
     parts = memory_parts(config, target, head, tokens)
-    needed, free = sum(parts.values()), free_bytes(device_of(config))
+    needed, free = sum(parts.values()), free_bytes(resolve_device(config.model.device))
     if config.features.target == "sharded":
         plan.add("memory", f"of one of {processes()} processes, which share the target")
     text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
@@ -167,10 +167,8 @@ def plan_disk(
             parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
             path = config.features.path
             store = resolve_path(path) if path else resolve_path(config.output_dir) / "features" / config.model.name
-    place = folder
-    while not place.exists():
-        place = place.parent
-    needed, free = sum(parts.values()), shutil.disk_usage(place).free
+    place, free = free_disk(folder)
+    needed = sum(parts.values())
     text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
     plan.add("disk", f"at most {needed / GB:.2f} GB: {text}; {free / GB:.2f} GB are free in {place}")
     plan.numbers |= {"disk_bytes": needed, "disk_free": free}
@@ -185,7 +183,7 @@ def plan_disk(
 
 
 def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, responses: int) -> None:
-    speed = measure(device_of(config), target.norm.weight.dtype)
+    speed = measure(resolve_device(config.model.device), target.norm.weight.dtype)
     weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
     item = target.norm.weight.element_size()
     estimates = {}
@@ -228,26 +226,21 @@ def active_parameters(target: LlamaTarget) -> int:
     return total
 
 
-def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
+def measure(device: torch.device, dtype: torch.dtype) -> Speed:
     """Measure a matrix product of 512 rows and a memory copy; on a GPU with sizes that saturate it."""
+    from torch.utils.benchmark import Timer  # takes a moment to import
+
     rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
-    x, w = (torch.ones(rows, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device))
-    block = torch.zeros(size, dtype=torch.uint8, device=device)
-
-    def finish(work: Any) -> None:
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def rate(work: Any, unit: float) -> float:
-        finish(work)
-        begin, count = time.perf_counter(), 0
-        while time.perf_counter() - begin < seconds:
-            finish(work)
-            count += 1
-        return unit * count / (time.perf_counter() - begin)
-
-    return Speed(rate(lambda: x @ w, 2.0 * rows * side * side), rate(block.clone, 2.0 * size))
+    tensors = {
+        "x": torch.ones(rows, side, dtype=dtype, device=device),
+        "w": torch.ones(side, side, dtype=dtype, device=device),
+        "block": torch.zeros(size, dtype=torch.uint8, device=device),
+    }
+    product, copy = (
+        Timer(statement, globals=tensors, num_threads=torch.get_num_threads()).blocked_autorange().median
+        for statement in ("x @ w", "block.clone()")
+    )
+    return Speed(2.0 * rows * side * side / product, 2.0 * size / copy)
 
 
 def readable(seconds: float) -> str:

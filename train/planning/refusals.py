@@ -13,7 +13,7 @@ from models.heads import read_head
 from models.lora import refuse_unknown_layers
 from models.tokenizer import Tokenizer
 from train.checkpoint import latest_checkpoint, read_state
-from train.config import FilesDataConfig, HubDataConfig, OfflineFeaturesConfig, RowsDataConfig, TrainConfig
+from train.config import FilesDataConfig, HubDataConfig, OfflineFeaturesConfig, TrainConfig
 from train.data.answer_server import check_server
 from train.data.folder import FAILED, SOURCE, TRAIN
 from train.features.layout import Layout
@@ -50,7 +50,7 @@ def refusals(config: TrainConfig, meta_shapes: Shapes, overrides: Sequence[str] 
 def overrides_without_effect(config: TrainConfig, overrides: Sequence[str]) -> Iterator[str]:
     """Yield messages for keys without effect. Only for the command line: a recipe may serve runs of either kind."""
     data, unread = config.data, dict[str, str]()
-    if isinstance(data, RowsDataConfig) and data.responses == "given":
+    if data.provides_responses:
         sampling = ("temperatures", "top_k", "top_p", "max_new_tokens")
         unread |= dict.fromkeys(sampling, "the target writes nothing with data.responses=given")
     if data.server is None:

@@ -39,9 +39,3 @@ def shapes(config: TrainConfig) -> Shapes:
 def processes() -> int:
     """Return the number of processes of this run, as started by torchrun or accelerate."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def device_of(config: TrainConfig) -> torch.device:
-    if config.model.device != "auto":
-        return torch.device(config.model.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

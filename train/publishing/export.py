@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,10 +172,7 @@ def check_room(config: TrainConfig, head: Head, target: LlamaTarget, extra_bytes
     folder = config.export_folder
     values = (head.state_dict()[name] for name in head.checkpoint_layout())
     size = sum(value.numel() for value in values) * target.norm.weight.element_size() + extra_bytes
-    place = folder
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    place, free = atomic.free_disk(folder)
     if free < size:
         raise ValueError(f"{folder}: the export will need {size} bytes, {free} are free; free some space")
     if not os.access(place, os.W_OK):

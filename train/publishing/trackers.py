@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from infer.options.tracker_config import TrackerConfig, WandbConfig
@@ -46,17 +46,20 @@ class Results(NamedTuple):
     aliases: Sequence[str]
 
 
-class Tracker(Protocol):
+class Tracker:
     """Contract: `log` at increasing steps, then `publish` and `finish` once; none raises on network failure."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise NotImplementedError
 
-    def publish(self, results: Results) -> None: ...
+    def publish(self, results: Results) -> None:
+        """Send the results; plots, report and head are in the run's folder in any case."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Release resources."""
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """One JSON object per line. Rows after `resume_step`, of a killed run, are dropped, since they are logged again."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
@@ -69,14 +72,8 @@ class JsonlTracker:
         with atomic.refuse_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
-    def publish(self, results: Results) -> None:
-        """Do nothing: plots and report are in the run's folder already."""
 
-    def finish(self) -> None:
-        """Do nothing: the file is open only while a row is written."""
-
-
-class TensorboardTracker:
+class TensorboardTracker(Tracker):
     def __init__(self, folder: Path, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -86,14 +83,11 @@ class TensorboardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def publish(self, results: Results) -> None:
-        """Do nothing: only scalars are tracked; the rest is in the run's folder."""
-
     def finish(self) -> None:
         self._writer.close()
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Weights & Biases. Its files and run id are kept in the run's folder, so that resuming continues the W&B run."""
 
     def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
@@ -148,7 +142,7 @@ class WandbTracker:
             warn("W&B has not finished its upload; run `wandb sync` in the run's folder to complete it")
 
 
-class Trackers:
+class Trackers(Tracker):
     """All of a run's trackers combined; `Trackers([])` does nothing."""
 
     def __init__(self, trackers: list[Tracker]) -> None:

@@ -130,6 +130,12 @@ def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
         ) from error
 
 
+def free_disk(path: Path) -> tuple[Path, int]:
+    """Return the nearest place at or above `path` that exists, and the bytes that are free there."""
+    place = next(place for place in (path, *path.parents) if place.exists())
+    return place, shutil.disk_usage(place).free
+
+
 def discard(path: Path) -> None:
     if path.is_dir():
         with suppress(FileNotFoundError):  # another process discards it too
