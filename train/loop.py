@@ -1,4 +1,4 @@
-"""The training run from end to end: open the run, prepare, optimise, evaluate, checkpoint, export.
+"""The training run from end to end: open the run, prepare, optimise, evaluate, checkpoint, publish.
 
 Each part has its own module; this one calls them in order. Everything a run depends on is in its folder, so running
 the same command again resumes it, bit for bit.
@@ -6,12 +6,12 @@ the same command again resumes it, bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +20,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
-from infer.engine import Engine
-from infer.options.command_words import head_words, model_overrides, python_command
 from train import checkpoint, schedule
 from train.config import TrainConfig
+from train.data.folder import open_data
 from train.data.sequences import Batch, rows_at, seed_of
 from train.distributed.parallel import (
     any_process,
@@ -35,21 +34,15 @@ from train.distributed.parallel import (
     stopping_together,
     total,
 )
-from train.distributed.strategies import Replicated
 from train.evaluation import acceptance_metrics, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.flops import head_flops
-from train.planning.plan import check_plan, measure, outlook
+from train.planning.plan import check_plan, outlook
 from train.planning.refusals import refuse
-from train.preparation import prepare, prepare_data
-from train.publishing.export import Measured, export_head
-from train.publishing.plots import draw_plots
-from train.publishing.provenance import provenance
-from train.publishing.report import write_report
-from train.publishing.samples import how_many
-from train.publishing.target_view import Publication
-from train.publishing.trackers import Results, Trackers, make_trackers
+from train.preparation.prepare import prepare, start_engine
+from train.publishing.publish import publish_run
+from train.publishing.trackers import Trackers, make_trackers
 from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, memory_bytes
 from train.storage import run_folder
@@ -75,18 +68,15 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     started = time.perf_counter()
     accelerator = make_accelerator(config)
     config = dataclasses.replace(config, run=broadcast(run_folder.name_run(config).run))
-    with StopRequest() as stop:
-        run = Run(config, accelerator, stop, started)
-        together = False  # whether all processes stop at this point
+    with StopRequest() as stop, ExitStack() as resources:
+        resources.callback(release, accelerator)
+        run = Run(config, accelerator, stop, resources, started)
+        resume = run_folder.resume_command(config, overrides, accelerator.num_processes)
         try:
             if accelerator.is_main_process:
                 refuse(config, overrides)
-            result = run.execute()
-            together = True
-            return result
+            return run.execute()
         except Interrupted:
-            together = True
-            resume = run_folder.resume_command(config, overrides, accelerator.num_processes)
             log_main(accelerator, f"stopped; resume with: {resume}")
             return None
         except RuntimeError as error:
@@ -96,23 +86,21 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
             raise ValueError(
                 f"parallel={config.parallel.name}: another process has ended or does not answer, so this one ends too; "
                 f"its own output says why ({str(error).splitlines()[0]}). Last good checkpoint: {kept or 'none yet'}; "
-                f"resume with: {run_folder.resume_command(config, overrides, accelerator.num_processes)}"
+                f"resume with: {resume}"
             ) from error
-        finally:
-            run.close(together=together)
-            release(accelerator)
 
 
 class Run:
     """The state of one run. `step` counts finished optimiser steps and determines the position in the data."""
 
-    def __init__(self, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, started: float) -> None:
+    def __init__(
+        self, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, resources: ExitStack, started: float
+    ) -> None:
         self.config, self.accelerator, self.stop, self.started = config, accelerator, stop, started
-        self.resources = contextlib.ExitStack()
+        self.resources = resources  # closed at the end, in reverse order
+        self.folder = resolve_path(config.output_dir) / str(config.run)
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
-        self.engine: Engine | None = None  # its target may be sharded over further processes
-        self.placement: Replicated | None = None
         self.step = self.tokens = 0
         self.seconds = 0.0  # spent on updates, summed over all resumptions of the run
         self.skipped = self.skipped_in_a_row = 0  # updates skipped for a non-finite loss or gradient
@@ -121,17 +109,19 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         config, accelerator = self.config, self.accelerator
-        self.folder = resolve_path(config.output_dir) / str(config.run)
         if accelerator.is_main_process:
             self.resources.enter_context(run_folder.open_run(config))
         accelerator.wait_for_everyone()
         log_main(accelerator, f"run {config.run}: {self.folder}")
+        if config.stage == "all":
+            for line in outlook(config):
+                log_main(accelerator, line)
+        engine = start_engine(config, accelerator, self.resources)
+        data = open_data(config, engine, accelerator, self.folder / "data", self.stop)
         if config.stage == "regenerate":
-            return self._regenerate()
-        for line in outlook(config):
-            log_main(accelerator, line)
-        self.prepared = prepare(config, accelerator, self.folder, self.stop)
-        self.engine, self.placement = self.prepared.engine, self.prepared.placement
+            self._log("runs with the same data settings and output_dir will reuse these sequences")
+            return {"run": config.run, "data": str(self.folder / "data"), "counts": data.counts}
+        self.prepared = prepare(config, accelerator, engine, data, self.stop, self.resources)
         self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
         budget = run_folder.read_budget(self.folder)
         if budget is not None:
@@ -139,24 +129,11 @@ class Run:
         if accelerator.is_main_process:  # trackers drop what was logged for later steps
             settings = dataclasses.asdict(config)
             self.trackers = make_trackers(config.tracker, self.folder, str(config.run), settings, resume_step=self.step)
+            self.resources.callback(self.trackers.finish)
         budget = budget or self._initial_budget()
         self.steps, self.warmup = budget.decided, budget.warmup
         self._optimise()
         return self._finish()
-
-    def close(self, *, together: bool) -> None:
-        """Release resources. `together`: every process calls this, at the same point."""
-        if self.placement is not None:
-            self.placement.close(together=together)
-        self.trackers.finish()
-        if self.engine is not None:
-            self.engine.close()
-        self.resources.close()
-
-    def _regenerate(self) -> dict[str, Any]:
-        self.engine, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
-        self._log("runs with the same data settings and output_dir will reuse these sequences")
-        return {"run": self.config.run, "data": str(self.folder / "data"), "counts": data.counts}
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -434,64 +411,8 @@ class Run:
     def _finish(self) -> dict[str, Any]:
         """Export and return the summary on the main process; the others have nothing left to do."""
         summary: dict[str, Any] = {"run": self.config.run}
+        progress = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
+        inputs = self.config, self.folder, self.prepared, self.trackers, progress, self.best, self._log
         self.prepared.placement.collect()
-        self._on_main_process(lambda: summary.update(self._export()))
-        return summary
-
-    def _export(self) -> dict[str, Any]:
-        config, prepared = self.config, self.prepared
-        trained = sum(p.numel() for p in prepared.placement.trained.parameters() if p.requires_grad)
-        facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
-        facts |= {"trained_parameters": trained, "seconds": round(self.seconds, 1)}
-        facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
-        facts |= {"data_counts": dict(prepared.data_counts)}
-        arithmetic = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        facts["peak_flops"] = measure(self.accelerator.device, arithmetic).flops
-        record = provenance(dataclasses.asdict(config), **facts)
-        published, export, measured = self._publish(record)
-        metrics = published.evaluator.losses(prepared.placement.measured) | acceptance_metrics(measured.greedy)
-        self.trackers.log(self.step, metrics)
-        if config.export == "best" and self.best > measured.greedy.engine.acceptance_length:
-            record = self._return_to_best(record)
-            published, export, measured = self._publish(record)
-        greedy = measured.greedy
-        samples = published.evaluator.samples(prepared.head, how_many(config.tracker))
-        speeds = dict[int, float]()
-        if config.eval_concurrency:
-            speeds = published.evaluator.speeds(prepared.head, config.eval_concurrency)
-            self.trackers.log(self.step, {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()})
-        plots = draw_plots(self.folder, measured, speeds)
-        results = Results(plots, samples, export, ("latest", f"step_{record['steps']}"))
-        report = write_report(self.folder, config, record, measured, results)
-        self.trackers.publish(results)
-        lengths = greedy.summary()
-        positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
-        self._log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
-        self._log(f"exported to {export}; report in {report}")
-        arguments = [*model_overrides(published.config.model), *head_words(config.head, config.output_dir)]
-        self._log(f"serve it: {python_command('infer/serve.py', *arguments)}")
-        seconds = round(time.perf_counter() - self.started, 1)
-        return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}
-
-    def _publish(self, record: Mapping[str, Any]) -> tuple[Publication, Path, Measured]:
-        published = self.prepared.served.publish()
-        export, measured = export_head(
-            self.prepared.head,
-            published.target,
-            published.config,
-            record,
-            published.evaluator.measure_fully,
-            note=published.note,
-        )
-        return published, export, measured
-
-    def _return_to_best(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Load the state with the highest acceptance length, since the last one is worse; return its record."""
-        path = checkpoint.best_checkpoint(self.folder / "checkpoints")
-        assert path is not None, "the best state was saved when it was found"
-        trained = self.prepared.placement.trained
-        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(trained))
-        checkpoint.load_module(trained, loaded.trained.module)
-        step = loaded.state["step"]
-        self._log(f"exporting the head of step {step}, τ {self.best:.3f} in the engine: the last is worse")
-        return {**record, "steps": step, "tokens": loaded.state["tokens"], "seconds": round(loaded.state["seconds"], 1)}
+        self._on_main_process(lambda: summary.update(publish_run(*inputs)))
+        return {**summary, "seconds": round(time.perf_counter() - self.started, 1)}

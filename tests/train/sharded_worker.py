@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.distributed.exchange import ProcessExchange
 from train.distributed.parallel import make_accelerator
 from train.loop import train as run
-from train.preparation import open_engine
+from train.preparation.target import open_engine
 
 
 def forget(accelerator: object) -> None:

@@ -20,7 +20,7 @@ from train.data.sequences import Sequences
 from train.features.online import compute_features
 from train.loop import train
 from train.planning.memory_plan import target_bytes
-from train.preparation import open_engine
+from train.preparation.target import open_engine
 
 AUX = (2, 4, 5, LAST)
 

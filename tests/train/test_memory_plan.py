@@ -23,7 +23,7 @@ from train.loop import train
 from train.planning.activations import rehearse
 from train.planning.memory_plan import memory_parts, parameters
 from train.planning.shapes import shapes
-from train.preparation import make_head, make_objective
+from train.preparation.head import make_head, make_objective
 from train.publishing.trackers import read_metrics
 
 ROWS, LENGTH = 4, 48

@@ -66,7 +66,9 @@ def test_refused_at_once(
 ) -> None:
     for missing in ("torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.setattr("train.preparation.load_target", lambda *parts, **more: pytest.fail("a target was loaded"))
+    monkeypatch.setattr(
+        "train.preparation.target.load_target", lambda *parts, **more: pytest.fail("a target was loaded")
+    )
     monkeypatch.setattr("train.planning.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
     overrides = line.format(**paths).split()
     keys = {override.partition("=")[0] for override in overrides}

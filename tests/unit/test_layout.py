@@ -154,7 +154,7 @@ ROOTS = {
         "__init__", "chat", "cli", "config", "config_checks", "environment", "follower", "generate", "request", "serve",
     },
     "train": {
-        "__init__", "acceptance", "checkpoint", "config", "evaluation", "loop", "objective_config", "preparation",
+        "__init__", "acceptance", "checkpoint", "config", "evaluation", "loop", "objective_config",
         "run", "schedule", "signals", "step_clock",
     },
 }  # fmt: skip

@@ -25,7 +25,7 @@ from train.objectives.draft_states import draft_states
 from train.objectives.medusa import MedusaHeads
 from train.objectives.registry import OBJECTIVES
 from train.objectives.teacher import SharedLogits, Teacher
-from train.preparation import make_head
+from train.preparation.head import make_head
 
 
 class LiveBytes(TorchDispatchMode):

@@ -25,7 +25,7 @@ from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import teacher
 from train.planning.activations import meta_objective, rehearse
 from train.planning.shapes import processes
-from train.preparation import pool_for
+from train.preparation.target import pool_for
 
 GB = 1e9
 VALUE, STATE = 4, 16  # bytes of a trained parameter: its value in fp32; with gradient and Adam's two moments

@@ -22,12 +22,7 @@ from infer.kvcache.memory import free_bytes
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
-from train.config import (
-    OWN_WEIGHTS,
-    OfflineFeaturesConfig,
-    RowsDataConfig,
-    TrainConfig,
-)
+from train.config import OWN_WEIGHTS, OfflineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data.prompts import longest_prompt, read_prompts
 from train.features.layout import Layout
 from train.objective_config import PEagleObjectiveConfig

@@ -20,7 +20,7 @@ from train.features.layout import Layout
 from train.features.store import origin, refuse_other_store, wider_layout
 from train.objective_config import Medusa2ObjectiveConfig
 from train.planning.shapes import Shapes, processes, shapes
-from train.preparation import refuse_other_shape
+from train.preparation.head import refuse_other_shape
 from train.publishing.export import check_room
 from train.publishing.trackers import check_tracker
 

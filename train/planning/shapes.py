@@ -15,7 +15,7 @@ from models.heads.base import Head
 from models.targets import empty_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
-from train.preparation import make_head
+from train.preparation.head import make_head
 
 
 class Shapes(NamedTuple):

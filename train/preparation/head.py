@@ -1,0 +1,68 @@
+"""Makes the head and the objective of a run, from the configuration and the target."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from infer.config_checks import resolve_path
+from infer.options.head_config import HeadConfig, NewHeadConfig
+from models.config import TargetConfig
+from models.heads import HEADS, load_head
+from models.heads.base import Head, HeadShape
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+from models.vocab import build_draft_vocab
+from train.config import TrainConfig
+from train.data.sequences import Sequences
+from train.objective_config import Medusa2ObjectiveConfig
+from train.objectives.base import Objective
+from train.objectives.medusa import MedusaTogether
+from train.objectives.registry import OBJECTIVES
+from train.preparation.target import unpacked_target
+
+
+def make_head(config: HeadConfig, target: TargetConfig) -> Head:
+    """Make a head of the target's sizes, without vocabulary. Raises ValueError if settings do not fit the target."""
+    kind, common = HEADS[config.name], {field.name for field in fields(NewHeadConfig)}
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
+    return kind(kind.config_class.for_target(target, **options))
+
+
+def make_objective(config: TrainConfig, head: Head) -> Objective:
+    """Make the objective of a head with its vocabulary. Raises ValueError for `lora_on` layers the target lacks."""
+    if isinstance(config.objective, Medusa2ObjectiveConfig):
+        return MedusaTogether(head, config.objective, unpacked_target(config, head), config.seed)
+    return OBJECTIVES[config.objective.name](head, config.objective)
+
+
+def give_vocabulary(
+    head: Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
+) -> None:
+    """Choose the draft vocabulary from the target's generated tokens and initialise the head for it."""
+    assert isinstance(config.head, NewHeadConfig)
+    vocab_size = target.config.vocab_size
+    special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}
+    forced = [token for token in special if token is not None and token < vocab_size]
+    head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
+    reads = config.head.init_from_target or head.reads_lm_head
+    donor = unpacked_target(config, head, layers=[-1]) if reads else target
+    head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
+    if config.head.start_from is not None:
+        go_on_from(head, resolve_path(config.head.start_from), target)
+
+
+def refuse_other_shape(folder: Path, earlier: HeadShape, shape: HeadShape) -> None:
+    """Raises ValueError if a run's head cannot load the weights of an earlier one."""
+    if earlier != shape:
+        raise ValueError(
+            f"head.start_from={folder}: is a {earlier}, this run's head a {shape}; give the keys of head= that it was "
+            "trained with"
+        )
+
+
+def go_on_from(head: Head, folder: Path, target: LlamaTarget) -> None:
+    """Load the weights and the draft vocabulary of an exported head of the same shape."""
+    earlier = load_head(folder, name=head.name, dtype=head.dtype, target=target)
+    refuse_other_shape(folder, earlier.config, head.config)  # checked again: it may have been re-exported meanwhile
+    head.load_state_dict(earlier.state_dict())

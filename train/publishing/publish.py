@@ -1,0 +1,116 @@
+"""The end of a run: exports its last state or its best one, measured as it was published, and reports on the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from infer.options.command_words import head_words, model_overrides, python_command
+from train import checkpoint
+from train.config import TrainConfig
+from train.evaluation import acceptance_metrics
+from train.planning.plan import measure
+from train.preparation.prepare import Prepared
+from train.publishing.export import Measured, export_head
+from train.publishing.plots import draw_plots
+from train.publishing.provenance import provenance
+from train.publishing.report import write_report
+from train.publishing.samples import how_many
+from train.publishing.target_view import Publication
+from train.publishing.trackers import Results, Tracker
+
+
+class Exported(NamedTuple):
+    published: Publication  # the target
+    folder: Path
+    measured: Measured
+
+
+def publish_run(
+    config: TrainConfig,
+    folder: Path,
+    prepared: Prepared,
+    tracker: Tracker,
+    progress: Mapping[str, Any],
+    best: float,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """Export the head and write plots and report; return the summary. For one process.
+
+    `progress`: steps, tokens and seconds of the run; `best`: its highest acceptance length in the engine.
+    """
+    record = record_of(config, prepared, progress)
+    exported = export(prepared, record)
+    metrics = exported.published.evaluator.losses(prepared.placement.measured)
+    tracker.log(record["steps"], metrics | acceptance_metrics(exported.measured.greedy))
+    if config.export == "best" and best > exported.measured.greedy.engine.acceptance_length:
+        state = load_best(folder, prepared)
+        log(f"exporting the head of step {state['step']}, τ {best:.3f} in the engine: the last is worse")
+        exact = {"steps": state["step"], "tokens": state["tokens"], "seconds": round(state["seconds"], 1)}
+        record = {**record, **exact}
+        exported = export(prepared, record)
+    evaluator, measured = exported.published.evaluator, exported.measured
+    samples = evaluator.samples(prepared.head, how_many(config.tracker))
+    speeds = dict[int, float]()
+    if config.eval_concurrency:
+        speeds = evaluator.speeds(prepared.head, config.eval_concurrency)
+        ratios = {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()}
+        tracker.log(progress["steps"], ratios)
+    plots = draw_plots(folder, measured, speeds)
+    results = Results(plots, samples, exported.folder, ("latest", f"step_{record['steps']}"))
+    report = write_report(folder, config, record, measured, results)
+    tracker.publish(results)
+    lengths = measured.greedy.summary()
+    positions = " ".join(f"{share:.2f}" for share in measured.greedy.engine.acceptance_by_position)
+    log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
+    log(f"exported to {exported.folder}; report in {report}")
+    model = exported.published.config.model
+    arguments = [*model_overrides(model), *head_words(config.head, config.output_dir)]
+    log(f"serve it: {python_command('infer/serve.py', *arguments)}")
+    return {"export": str(exported.folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
+
+
+def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provenance of the run's head."""
+    placement = prepared.placement
+    return provenance(
+        dataclasses.asdict(config),
+        run=config.run,
+        steps=progress["steps"],
+        tokens=progress["tokens"],
+        trained_parameters=sum(p.numel() for p in checkpoint.trainable(placement.trained).values()),
+        seconds=round(progress["seconds"], 1),
+        data_source=prepared.data_source,
+        data_hash=prepared.data_hash,
+        data_counts=dict(prepared.data_counts),
+        peak_flops=measure(
+            placement.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32
+        ).flops,
+    )
+
+
+def export(prepared: Prepared, record: Mapping[str, Any]) -> Exported:
+    published = prepared.served.publish()
+    folder, measured = export_head(
+        prepared.head,
+        published.target,
+        published.config,
+        record,
+        published.evaluator.measure_fully,
+        note=published.note,
+    )
+    return Exported(published, folder, measured)
+
+
+def load_best(folder: Path, prepared: Prepared) -> Mapping[str, Any]:
+    """Load the parameters with the highest acceptance length, to be exported; return the state of their checkpoint."""
+    path = checkpoint.best_checkpoint(folder / "checkpoints")
+    assert path is not None, "the best state was saved when it was found"
+    module = prepared.placement.trained
+    loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(module))
+    checkpoint.load_module(module, loaded.trained.module)
+    return loaded.state
