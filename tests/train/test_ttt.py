@@ -130,7 +130,7 @@ def test_leaving_prompt_slots_out_changes_no_state(random_head: Eagle3Head, batc
         assert torch.allclose(a[:, first:], b, atol=1e-6)
     slots = alignment.served_slots(alignment.served(batch.assistant))
     assert slots.shape[1] < batch.ids.shape[1] - first
-    some = draft_states(random_head, batch.ids, features.aux, STEPS, slots=slots)
+    some = draft_states(random_head, batch.ids, features.aux, STEPS, slots=[slots] * STEPS)
     for a, b in zip(full, some, strict=True):
         assert torch.allclose(alignment.at(a, slots), b, atol=1e-6)
 

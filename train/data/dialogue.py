@@ -55,25 +55,22 @@ class Dialogue:
 
     def next_prompt(self) -> list[int] | None:
         """Return the next prompt for the target, None after the last. Raises ValueError if the first is invalid."""
-        if self._plain is not None:
-            prompt, self._plain = self._plain, None
-        else:
-            if not self._advance():
-                return None
-            try:
-                self._prompt_text = self._tokenizer.render_chat(self._history, tools=self.example.tools)
-                prompt = self._tokenizer.encode(self._prompt_text, add_special_tokens=False)
-            except ValueError as error:
-                if self._row.ids:
-                    return self._end_early(error)
-                raise
-        if not 1 <= len(prompt) <= self._longest:
-            error = TooLong(f"the prompt has {len(prompt)} tokens; 1 to {self._longest} are possible")
+        plain, self._plain = self._plain, None
+        if plain is None and not self._advance():
+            return None
+        try:
+            prompt = self._render_prompt() if plain is None else plain
+            refuse_length(prompt, self._longest)
+        except ValueError as error:
             if self._row.ids:
                 return self._end_early(error)
-            raise error
+            raise
         self._continue(prompt)
         return prompt
+
+    def _render_prompt(self) -> list[int]:
+        self._prompt_text = self._tokenizer.render_chat(self._history, tools=self.example.tools)
+        return self._tokenizer.encode(self._prompt_text, add_special_tokens=False)
 
     def take(self, ids: Sequence[int]) -> None:
         """Append the target's response to the last prompt, including the token that ended it."""
@@ -163,16 +160,19 @@ class Dialogue:
         self._left.clear()
 
 
+def refuse_length(prompt: Sequence[int], longest: int) -> None:
+    if not 1 <= len(prompt) <= longest:
+        raise TooLong(f"the prompt has {len(prompt)} tokens; 1 to {longest} are possible")
+
+
 def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[int]:
     """Return a conversation's first prompt, on which acceptance is measured.
 
     Raises ValueError if there is none, and its subclass TooLong if it does not have 1 to `longest` tokens.
     """
     if example.loss_mask is not None:
-        prompt = list(example.prompt)
-        if not 1 <= len(prompt) <= longest:
-            raise TooLong(f"the prompt has {len(prompt)} tokens; 1 to {longest} are possible")
-        return prompt
+        refuse_length(example.prompt, longest)
+        return list(example.prompt)
     prompt_ids = Dialogue(example, tokenizer, longest_prompt=longest).next_prompt()
     if prompt_ids is None:
         raise ValueError("no turn is the target's to answer")

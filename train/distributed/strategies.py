@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ class Replicated:
 
     def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
         self.accelerator, self.plain, self.clip = accelerator, objective, optim.clip
-        self.optimizer: Any = make_optimizer(objective, optim, rate, fused=self.fused_optimizer)
-        self.objective: Any = objective
+        self._make_optimizer = partial(make_optimizer, objective, optim, rate, fused=self.fused_optimizer)
+        self.objective: Any
+        self.optimizer: Any
         self._prepare()
 
     def _prepare(self) -> None:
-        self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
+        self.objective, self.optimizer = self.accelerator.prepare(self.plain, self._make_optimizer())
 
     @property
     def head(self) -> Head:
@@ -113,12 +115,9 @@ class Sharded(Replicated):
 
     fused_optimizer = False
 
-    def _prepare(self) -> None:
-        self._copy = copy.deepcopy(self.plain)
-        self._shard()
-
-    def _shard(self) -> None:
-        raise NotImplementedError
+    def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
+        self._copy = copy.deepcopy(objective)
+        super().__init__(accelerator, objective, optim, rate)
 
     @property
     def head(self) -> Head:
@@ -130,17 +129,17 @@ class Sharded(Replicated):
 
 
 class FullyShard(Sharded):
-    def _shard(self) -> None:
+    def _prepare(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        sharded: Any = fully_shard(self.plain, mesh=mesh)
-        self.objective = InAutocast(sharded, self.accelerator)
-        self._sharded = sharded
-        options = self.optimizer.param_groups[0]
-        kept = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay")}
-        self.optimizer = torch.optim.AdamW(checkpoint.trainable(self.plain.head).values(), **kept)
+        self._sharded: Any = fully_shard(self.plain, mesh=mesh)
+        self.objective, self.optimizer = self._in_autocast, self._make_optimizer()
+
+    def _in_autocast(self, *inputs: Any) -> Any:
+        with self.accelerator.autocast():
+            return self._sharded(*inputs)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         self._sharded.set_requires_gradient_sync(last)
@@ -158,8 +157,8 @@ class FullyShard(Sharded):
 
 
 class Zero(Sharded):
-    def _shard(self) -> None:
-        self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
+    def _prepare(self) -> None:
+        super()._prepare()
         self._engine: Any = self.objective
         self._load_optimizer({})  # the step of DeepSpeed's initialisation must not count as one of ours
 
@@ -244,18 +243,6 @@ class Zero(Sharded):
     @property
     def _base_optimizer(self) -> torch.optim.Optimizer:
         return self._engine.optimizer.optimizer
-
-
-class InAutocast(nn.Module):
-    """Runs a module under accelerate's autocast, as accelerate wraps the modules that it prepares."""
-
-    def __init__(self, module: nn.Module, accelerator: Accelerator) -> None:
-        super().__init__()
-        self.module, self._accelerator = module, accelerator
-
-    def forward(self, *inputs: Any) -> Any:
-        with self._accelerator.autocast():
-            return self.module(*inputs)
 
 
 PLACEMENTS: dict[str, type[Replicated]] = {

@@ -8,7 +8,7 @@ large batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -43,6 +43,14 @@ class StepSums(NamedTuple):
     loss: Tensor
     correct: Tensor  # draft's argmax == the target's, over the full vocabulary
     overlap: Tensor  # Σ_v min(p, q) over the full vocabulary
+
+
+class Pair(NamedTuple):
+    """The slots of a step that are trained on, N of the M that it has in each row, and their teacher."""
+
+    mask: Tensor  # bool [B, M]
+    weights: Tensor  # [N]
+    rows: Tensor  # int64 [N]
 
 
 class Objective(nn.Module):
@@ -143,28 +151,33 @@ class Objective(nn.Module):
         objectives that train in stages; 0 selects the loss of the head alone.
         """
         self._narrow.renew()
-        masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
-        weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
-        length = masks.shape[2]
-        first = int(masks[0].any(0).int().argmax())
-        # The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order.
-        number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1
+        served = alignment.served(batch.assistant)
+        first, length = int(served.any(0).int().argmax()), batch.ids.shape[1]
         aux = features.aux if generator is None else self._noisy(features.aux, generator)
         columns = None if generator is None else self.columns(first, length, generator)
-        slots = alignment.served_slots(masks[0]) if columns is None else None
+        slots = columns or [alignment.served_slots(served)] * self.steps
         sums, total = [], batch.ids.new_zeros((), dtype=torch.float32)
-        states = draft_states(self.head, batch.ids, aux, self.steps, first, columns, batch.starts, slots)
-        for step, state in enumerate(states):
-            kept = slots if columns is None else columns[step]
-            assert kept is not None
-            mask, weight = alignment.at(masks[step], kept), alignment.at(weights[step], kept)
-            rows = alignment.at(alignment.shift_left(number, step), kept)[mask]
-            parts = self.compare(state[mask], weight[mask], rows, teacher, step, metrics)
+        states = draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
+        for step, (state, pair) in enumerate(zip(states, self.pairs(batch, slots), strict=True)):
+            parts = self.compare(state[pair.mask], pair.weights, pair.rows, teacher, step, metrics)
             # rescale, since a sample of the slots stands for all of them
-            share = 1.0 if columns is None else max(1, len(kept)) / (length - first)
+            share = 1.0 if columns is None else max(1, len(columns[step])) / (length - first)
             total = total + self.config.step_weight**step / share * parts[0] / denominators[step].clamp(min=1)
-            sums.append(torch.stack([mask.sum().float(), *(value.detach() for value in parts[1:])]))
+            sums.append(torch.stack([pair.mask.sum().float(), *(value.detach() for value in parts[1:])]))
         return total, StepSums(*torch.stack(sums, dim=1))
+
+    def pairs(self, batch: Batch, slots: Sequence[Tensor]) -> Iterator[Pair]:
+        """Pair the slots of each step, `slots[k]` `[M]` or `[B, M]`, with the rows of the teacher.
+
+        The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order.
+        """
+        masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
+        weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
+        numbers = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1
+        for step, kept in enumerate(slots):
+            mask = alignment.at(masks[step], kept)
+            rows = alignment.at(alignment.shift_left(numbers, step), kept)
+            yield Pair(mask, alignment.at(weights[step], kept)[mask], rows[mask])
 
     def _noisy(self, aux: Sequence[Tensor], generator: torch.Generator) -> Sequence[Tensor]:
         """Add noise U(-a, a) to every feature, against the accumulation of small draft errors (arXiv 2401.15077)."""

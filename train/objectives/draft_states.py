@@ -23,23 +23,21 @@ def draft_states(
     aux: Sequence[Tensor],
     steps: int,
     first: int = 0,
-    columns: Sequence[Tensor] | None = None,
+    slots: Sequence[Tensor] | None = None,
     starts: Tensor | None = None,
-    slots: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yield the states of depths 0 .. K-1 for slots `first ..`, `[B, T - first, S]` each, as input of `head.logits`.
 
-    ids `[B, T]`, aux one `[B, T, Ht]` per feature. Slots before `first`, or not among `slots` `[B, M]`, only contribute
-    keys and values at depth 0. With `columns` depth k yields only the slots `columns[k]`, a subset of those of the
-    depth before, on which a parallel head is trained (arXiv 2602.01469). starts `[B, T]`: where each slot's document
-    begins, if several are packed into a row.
+    ids `[B, T]`, aux one `[B, T, Ht]` per feature. With `slots` depth k yields only `slots[k]`, `[M]` or `[B, M]`, a
+    subset of those of the depth before, as a parallel head is trained (arXiv 2602.01469). All others only contribute
+    keys and values at depth 0. starts `[B, T]`: where each slot's document begins, if several are packed into a row.
     """
     length, attention, base_pos = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
     state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)  # under autocast the result is fp32
     mask_slot, all_slots = head.mask_slot(), torch.arange(first, length, device=ids.device)
     previous_slots = all_slots
     for step in range(steps):
-        step_slots = columns[step] if columns is not None else all_slots if slots is None else slots
+        step_slots = all_slots if slots is None else slots[step]
         positions = alignment.draft_positions(base_pos, step)
         if step == 0:
             attention.begin_step(0)
@@ -56,7 +54,7 @@ def draft_states(
                 fewer = step_slots.shape[-1] < previous_slots.shape[-1]
                 before = state[:, torch.searchsorted(previous_slots, step_slots)] if fewer else state
             state = head.step(tokens, before, positions, attention, step)
-        if step == 0 and (slots is not None or step_slots.shape[-1] < length):
+        if step == 0 and (step_slots.ndim == 2 or step_slots.shape[-1] < length):
             state = alignment.at(state, step_slots)
         previous_slots = step_slots
         yield state

@@ -102,12 +102,12 @@ def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int)
         if objective.fused else None,
         logits=logits,
     )  # fmt: skip
-    columns = None
+    slots = None
     if isinstance(config, PEagleObjectiveConfig):
         sizes = alignment.sample_sizes(length, objective.steps, config.ratio, config.min_ratio)
-        columns = [torch.arange(size) for size in sizes]
+        slots = [torch.arange(size) for size in sizes]
     total = []
-    for step, state in enumerate(draft_states(head, ids, aux, objective.steps, columns=columns)):
+    for step, state in enumerate(draft_states(head, ids, aux, objective.steps, slots=slots)):
         states = state.flatten(0, 1)[1 if step else 0 :]  # fewer than the teacher, so that it is copied
         index = torch.zeros(len(states), dtype=torch.int64)
         total.append(objective.compare(states, torch.ones(len(states)), index, teacher, step, True)[0])
