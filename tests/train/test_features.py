@@ -10,7 +10,7 @@ from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from train.config import OnlineFeaturesConfig
 from train.data.sequences import Sequences
-from train.features.online import CachedFeatures, OnlineFeatures, feature_bytes, make_features
+from train.features.online import CachedFeatures, OnlineFeatures, feature_bytes, fits_cache
 
 AUX = (2, 4, 5)
 
@@ -44,8 +44,8 @@ def test_features_are_the_models(tiny_target: LlamaTarget, responses: Sequences)
     assert all(torch.equal(a, b) for a, b in zip(features.aux, output.aux, strict=True))
 
 
-@pytest.mark.parametrize(("gigabytes", "kind"), [(4.0, CachedFeatures), (0.0, OnlineFeatures)])
-def test_the_cache_has_a_limit(gigabytes: float, kind: type, engine: Engine, responses: Sequences) -> None:
+@pytest.mark.parametrize(("gigabytes", "fits"), [(4.0, True), (0.0, False)])
+def test_the_cache_has_a_limit(gigabytes: float, fits: bool, engine: Engine) -> None:
     config = OnlineFeaturesConfig(name="online", cache_gb=gigabytes)
-    assert type(make_features(config, engine.target, AUX, responses, batch_size=4)) is kind
+    assert fits_cache(config, engine.target, AUX, 100) == fits
     assert feature_bytes(engine.target, AUX, 100) == 4 * 100 * 64 * 4

@@ -22,11 +22,9 @@ import importlib, os, signal, sys
 module, owner, name, calls, *settings = sys.argv[1:]
 sys.path.insert(0, os.getcwd())
 from infer.cli import compose
-from train.data import regenerate
 from train.config import TrainConfig
 from train.loop import train
 
-regenerate.PART = 8
 holder = importlib.import_module(module)
 holder = getattr(holder, owner) if owner else holder
 real, left = getattr(holder, name), int(calls)
@@ -67,7 +65,7 @@ def counting(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
 
 def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [*settings, "run=one", "stage=regenerate"]
-    killed_after(2, "train.data.regenerate:write_part", overrides)  # the four held-out ones, and eight of twenty-four
+    killed_after(12, "train.data.regenerate:write_line", overrides)  # the four held-out ones, and eight of twenty-four
     calls = counting(monkeypatch, Engine, "add")
     run(overrides)
     assert len(calls) == 24 - 8

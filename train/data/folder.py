@@ -22,11 +22,12 @@ from accelerate.utils import gather_object
 from infer.engine import Engine
 from infer.request import SamplingParams
 from train.config import TrainConfig
-from train.data.dialogue import Row, provided_rows
+from train.data.dialogue import provided_rows
 from train.data.examples import Example
 from train.data.prompts import Prompts, first_of, longest_prompt, read_prompts
 from train.data.regenerate import (
     Answerer,
+    Conversation,
     EngineGenerator,
     Outcome,
     collect,
@@ -120,7 +121,8 @@ class Making:
         log_main(accelerator, f"{generator} continues {work}")
         held_out = self._answer(EngineGenerator(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
-            train = collect(prompts.train, {key: self._rows_of(example) for key, example in prompts.train.items()}, {})
+            provided = {key: self._provided(example) for key, example in prompts.train.items()}
+            train = collect(prompts.train, provided, {})
         else:
             train = self._answer(answerer, prompts.train, sampled, TRAIN)
         if accelerator.is_main_process:
@@ -129,8 +131,8 @@ class Making:
             self._write(prompts, parts, train, held_out)
         accelerator.wait_for_everyone()
 
-    def _rows_of(self, example: Example) -> list[Row]:
-        return provided_rows(example, self.tokenizer, self.longest)
+    def _provided(self, example: Example) -> Conversation:
+        return Conversation(provided_rows(example, self.tokenizer, self.longest))
 
     def _answerer(self) -> Answerer:
         if self.config.data.server is None:

@@ -1,20 +1,19 @@
 """On-policy responses: the target generates every turn on its own history, and token ids are kept as generated.
 
-Responses depend on prompts, seeds and target alone, so they are generated once: finished conversations are written to
-part files, by key, and an interrupted run resumes with the missing ones. Implementations of the `Answerer` protocol:
+Responses depend on prompts, seeds and target alone, so they are generated once: each finished conversation is a line of
+a part file, by key, and an interrupted run resumes with the missing ones. Implementations of the `Answerer` protocol:
 Headway's engine here, or an OpenAI-compatible server (train/data/answer_server.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from tqdm import tqdm
 
 from infer.engine import Engine
@@ -26,13 +25,18 @@ from train.data.examples import Example
 from train.data.sequences import Sequences
 from train.storage import atomic
 
-PART = 64  # conversations per part file: as many can be lost when a process is killed
-
 
 class Job(NamedTuple):
     key: int
     dialogue: Dialogue
     params: SamplingParams
+
+
+class Conversation(NamedTuple):
+    """A conversation with its responses."""
+
+    rows: list[Row]
+    cut: str | None = None  # why it lacks its last turns
 
 
 Finished = Callable[[Job, str | None], None]  # with the error message, None on success
@@ -87,39 +91,32 @@ def regenerate(
     assigned = list(enumerate(examples.items()))[rank::world]
     done = read_parts(folder)
     missing = [(number, key, example) for number, (key, example) in assigned if key not in done]
-    finished: dict[int, list[Row]] = {}
-    shortened: dict[int, str] = {}
     failed: dict[int, str] = {}
 
     def jobs() -> Iterator[Job]:
         for number, key, example in missing:
             yield Job(key, Dialogue(example, tokenizer, longest_prompt=longest_prompt), params(number))
 
-    with tqdm(
-        total=len(assigned), initial=len(assigned) - len(missing), unit="row", disable=not show, dynamic_ncols=True
-    ) as bar:
+    # a new file, since a kill may have cut off the last line of an earlier one
+    path = folder / f"part-{secrets.token_hex(8)}.jsonl"
+    total, already = len(assigned), len(assigned) - len(missing)
+    with (
+        atomic.refuse_full_disk(path),
+        path.open("w", encoding="utf-8") as part,
+        tqdm(total=total, initial=already, unit="row", disable=not show, dynamic_ncols=True) as bar,
+    ):
 
         def finish(job: Job, error: str | None) -> None:
-            place = job.dialogue.example.place
+            place, cut = job.dialogue.example.place, job.dialogue.cut
             prefix = f"{place}: " if place else ""
             if error is None:
-                finished[job.key] = job.dialogue.rows
-                if job.dialogue.cut is not None:
-                    shortened[job.key] = prefix + job.dialogue.cut
-                if len(finished) >= PART:
-                    write_part(folder, finished, shortened)
-                    finished.clear()
-                    shortened.clear()
+                write_line(part, job.key, Conversation(job.dialogue.rows, cut and prefix + cut))
             else:
                 failed[job.key] = prefix + error
                 bar.set_postfix(failed=len(failed), refresh=False)
             bar.update()
 
-        try:
-            answerer.answer(jobs(), finish, check)
-        finally:
-            if finished:
-                write_part(folder, finished, shortened)
+        answerer.answer(jobs(), finish, check)
     return failed
 
 
@@ -163,64 +160,43 @@ class EngineGenerator:
                 engine.abort(name)
 
 
-def write_part(folder: Path, rows: Mapping[int, Sequence[Row]], shortened: Mapping[int, str]) -> None:
-    """Write a part file, named by its first key, which no other part holds. A conversation has any number of rows.
-
-    The reasons for shortened conversations are in a .json file beside it, which is written first and read only if the
-    part exists.
-    """
-    keys = list(rows)
-    flat = [row for key in keys for row in rows[key]]
-    counts = torch.tensor([len(rows[key]) for key in keys])
-    path = folder / f"part-{keys[0]:016x}.safetensors"
-    if shortened:
-        atomic.write_text(path.with_suffix(".json"), json.dumps({str(key): why for key, why in shortened.items()}))
-    atomic.write_tensors(path, {"keys": torch.tensor(keys), "counts": counts, **Sequences.of(flat).tensors()})
+def write_line(part: IO[str], key: int, conversation: Conversation) -> None:
+    rows = [[row.ids, list(map(int, row.loss_mask))] for row in conversation.rows]
+    part.write(json.dumps({"key": key, "rows": rows, "cut": conversation.cut}) + "\n")
+    part.flush()
 
 
-def read_parts(folder: Path) -> dict[int, list[Row]]:
-    rows: dict[int, list[Row]] = {}
-    for path in sorted(folder.glob("part-*.safetensors")):
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: cannot be read ({error}); delete it to have it made again") from error
-        sequences, place = Sequences.from_tensors(tensors), 0
-        for key, count in zip(tensors["keys"].tolist(), tensors["counts"].tolist(), strict=True):
-            parts = [sequences.row(index) for index in range(place, place + count)]
-            rows[key] = [Row(ids.tolist(), assistant.tolist()) for ids, assistant in parts]
-            place += count
-    return rows
-
-
-def read_shortened(folder: Path) -> dict[int, str]:
-    paths = [path.with_suffix(".json") for path in sorted(folder.glob("part-*.safetensors"))]
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
-    return {int(key): why for file in files for key, why in file.items()}
+def read_parts(folder: Path) -> dict[int, Conversation]:
+    """Return the finished conversations by key. A line that a kill cut off is left out."""
+    conversations: dict[int, Conversation] = {}
+    for path in sorted(folder.glob("part-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(json.JSONDecodeError):
+                record = json.loads(line)
+                rows = [Row(ids, list(map(bool, mask))) for ids, mask in record["rows"]]
+                conversations[record["key"]] = Conversation(rows, record["cut"])
+    return conversations
 
 
 def collect_parts(folder: Path, keys: Collection[int], failed: Mapping[int, str]) -> Outcome:
     """Return the outcome, once every process has written its parts. Raises ValueError if conversations are missing."""
     try:
-        return collect(keys, read_parts(folder), failed, read_shortened(folder))
+        return collect(keys, read_parts(folder), failed)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}; run the same command again to have them answered") from error
 
 
-def collect(
-    keys: Collection[int],
-    rows: Mapping[int, Sequence[Row]],
-    failed: Mapping[int, str],
-    shortened: Mapping[int, str] | None = None,
-) -> Outcome:
-    """Return the outcome for `keys`. Raises ValueError unless each is in exactly one of `rows` and `failed`."""
-    lost = sum((key in rows) == (key in failed) for key in keys)
-    done, skipped = (sum(bool(rows[key]) == some for key in keys if key in rows) for some in (True, False))
+def collect(keys: Collection[int], conversations: Mapping[int, Conversation], failed: Mapping[int, str]) -> Outcome:
+    """Return the outcome for `keys`. Raises ValueError unless each is either in `conversations` or in `failed`."""
+    answered = {key: conversations[key] for key in keys if key in conversations}
+    lost = sum((key in answered) == (key in failed) for key in keys)
+    done = sum(bool(conversation.rows) for conversation in answered.values())
+    skipped = len(answered) - done
     counts = {"conversations": len(keys), "done": done, "skipped": skipped, "failed": len(failed)}
     if lost or done + skipped + len(failed) != len(keys):
         raise ValueError(
             f"of {len(keys)} conversations {done} were answered, {skipped} skipped and {len(failed)} failed: "
             f"{lost} are in none of these or in two"
         )
-    sequences = Sequences.of([row for key in keys for row in rows.get(key, ())])
-    return Outcome(sequences, dict(failed), counts, {key: why for key, why in (shortened or {}).items() if key in keys})
+    sequences = Sequences.of([row for conversation in answered.values() for row in conversation.rows])
+    return Outcome(sequences, dict(failed), counts, {key: one.cut for key, one in answered.items() if one.cut})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from models.attention import CausalAttention
 from models.targets.llama import LAST, LlamaTarget
-from train.config import OnlineFeaturesConfig
+from train.config import FeaturesConfig, OnlineFeaturesConfig
 from train.data.sequences import Batch, Sequences
 from train.objectives import alignment
 from train.signals import Interrupted
@@ -38,10 +38,7 @@ class Features(NamedTuple):
     top: TopTokens | None = None  # the teacher, in place of `hidden`, which is then [B, T, 0]
 
 
-class FeatureSource(Protocol):
-    """Contract: returns features of exactly the batch's rows, without gradients; nothing is trained on padding."""
-
-    def __call__(self, batch: Batch) -> Features: ...
+FeatureSource = Callable[[Batch], Features]  # of exactly the batch's rows, without gradients
 
 
 def target_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
@@ -153,19 +150,7 @@ def feature_bytes(target: LlamaTarget, aux_layers: Sequence[int], tokens: int) -
     return len(stored_layers(aux_layers)) * tokens * target.config.hidden_size * target.norm.weight.element_size()
 
 
-def make_features(
-    config: OnlineFeaturesConfig,
-    target: LlamaTarget,
-    aux_layers: Sequence[int],
-    sequences: Sequences,
-    *,
-    batch_size: int,
-    room: int | None = None,
-    show: bool = False,
-    check: Callable[[], None] = lambda: None,
-    kept: Path | None = None,
-) -> FeatureSource:
-    """Return cached features if they fit into `features.cache_gb`, else run the target for every batch."""
-    if feature_bytes(target, aux_layers, int(sequences.offsets[-1])) <= config.cache_gb * 1e9:
-        return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show, check=check, kept=kept)
-    return OnlineFeatures(target, aux_layers)
+def fits_cache(config: FeaturesConfig, target: LlamaTarget, aux_layers: Sequence[int], tokens: int) -> bool:
+    """Return whether the features of all `tokens` are computed once and kept in memory."""
+    size = feature_bytes(target, aux_layers, tokens)
+    return isinstance(config, OnlineFeaturesConfig) and size <= config.cache_gb * 1e9

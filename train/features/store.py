@@ -10,9 +10,9 @@ same features; processes divide the shards among themselves.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,6 +169,12 @@ def refuse_small_disk(folder: Path, needed: int) -> None:
         )
 
 
+def open_shard(path: Path) -> dict[str, Any]:
+    """Map a shard into memory: return slices of its tensors, by name."""
+    file = safe_open(path, framework="pt")
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+
+
 class FeatureStore:
     """A `FeatureSource` over a store, usable once `fill` has run on every process."""
 
@@ -186,7 +192,7 @@ class FeatureStore:
         self._device = target.norm.weight.device
         self._shards = cut_shards(sequences, layout.token_bytes, shard_mb)
         self._shard_of = [shard for shard in self._shards for _ in range(shard.first, shard.last)]
-        self._maps: OrderedDict[str, Any] = OrderedDict()
+        self._open = lru_cache(OPEN_SHARDS)(open_shard)
 
     @property
     def shards(self) -> int:
@@ -255,13 +261,7 @@ class FeatureStore:
         low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
         path = self.folder / shard.file
         try:
-            if shard.file not in self._maps:
-                file = safe_open(path, framework="pt")
-                self._maps[shard.file] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                if len(self._maps) > OPEN_SHARDS:
-                    self._maps.popitem(last=False)
-            self._maps.move_to_end(shard.file)
-            tensors = {name: part[low:high] for name, part in self._maps[shard.file].items()}
+            tensors = {name: part[low:high] for name, part in self._open(path).items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path}: cannot be read ({error}); delete it if it is there, and run the same command again to have "

@@ -19,8 +19,8 @@ from models.lora import linear_layers
 from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
-from train.config import WHOLE, OnlineFeaturesConfig, TrainConfig
-from train.features.online import feature_bytes
+from train.config import WHOLE, TrainConfig
+from train.features.online import feature_bytes, fits_cache
 from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import teacher
 from train.planning.activations import meta_objective, rehearse
@@ -99,7 +99,7 @@ def copies_of_target(target: LlamaTarget, config: TrainConfig) -> int:
     """Return the bytes of Medusa-2's target copies: an unpacked one in training, in evaluation another, merged one."""
     if not isinstance(config.objective, Medusa2ObjectiveConfig):
         return 0
-    return 2 * sum(p.numel() * p.element_size() for p in {id(p): p for p in target.parameters()}.values())
+    return 2 * sum(p.numel() * p.element_size() for p in target.parameters())
 
 
 def adapter_parameters(target: LlamaTarget, objective: Medusa2ObjectiveConfig) -> int:
@@ -121,23 +121,21 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
         return narrow_bytes(outputs, inputs, weight_format)
 
     linear = {id(m.weight): m for m in target.modules() if isinstance(m, Linear)}
-    elements = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values())
-    elements -= sum(m.weight.numel() for m in linear.values())
+    elements = sum(p.numel() for p in target.parameters()) - sum(m.weight.numel() for m in linear.values())
     tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
     return sum(size(m) for m in linear.values()) // ranks + (elements + tied) * dtype.itemsize
 
 
 def sharded_bytes(target: LlamaTarget, count: int) -> int:
     """Return the bytes of one process's layer shards, the two layers gathered at a time, and unsharded tensors."""
-    tensors = {id(p): p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS)}
-    return (sum(tensors.values()) + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
+    unsharded = sum(p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS))
+    return (unsharded + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
     """Return the bytes of the in-memory feature cache over all sequences; 0 if there is none."""
-    size = feature_bytes(target, head.config.aux_layers, tokens)
-    settings = config.features
-    return size if isinstance(settings, OnlineFeaturesConfig) and size <= settings.cache_gb * GB else 0
+    cached = fits_cache(config.features, target, head.config.aux_layers, tokens)
+    return feature_bytes(target, head.config.aux_layers, tokens) if cached else 0
 
 
 def parameters(head: Head) -> tuple[int, int]:

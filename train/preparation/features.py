@@ -12,7 +12,7 @@ from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfi
 from train.data.sequences import Sequences
 from train.distributed.parallel import log_main, stopping_together
 from train.features.layout import Layout
-from train.features.online import FeatureSource, make_features
+from train.features.online import CachedFeatures, FeatureSource, OnlineFeatures, fits_cache
 from train.features.store import (
     FeatureStore,
     manifest,
@@ -40,16 +40,17 @@ def open_features(
     weights = config.engine.weight_format
     place = resolve_path(config.output_dir) / "features" / config.model.name
     if isinstance(settings, OnlineFeaturesConfig):
+        if not fits_cache(settings, target, aux_layers, int(sequences.offsets[-1])):
+            return OnlineFeatures(target, aux_layers)
         record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), 0, weights)
         of_batches = {"batch_size": config.batch_size, "room": config.room, "process": accelerator.process_index}
         with stopping_together(accelerator, target.join_gathers):
-            return make_features(
-                settings,
+            return CachedFeatures(
                 target,
                 aux_layers,
                 sequences,
-                batch_size=config.batch_size,
-                room=config.room,
+                config.batch_size,
+                config.room,
                 show=show,
                 check=stop.check,
                 kept=place / f"interrupted-{store_name(record | of_batches)}.safetensors",

@@ -7,7 +7,6 @@ takes them from an unpacked copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,7 @@ class Prepared:
     served: ServedTarget
     data_source: str
     data_hash: str
-    data_counts: Mapping[str, Any]  # of rows and conversations
+    data_counts: dict[str, Any]  # of rows and conversations
 
     @property
     def head(self) -> Head:

@@ -86,7 +86,7 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         seconds=round(progress["seconds"], 1),
         data_source=prepared.data_source,
         data_hash=prepared.data_hash,
-        data_counts=dict(prepared.data_counts),
+        data_counts=prepared.data_counts,
         peak_flops=measure(
             placement.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32
         ).flops,

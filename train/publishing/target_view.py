@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -40,14 +39,6 @@ class Publication:
     note: str = ""  # for the head's card
 
 
-class ServedTarget(Protocol):
-    def evaluator(self) -> Evaluator:
-        """Return an evaluator on the target in its current state."""
-        ...
-
-    def publish(self) -> Publication: ...
-
-
 @dataclass(frozen=True)
 class FrozenTarget:
     config: TrainConfig
@@ -55,6 +46,7 @@ class FrozenTarget:
     measure: Evaluator
 
     def evaluator(self) -> Evaluator:
+        """Return an evaluator on the target in its current state."""
         return self.measure
 
     def publish(self) -> Publication:
@@ -123,6 +115,9 @@ class AdaptedTarget:
             total += objective.drift(batch, features(batch).hidden, teacher).item()
             count += objective.denominators(batch)[0].item()
         return total / max(1.0, count)
+
+
+ServedTarget = FrozenTarget | AdaptedTarget
 
 
 def same_tokens(one: Sequences, other: Sequences) -> float:
