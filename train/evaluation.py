@@ -14,7 +14,7 @@ import torch
 
 from infer.console.compare import Comparison, compare
 from infer.engine import Engine
-from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
+from infer.request import Completion, SamplingParams, SpeculationStats
 from models.heads.base import Head
 from models.vocab import coverage
 from train.acceptance import Sampling, count_ranks, simulate
@@ -78,7 +78,7 @@ class Evaluator:
 
     def measure_fully(self, head: Head) -> Measured:
         """Return the model card's measurements: greedy and sampled acceptance, and accuracy by rank of the draft."""
-        sampled = self._sampled(SAMPLED)
+        sampled = Sequences.of_completions(self._generate(SAMPLED))
         return Measured(
             greedy=self.measure(head),
             sampled=self._acceptance(head, sampled, SAMPLED),
@@ -155,20 +155,10 @@ class Evaluator:
         self._engine.set_proposer("none")
         return samples
 
-    def _sampled(self, temperature: float) -> Sequences:
-        rows = []
-        for prompt, completion in zip(self._prompts, self._generate(temperature), strict=True):
-            mask = [False] * len(prompt) + [True] * len(completion.token_ids)
-            rows.append((prompt + completion.token_ids, mask))
-        return Sequences.of(rows)
-
     def _generate(self, temperature: float) -> list[Completion]:
-        def check_stop(index: int, output: StepOutput) -> None:
-            self._check()
-
         params = SamplingParams(temperature=temperature, max_tokens=self._config.eval_max_tokens)
         seeded = [replace(params, seed=index) for index in range(len(self._prompts))]
-        return self._engine.generate(self._prompts, seeded, on_output=check_stop)
+        return self._engine.generate(self._prompts, seeded, on_output=lambda *_: self._check())
 
     @torch.no_grad()
     def losses(self, objective: Objective) -> dict[str, float]:

@@ -41,8 +41,7 @@ def responses(engine: Engine) -> Sequences:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 384, (6 + index,), generator=generator).tolist() for index in range(6)]
     completions = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=False))
-    rows = [(c.prompt_ids + c.token_ids, [False] * len(c.prompt_ids) + [True] * len(c.token_ids)) for c in completions]
-    return Sequences.of(rows)
+    return Sequences.of_completions(completions)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from train.config import FilesDataConfig, TrainConfig
 from train.data.dialogue import provided_rows
 from train.data.examples import parse_row
 from train.data.sources import read_items
-from train.data.tables import drop_nulls, drop_schema_nulls
+from train.data.tables import drop_nulls
 from train.loop import train
 
 OTHER = {
@@ -148,9 +148,9 @@ def test_which_nulls_are_dropped() -> None:
     nullable = {"default": None, "type": ["string", "null"]}
     for schema in (nullable, {"default": None, "enum": [1, None]}, {"default": None, "nullable": True},
                    {"default": None, "oneOf": [{"type": "null"}]}):  # fmt: skip
-        assert drop_schema_nulls({"p": {**schema, "title": None}}) == {"p": schema}
-        assert list(drop_schema_nulls(schema)) == list(schema)
-    assert drop_schema_nulls({"p": {"type": "string", "default": None}}) == {"p": {"type": "string"}}
+        assert drop_nulls({"p": {**schema, "title": None}}, schema=True) == {"p": schema}
+        assert list(drop_nulls(schema, schema=True)) == list(schema)
+    assert drop_nulls({"p": {"type": "string", "default": None}}, schema=True) == {"p": {"type": "string"}}
 
 
 LONG = {"messages": [USER, ANSWER, {"role": "user", "content": "word " * 80}, ANSWER]}

@@ -23,7 +23,7 @@ from typing import Any
 from models.chat import Message, normalise_message
 from models.tokenizer import Tokenizer
 from train.config import RowsDataConfig, as_list
-from train.data.tables import drop_nulls, drop_schema_nulls, from_json_text, from_list_text
+from train.data.tables import drop_nulls, from_json_text, from_list_text
 
 FORMS = ("input_ids", "messages", "conversations", "turns", "prompt", "text")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -244,7 +244,7 @@ def parse_tool(tool: Any, *, exact: bool) -> dict[str, Any]:
         exact, tool = True, from_json_text("tools", tool)
     if not isinstance(tool, Mapping):
         raise ValueError("tools must be a list of functions")
-    tool = dict(tool) if exact else drop_schema_nulls(tool)
+    tool = dict(tool) if exact else drop_nulls(tool, schema=True)
     if "function" in tool:
         return {"type": "function", **tool}
     return {"type": "function", "function": {name: item for name, item in tool.items() if name != "type"}}

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from infer.request import Completion
 from train.storage import atomic
 
 
@@ -54,6 +55,12 @@ class Sequences:
         ids = torch.tensor([token for ids, _ in rows for token in ids], dtype=torch.int64)
         assistant = torch.tensor([flag for _, mask in rows for flag in mask], dtype=torch.bool)
         return cls(ids, assistant, lengths.cumsum(0))
+
+    @classmethod
+    def of_completions(cls, completions: Sequence[Completion]) -> Sequences:
+        """Return the engine's prompts and responses, one row each."""
+        parts = [(c.prompt_ids, c.token_ids) for c in completions]
+        return cls.of([(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for prompt, ids in parts])
 
     def __len__(self) -> int:
         return self.offsets.numel() - 1

@@ -7,6 +7,7 @@ and the hub are read through `datasets`, as a stream. Independent of the meaning
 from __future__ import annotations
 
 import bz2
+import glob
 import gzip
 import itertools
 import json
@@ -68,11 +69,8 @@ def find_files(key: str, paths: str | Iterable[str], root: str | None = None) ->
         if path.is_dir():
             matches = [file for file in sorted(path.rglob("*")) if file.is_file() and format_of(file) in FORMATS]
         else:
-            base = path
-            while any(sign in str(base) for sign in "*?["):
-                base = base.parent
-            pattern = str(path.relative_to(base)) if base != path else ""
-            matches = sorted(file for file in base.glob(pattern) if file.is_file()) if pattern and base.is_dir() else []
+            names = glob.glob(str(path), recursive=True, include_hidden=True)
+            matches = [file for file in sorted(map(Path, names)) if file.is_file()]
         if not matches:
             raise ValueError(
                 f"{key}={text}: no such file, and no folder or pattern with files in it ({', '.join(FORMATS)}); "

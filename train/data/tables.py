@@ -12,21 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def drop_nulls(value: Any) -> Any:
-    """Return the value without null fields at any depth."""
-    if isinstance(value, Mapping):
-        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
-    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def drop_schema_nulls(value: Any) -> Any:
-    """As `drop_nulls` for JSON schemas, but keep `"default": null` where the schema allows null."""
-    if isinstance(value, Mapping):
-        kept = {name: drop_schema_nulls(item) for name, item in value.items() if item is not None}
-        if "default" in value and "default" not in kept and allows_null(kept):
-            kept = {name: kept.get(name) for name in value if name in kept or name == "default"}
-        return kept
-    return [drop_schema_nulls(item) for item in value] if isinstance(value, list) else value
+def drop_nulls(value: Any, *, schema: bool = False) -> Any:
+    """Return the value without null fields at any depth; of a JSON `schema`, keep a default of null that it allows."""
+    if isinstance(value, list):
+        return [drop_nulls(item, schema=schema) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {name: drop_nulls(item, schema=schema) for name, item in value.items() if item is not None}
+    if schema and "default" in value and "default" not in kept and allows_null(kept):
+        kept = {name: kept.get(name) for name in value if name in kept or name == "default"}
+    return kept
 
 
 def allows_null(schema: Any) -> bool:

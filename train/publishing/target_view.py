@@ -99,8 +99,7 @@ class AdaptedTarget:
         """Generate greedy responses to the held-out prompts."""
         params = SamplingParams(max_tokens=self.config.eval_max_tokens)
         completions = engine.generate(prompts_of(self.held_out), params, on_output=lambda *_: self.check())
-        responses = [(c.prompt_ids, c.token_ids) for c in completions]
-        return Sequences.of([(p + a, [False] * len(p) + [True] * len(a)) for p, a in responses])
+        return Sequences.of_completions(completions)
 
     @torch.no_grad()
     def _drift(self, features: OnlineFeatures) -> float:
