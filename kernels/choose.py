@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, library
+from kernels.cpu.library import KINDS, LANES, address, library
 from kernels.fixed_point import exp_weights, share_of
 from kernels.noise import exact_log, gumbel_noise
 from kernels.triton import in_use
@@ -91,7 +91,7 @@ def choose(
     if native is not None:
         lib, leading, trailing = native
         out = torch.empty(len(logits), dtype=torch.int64)
-        lib.choose(*map(_address, leading), out.data_ptr(), *trailing)
+        lib.choose(*map(address, leading), out.data_ptr(), *trailing)
         return out
     return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
 
@@ -118,10 +118,6 @@ def _native_arguments(
     return native, leading, (count, logits.stride(0), size, KINDS[logits.dtype])
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def choose_best(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
@@ -142,7 +138,7 @@ def choose_best(
         columns, keys = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, count)
         masses = torch.empty(rows)
         outputs = (tensor.data_ptr() for tensor in (columns, keys, masses))
-        lib.choose_best(*map(_address, leading), *outputs, count, *trailing)
+        lib.choose_best(*map(address, leading), *outputs, count, *trailing)
         return columns, keys - keys[:, :1] - masses.log()[:, None]
     keys = choice_keys(logits, parameters, positions, token_ids).float().log_softmax(-1)
     largest = keys.topk(count)

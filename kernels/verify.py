@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import library
+from kernels.cpu.library import address, library
 from kernels.triton import in_use
 
 NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # dtypes of the C kernel
@@ -40,8 +40,7 @@ def accept(
         assert [x.dtype for x in fields] == NATIVE
         typical = None if typical_mask is None else typical_mask.contiguous()
         last = torch.empty(len(token), dtype=torch.int64)
-        pointers = [x if x is None else x.data_ptr() for x in (*fields, typical, last)]
-        native.accept(*pointers, *token.shape)
+        native.accept(*map(address, (*fields, typical, last)), *token.shape)
         return last
     nodes = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())

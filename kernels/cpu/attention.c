@@ -9,6 +9,7 @@
  * widened once for all of them. Every sum keeps the order in which it would be computed alone.
  */
 #include "attention.h"
+#include "threads.h"
 
 #define MAX_CHUNKS 16 /* head sizes up to 256 */
 #define QUERIES 8     /* most queries that are processed together */
@@ -241,16 +242,11 @@ int attention_takes(int64_t dim) {
 
 static void work(void *data) {
     const attention_args *a = data;
-    attention_share(a, a->threads > 1 ? a->self() : 0);
+    attention_share(a, this_thread(a->threads));
 }
 
-/* Return 0, or -1 for a head size that is not supported (nothing is written then). */
-int paged_attention(attention_args *a) {
-    if (!attention_takes(a->dim)) return -1;
+/* The head size must be one that attention_takes. */
+void paged_attention(attention_args *a) {
     attention_write(a, 0, a->rows);
-    if (a->threads > 1)
-        a->parallel(work, a, (unsigned)a->threads, 0);
-    else
-        work(a);
-    return 0;
+    run_threads(work, a, &a->threads);
 }

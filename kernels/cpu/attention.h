@@ -13,8 +13,6 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, kind, threads;
     float scale;
-    parallel_fn parallel;
-    self_fn self;
 } attention_args;
 
 int attention_takes(int64_t dim);

@@ -9,35 +9,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, library, openmp
+from kernels.cpu.declarations import fields
+from kernels.cpu.library import KINDS, LANES, address, library, threads
 from kernels.rows import AttentionRows
 
 if TYPE_CHECKING:
     from kernels.cpu.decoder import NativeDecoder  # it imports this module
 
-HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
-PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
-
 
 class Arguments(ctypes.Structure):
-    """attention_args of attention.c, field by field."""
+    """attention_args of attention.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cache", "out", "table", "request")),
-        *((name, ctypes.c_void_p) for name in ("committed", "offset", "words", "scratch")),
-        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "rows", "heads", "kv_heads", "dim")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("slots", "pages", "page_size", "longest", "first", "window", "kind", "threads")
-        ),
-        ("scale", ctypes.c_float),
-        ("parallel", ctypes.c_void_p),
-        ("self", ctypes.c_void_p),
-    )
+    __slots__ = ()
+    _fields_ = fields("attention_args")
 
 
 def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype in KINDS and head_dim in HEAD_SIZES and library() is not None
+    lib = library() if device.type == "cpu" and dtype in KINDS else None
+    return lib is not None and bool(lib.attention_takes(head_dim))
 
 
 class NativeAttention:
@@ -53,10 +42,8 @@ class NativeAttention:
         )
         mask = None if rows.tree_mask is None else rows.tree_mask.contiguous()
         count = rows.request.shape[0]
-        runtime = openmp()
-        work = count * num_heads * rows.longest * head_dim
-        threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
-        scratch = torch.empty(threads * lib.attention_scratch(longest))
+        team = threads(count * num_heads * rows.longest * head_dim)
+        scratch = torch.empty(team * lib.attention_scratch(longest))
         self._keep = (table, request, committed, offset, mask, scratch)  # keeps them alive: C holds pointers to them
         self._shape = count, num_heads * head_dim
         self._arguments = Arguments(
@@ -64,7 +51,7 @@ class NativeAttention:
             request=request.data_ptr(),
             committed=committed.data_ptr(),
             offset=offset.data_ptr(),
-            words=None if mask is None else mask.data_ptr(),
+            words=address(mask),
             scratch=scratch.data_ptr(),
             rows=count,
             heads=num_heads,
@@ -74,9 +61,7 @@ class NativeAttention:
             page_size=rows.page_size,
             longest=longest,
             first=rows.first,
-            threads=threads,
-            parallel=runtime and runtime[0],
-            self=runtime and runtime[1],
+            threads=team,
         )
         self._address = ctypes.addressof(self._arguments)
 
@@ -99,6 +84,5 @@ class NativeAttention:
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
         a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
-        status = self._call(self._address)
-        assert not status, "a head size that supported() lets through"
+        self._call(self._address)
         return out

@@ -11,6 +11,7 @@
  */
 #include "decoder.h"
 #include "rows.h"
+#include "threads.h"
 
 typedef struct {
     const decoder_args *a;
@@ -26,7 +27,7 @@ static void *at(const part *p, void *base, int64_t elements) {
 }
 
 static void barrier(const part *p) {
-    if (p->a->threads > 1) p->a->barrier();
+    if (p->a->threads > 1) GOMP_barrier();
 }
 
 static void norm(const part *p, const void *weight, void *out) {
@@ -136,7 +137,7 @@ static void gate(const part *p) {
 
 static void work(void *data) {
     const decoder_args *a = data;
-    part own = part_of(a, a->threads > 1 ? a->self() : 0, a->rows), *p = &own;
+    part own = part_of(a, this_thread(a->threads), a->rows), *p = &own;
     const attention_args *rows = a->attention;
     int64_t from = p->first * a->hidden_size, row = (char *)at(p, a->x, a->hidden_size) - (char *)a->x;
     for (int64_t i = 0; i < a->count; i++) {
@@ -159,8 +160,5 @@ static void work(void *data) {
 }
 
 void decoder(decoder_args *a) {
-    if (a->threads > 1)
-        a->parallel(work, a, (unsigned)a->threads, 0);
-    else
-        work(a);
+    run_threads(work, a, &a->threads);
 }

@@ -34,9 +34,6 @@ typedef struct {
     int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
     int64_t centred, gelu; /* as in rows.c */
     float eps, scale; /* of norms; of attention's scores */
-    parallel_fn parallel;
-    self_fn self;
-    void (*barrier)(void);
 } decoder_args;
 
 void decoder(decoder_args *a);

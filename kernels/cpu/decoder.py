@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.cpu import attention as paged
 from kernels.cpu import linear as linears
-from kernels.cpu.library import KINDS, LANES, library, openmp
-from kernels.cpu.linear import PARALLEL_WORK
+from kernels.cpu.declarations import fields
+from kernels.cpu.library import KINDS, LANES, address, library, threads
 
 if TYPE_CHECKING:
     from kernels.decoder import LayerParts
@@ -23,32 +23,17 @@ ALIGNED = 64  # bytes, a cache line
 
 
 class Layer(ctypes.Structure):
-    """decoder_layer of decoder.c, field by field."""
+    """decoder_layer of decoder.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "token_norm")),
-        *((name, ctypes.c_void_p) for name in ("attended_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
-        ("window", ctypes.c_int64),
-        ("residual_normed", ctypes.c_int64),
-        ("rotary", ctypes.c_int64),
-    )
+    __slots__ = ()
+    _fields_ = fields("decoder_layer")
 
 
 class Arguments(ctypes.Structure):
-    """decoder_args of decoder.c, field by field."""
+    """decoder_args of decoder.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "caches", "entering", "attention", "kept", "keep", "tokens")),
-        *((name, ctypes.c_void_p) for name in ("final_norm", "cos")),
-        *((name, ctypes.c_void_p) for name in ("sin", "x", "hidden", "normed", "qkv", "attended", "inner", "gated")),
-        *((name, ctypes.c_void_p) for name in ("scores", "scratch")),
-        *((name, ctypes.c_int64) for name in ("count", "rows", "hidden_size", "inner_size", "kind", "slots")),
-        *((name, ctypes.c_int64) for name in ("threads", "centred", "gelu")),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("parallel", "self", "barrier")),
-    )
+    __slots__ = ()
+    _fields_ = fields("decoder_args")
 
 
 def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim: int) -> bool:
@@ -56,7 +41,7 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
     dtype = layers[0].post_norm.dtype
     if final_norm is not None and final_norm.dtype is not dtype:
         return False
-    if dtype not in KINDS or head_dim not in paged.HEAD_SIZES or head_dim % (2 * LANES) or library() is None:
+    if not paged.supported(head_dim, dtype, layers[0].post_norm.device) or head_dim % (2 * LANES):
         return False
     for layer in layers:
         packed = (layer.qkv, layer.output, layer.gate_up, layer.down)
@@ -83,23 +68,16 @@ class NativeDecoder:
     def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int) -> None:
         lib = library()
         assert lib is not None
-        self._call, runtime = lib.decoder, openmp()
-        self._attention_scratch = lib.attention_scratch
+        self._call, self._attention_scratch = lib.decoder, lib.attention_scratch
         self._parts, self.final_norm = list(layers), final_norm
         self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
         self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
         self._layers = (Layer * self.layers)()
         for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
-            entry.post_norm, entry.residual_normed = layer.post_norm.data_ptr(), layer.residual_normed
-            if layer.input_norm is not None:
-                entry.input_norm = layer.input_norm.data_ptr()
-            if layer.token_norm is not None:
-                assert layer.input_norm is not None
-                entry.token_norm = layer.token_norm.data_ptr()
-            if layer.attended_norm is not None:
-                entry.attended_norm = layer.attended_norm.data_ptr()
-            if layer.mlp_norm is not None:
-                entry.mlp_norm = layer.mlp_norm.data_ptr()
+            assert layer.token_norm is None or layer.input_norm is not None
+            for name in ("input_norm", "post_norm", "token_norm", "attended_norm", "mlp_norm"):
+                setattr(entry, name, address(getattr(layer, name)))
+            entry.residual_normed = layer.residual_normed
             if layer.qk_norm is not None:
                 assert (layer.qk_norm.eps, layer.qk_norm.centred) == (eps, layer.centred)
                 entry.q_norm, entry.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
@@ -119,10 +97,9 @@ class NativeDecoder:
         self._widths, self._work = sizes, sum(entry.in_features * entry.out_features for entry in first.linears)
         natives = [entry.native for layer in layers for entry in layer.linears]
         self._scratch = max(entry.scratch for entry in natives if entry is not None)
-        self._multithreaded = runtime is not None
         self._arguments = Arguments(
             layers=ctypes.addressof(self._layers),
-            final_norm=None if final_norm is None else final_norm.data_ptr(),
+            final_norm=address(final_norm),
             count=len(layers),
             hidden_size=len(first.post_norm),
             inner_size=sizes[-1],
@@ -131,9 +108,6 @@ class NativeDecoder:
             gelu=first.gelu,
             eps=eps,
             scale=head_dim**-0.5 if first.scale is None else first.scale,
-            parallel=runtime and runtime[0],
-            self=runtime and runtime[1],
-            barrier=runtime and runtime[2],
         )
 
     def __call__(
@@ -157,7 +131,7 @@ class NativeDecoder:
         hidden = x if self.final_norm is None else torch.empty_like(x)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
-        a.tokens = None if tokens is None else tokens.data_ptr()
+        a.tokens = address(tokens)
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
         del keepalive
@@ -187,7 +161,7 @@ class NativeDecoder:
         return a, (buffer, cache_pointers, stream_pointers, attention)
 
     def threads(self, rows: int) -> int:
-        return torch.get_num_threads() if self._multithreaded and rows * self._work > PARALLEL_WORK else 1
+        return threads(rows * self._work)
 
 
 def allocate_aligned(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:

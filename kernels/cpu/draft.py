@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kernels.choose import ChoiceParameters
 from kernels.cpu import attention as paged
+from kernels.cpu.declarations import fields
 from kernels.cpu.decoder import allocate_aligned, linear_arguments
-from kernels.cpu.library import LANES, library
+from kernels.cpu.library import LANES, address, library
 from kernels.rows import AttentionRows
 
 if TYPE_CHECKING:
@@ -25,25 +26,17 @@ NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of 
 
 
 class Arguments(ctypes.Structure):
-    """draft_args of draft.c, field by field."""
+    """draft_args of draft.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("decoder", "joined", "lm_head", "embedding", "cos", "sin", "norm")),
-        *((name, ctypes.c_void_p) for name in ("draft_ids", *NUMBERS, "low", "high", "temperature")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "turned", "normed", "logits", "columns", "keys", "masses")),
-        ("scratch", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "chains", "dim", "joined_threads", "threads", "count")),
-    )
+    __slots__ = ()
+    _fields_ = fields("draft_args")
 
 
 class Branch(ctypes.Structure):
-    """branch_args of draft.c, field by field."""
+    """branch_args of draft.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("draft", "parent", "tokens", "states", "words", "own_words")),
-        *((name, ctypes.c_void_p) for name in ("positions", "committed", "request")),
-        *((name, ctypes.c_int64) for name in ("roots", "before", "width", "used", "level")),
-    )
+    __slots__ = ()
+    _fields_ = fields("branch_args")
 
 
 def supported(parts: DraftParts) -> bool:
@@ -79,7 +72,7 @@ class NativeDraft:
             embedding=parts.embedding.data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            norm=None if parts.norm is None else parts.norm.data_ptr(),
+            norm=address(parts.norm),
             draft_ids=self.ids.data_ptr(),
             dim=cos.shape[1],
         )
@@ -266,7 +259,7 @@ class NativeTrees(Begun):
             parent=parent.data_ptr(),
             tokens=tokens.data_ptr(),
             states=states.data_ptr(),
-            words=None if tree_mask is None else tree_mask.data_ptr(),
+            words=address(tree_mask),
             own_words=self._tree_mask.data_ptr(),
             positions=positions,
             committed=committed,

@@ -19,13 +19,15 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from kernels.cpu.declarations import SOURCES, functions
 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
-HERE = Path(__file__).parent
-SOURCES = sorted(HERE.glob("*.[ch]"))
 LANES = 16  # floats per vector of vec.h; sizes that are no multiple of it use torch
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 120
+PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 log = logging.getLogger(__name__)
 
@@ -94,43 +96,21 @@ def library() -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", b"") or b""
         log.warning("%s could not build the CPU kernels, which fall back to torch: %s %s", cc, error, detail.decode())
         return None
-    for function, arguments in SIGNATURES.items():
-        getattr(lib, function).argtypes = arguments
-        getattr(lib, function).restype = None
-    lib.paged_attention.argtypes, lib.paged_attention.restype = [ctypes.c_void_p], ctypes.c_int
-    lib.attention_scratch.argtypes, lib.attention_scratch.restype = [_I], _I
+    for name, (result, arguments) in functions().items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
     lib.linear_tiles(1)
     return lib
 
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-SIGNATURES = {
-    "gumbel_noise": [_P, _P, _P, _I, _I],
-    "choose": [_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I],
-    "choose_best": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
-    "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I, _I],
-    "silu_mul": [_P, _P, _I, _I, _I],
-    "gelu_mul": [_P, _P, _I, _I, _I],
-    "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
-    "linear": [_P],
-    "decoder": [_P],
-    "draft": [_P],
-    "draft_read": [_P],
-    "draft_branch": [_P],
-    "vocabulary_loss": [_P],
-    "vocabulary_teach": [_P],
-    "accept": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I],
-}
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h
 
 
-@cache
-def openmp() -> tuple[int, int, int] | None:
-    """Return addresses of GOMP_parallel, omp_get_thread_num, GOMP_barrier in torch's OpenMP runtime; None without."""
-    for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        runtime = ctypes.CDLL(str(file))
-        functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.GOMP_barrier)
-        first, second, third = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-        if first and second and third:
-            return first, second, third
-    return None
+def address(tensor: Tensor | None) -> int | None:
+    """Return the null pointer (None) for no tensor."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def threads(work: int) -> int:
+    """Return on how many threads C should do this many multiply-adds."""
+    return torch.get_num_threads() if work > PARALLEL_WORK else 1

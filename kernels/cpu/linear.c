@@ -8,6 +8,7 @@
  */
 #include "linear_tiles.h"
 #include "panels.h"
+#include "threads.h"
 #include "widen.h"
 
 #define MOST_ROWS 6 /* of a tile */
@@ -271,7 +272,7 @@ void linear_share(const linear_args *a, int64_t self) {
 
 static void work(void *data) {
     const linear_args *a = data;
-    linear_share(a, a->threads > 1 ? a->self() : 0);
+    linear_share(a, this_thread(a->threads));
 }
 
 /* Return whether x may be bf16 with weights of 4 or 8 bits; if not, the caller widens it. */
@@ -293,8 +294,5 @@ int linear_takes_wide(void) {
 }
 
 void linear(linear_args *a) {
-    if (a->threads > 1)
-        a->parallel(work, a, (unsigned)a->threads, 0);
-    else
-        work(a);
+    run_threads(work, a, &a->threads);
 }

@@ -14,8 +14,6 @@ typedef struct {
     void *out;             /* [rows, outputs], of `out_kind` */
     uint32_t *scratch;     /* [threads, PACKED_ROWS, inputs / weights per word], for weights without scales */
     int64_t rows, inputs, outputs, group /* `inputs` without scales */, format, x_kind, out_kind, threads;
-    parallel_fn parallel;
-    self_fn self;
 } linear_args;
 
 void linear(linear_args *a);

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, library, openmp
+from kernels.cpu.declarations import fields
+from kernels.cpu.library import KINDS, address, library, threads
 from kernels.cpu.memory import zeros
 from kernels.quantise import NarrowFormat, WeightFormat
 
@@ -16,19 +17,13 @@ FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # as in linear.c
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
 PACKED_ROWS = 96  # rows that a thread processes at once with unquantised weights
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
-PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 
 class Arguments(ctypes.Structure):
-    """linear_args of linear.c, field by field."""
+    """linear_args of linear.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "words", "scale", "bias", "residual", "out", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "group", "format", "x_kind", "out_kind")),
-        ("threads", ctypes.c_int64),
-        ("parallel", ctypes.c_void_p),
-        ("self", ctypes.c_void_p),
-    )
+    __slots__ = ()
+    _fields_ = fields("linear_args")
 
 
 def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> bool:
@@ -53,7 +48,7 @@ class NativeLinear:
     ) -> None:
         lib = library()
         assert lib is not None
-        self._call, self._runtime = lib.linear, openmp()
+        self._call = lib.linear
         self.dtype, (self._outputs, self._inputs) = dtype, stored.shape
         widened = weight_format != "same" and not lib.linear_takes_bf16()
         self._x_dtype = torch.float32 if widened else dtype
@@ -68,16 +63,14 @@ class NativeLinear:
         self.scratch = 0 if weight_format != "same" else PACKED_ROWS * self._words.shape[1]  # words per thread
         self._fixed = {
             "words": self._words.data_ptr(),
-            "scale": self._scale.data_ptr() if self._scale is not None else None,
-            "bias": self._bias.data_ptr() if self._bias is not None else None,
+            "scale": address(self._scale),
+            "bias": address(self._bias),
             "inputs": self._inputs,
             "outputs": self._outputs,
             "group": self._inputs // groups,
             "format": FORMATS[weight_format],
             "x_kind": KINDS[self._x_dtype],
             "out_kind": KINDS[dtype],
-            "parallel": self._runtime and self._runtime[0],
-            "self": self._runtime and self._runtime[1],
         }
         self._arguments = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
         self.bytes = 4 * (self._words.numel() + (self._scale.numel() if self._scale is not None else 0))
@@ -94,8 +87,7 @@ class NativeLinear:
         return words.contiguous().view(self.dtype)
 
     def threads(self, rows: int) -> int:
-        parallel = self._runtime is not None and rows * self._inputs * self._outputs > PARALLEL_WORK
-        return torch.get_num_threads() if parallel else 1
+        return threads(rows * self._inputs * self._outputs)
 
     def room(self, rows: int) -> int:
         """Return the number of scratch words that a call with this many rows needs."""

@@ -134,9 +134,4 @@ INLINE vec vec_exp(vec x) {
     return (vec)((ivec)(p * (vec)power) & keep);
 }
 
-/* Work is split over threads of the OpenMP runtime that torch has already started (a second runtime would compete with
- * it for the cores). `parallel` is its GOMP_parallel, `self` its omp_get_thread_num; null: this thread only. */
-typedef void (*parallel_fn)(void (*)(void *), void *, unsigned, unsigned);
-typedef int (*self_fn)(void);
-
 #endif

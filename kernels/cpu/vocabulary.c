@@ -3,6 +3,7 @@
  *
  * A row whose largest logit is not finite, or that contains a NaN, yields NaN throughout, as in torch.
  */
+#include "threads.h"
 #include "vec.h"
 
 typedef struct {
@@ -19,8 +20,6 @@ typedef struct {
     int64_t *best;          /* [rows] first column of the largest logit */
     float *scratch;         /* [threads, 2, size rounded up to LANES] */
     int64_t rows, size, kind, taught_kind, threads;
-    parallel_fn parallel;
-    self_fn self;
 } vocabulary_loss_args;
 
 typedef struct {
@@ -32,8 +31,6 @@ typedef struct {
     float *most, *sum, *dot;
     int64_t *best;
     int64_t rows, size, drafts, kind, threads;
-    parallel_fn parallel;
-    self_fn self;
 } vocabulary_teach_args;
 
 #define MINUS_INFINITY splat(-__builtin_inff())
@@ -139,7 +136,7 @@ INLINE void loss_row(const vocabulary_loss_args *a, int64_t row, float *e, float
 
 static void loss_share(void *given) {
     const vocabulary_loss_args *a = given;
-    int64_t self = a->threads > 1 ? a->self() : 0, padded = (a->size + LANES - 1) / LANES * LANES;
+    int64_t self = this_thread(a->threads), padded = (a->size + LANES - 1) / LANES * LANES;
     float *e = a->scratch + self * 2 * padded, *p = e + padded;
     for (int64_t row = a->rows * self / a->threads; row < a->rows * (self + 1) / a->threads; row++) {
         if (a->kind == FLOAT32 && a->taught_kind == FLOAT32) loss_row(a, row, e, p, FLOAT32, FLOAT32);
@@ -150,10 +147,7 @@ static void loss_share(void *given) {
 }
 
 void vocabulary_loss(vocabulary_loss_args *a) {
-    if (a->threads > 1)
-        a->parallel(loss_share, a, (unsigned)a->threads, 0);
-    else
-        loss_share(a);
+    run_threads(loss_share, a, &a->threads);
 }
 
 INLINE void statistics(const void *z, int64_t size, float *most, float *sum, float *dot, int64_t *best, int kind) {
@@ -184,7 +178,7 @@ INLINE void teach_row(const vocabulary_teach_args *a, int64_t row, int kind) {
 
 static void teach_share(void *given) {
     const vocabulary_teach_args *a = given;
-    int64_t self = a->threads > 1 ? a->self() : 0;
+    int64_t self = this_thread(a->threads);
     for (int64_t row = a->rows * self / a->threads; row < a->rows * (self + 1) / a->threads; row++) {
         if (a->kind == FLOAT32)
             teach_row(a, row, FLOAT32);
@@ -194,8 +188,5 @@ static void teach_share(void *given) {
 }
 
 void vocabulary_teach(vocabulary_teach_args *a) {
-    if (a->threads > 1)
-        a->parallel(teach_share, a, (unsigned)a->threads, 0);
-    else
-        teach_share(a);
+    run_threads(teach_share, a, &a->threads);
 }

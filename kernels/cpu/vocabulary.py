@@ -8,30 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, library, openmp
+from kernels.cpu.declarations import fields
+from kernels.cpu.library import KINDS, LANES, address, library
 
 
 class LossArguments(ctypes.Structure):
-    """vocabulary_loss_args of vocabulary.c, field by field."""
+    """vocabulary_loss_args of vocabulary.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "taught", "teacher", "label", "factor", "log_z", "mass")),
-        *((name, ctypes.c_void_p) for name in ("most", "sum", "dot", "overlap", "best", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "size", "kind", "taught_kind", "threads")),
-        ("parallel", ctypes.c_void_p),
-        ("self", ctypes.c_void_p),
-    )
+    __slots__ = ()
+    _fields_ = fields("vocabulary_loss_args")
 
 
 class TeachArguments(ctypes.Structure):
-    """vocabulary_teach_args of vocabulary.c, field by field."""
+    """vocabulary_teach_args of vocabulary.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "ids", "drafted", "most", "sum", "dot", "best")),
-        *((name, ctypes.c_int64) for name in ("rows", "size", "drafts", "kind", "threads")),
-        ("parallel", ctypes.c_void_p),
-        ("self", ctypes.c_void_p),
-    )
+    __slots__ = ()
+    _fields_ = fields("vocabulary_teach_args")
 
 
 class Statistics(NamedTuple):
@@ -43,11 +35,8 @@ class Statistics(NamedTuple):
     best: Tensor  # int64, the first column of the largest
 
 
-def _team(rows: int) -> dict[str, int | None]:
-    """Return the arguments for parallel execution over this many rows, by torch's OpenMP runtime."""
-    runtime = openmp()
-    threads = min(rows, torch.get_num_threads()) if runtime else 1
-    return {"threads": max(1, threads), "parallel": runtime and runtime[0], "self": runtime and runtime[1]}
+def _threads(rows: int) -> int:
+    return max(1, min(rows, torch.get_num_threads()))
 
 
 def loss_rows(
@@ -69,9 +58,7 @@ def loss_rows(
     assert native is not None
     assert logits.is_contiguous()
     assert taught is None or (taught.is_contiguous() and taught.shape[1] == size)
-    team = _team(rows)
-    threads = team["threads"]
-    assert threads is not None
+    threads = _threads(rows)
     scratch = torch.empty(threads, 2, -(-size // LANES) * LANES)
     most, total, dot = torch.empty(3, rows)
     overlaps = torch.empty(rows) if overlap else None
@@ -83,12 +70,12 @@ def loss_rows(
     native.vocabulary_loss(
         ctypes.byref(
             LossArguments(
-                **{name: None if value is None else value.data_ptr() for name, value in tensors.items()},
+                **{name: address(value) for name, value in tensors.items()},
                 rows=rows,
                 size=size,
                 kind=KINDS[logits.dtype],
                 taught_kind=KINDS[logits.dtype if taught is None else taught.dtype],
-                **team,
+                threads=threads,
             )
         )
     )
@@ -108,7 +95,7 @@ def teach_rows(logits: Tensor, ids: Tensor | None) -> tuple[Statistics, Statisti
         ctypes.byref(
             TeachArguments(
                 logits=logits.data_ptr(),
-                ids=None if ids is None else ids.data_ptr(),
+                ids=address(ids),
                 drafted=drafted.data_ptr(),
                 **{name: value.data_ptr() for name, value in zip(("most", "sum", "dot"), values, strict=True)},
                 best=best.data_ptr(),
@@ -116,7 +103,7 @@ def teach_rows(logits: Tensor, ids: Tensor | None) -> tuple[Statistics, Statisti
                 size=size,
                 drafts=drafts,
                 kind=KINDS[logits.dtype],
-                **_team(rows),
+                threads=_threads(rows),
             )
         )
     )

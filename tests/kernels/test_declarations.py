@@ -1,0 +1,81 @@
+"""The structures that ctypes passes to C have the layout that the compiler gives them."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+
+from kernels.cpu import attention, decoder, draft, linear, vocabulary
+from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
+from kernels.cpu.library import FLAGS, compiler, library
+
+STRUCTURES = {
+    "attention_args": (attention.Arguments, "attention.h"),
+    "linear_args": (linear.Arguments, "linear.h"),
+    "decoder_layer": (decoder.Layer, "decoder.h"),
+    "decoder_args": (decoder.Arguments, "decoder.h"),
+    "draft_args": (draft.Arguments, "draft.c"),
+    "branch_args": (draft.Branch, "draft.c"),
+    "vocabulary_loss_args": (vocabulary.LossArguments, "vocabulary.c"),
+    "vocabulary_teach_args": (vocabulary.TeachArguments, "vocabulary.c"),
+}
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler on this machine")
+
+
+def compiles(source: str) -> bool:
+    cc = compiler()
+    assert cc is not None
+    command = [cc, *FLAGS, "-fsyntax-only", f"-I{SOURCES[0].parent}", "-xc", "-"]
+    return subprocess.run(command, input=source.encode(), capture_output=True).returncode == 0
+
+
+def layout(name: str, structure: type[ctypes.Structure]) -> list[str]:
+    """Return C expressions that hold if the compiler lays the structure out as ctypes does."""
+    members = {field: getattr(structure, field) for field, *_ in structure._fields_}
+    return [
+        f"sizeof({name}) == {ctypes.sizeof(structure)}",
+        *(f"offsetof({name}, {field}) == {member.offset}" for field, member in members.items()),
+        *(f"sizeof((({name} *)0)->{field}) == {member.size}" for field, member in members.items()),
+    ]
+
+
+def asserting(name: str, expressions: list[str]) -> str:
+    file = STRUCTURES[name][1]
+    return "\n".join([f'#include "{file}"', *(f'_Static_assert({text}, "");' for text in expressions)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_the_compiler_lays_out_what_ctypes_lays_out(name):
+    structure, _ = STRUCTURES[name]
+    expressions = layout(name, structure)
+    assert compiles(asserting(name, expressions))
+    last, *_ = structure._fields_[-1]
+    wrong = f"offsetof({name}, {last}) == {getattr(structure, last).offset + 8}"
+    assert not compiles(asserting(name, [*expressions, wrong])), "the check itself notices a difference"
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_field_that_c_does_not_have_is_an_error(name):
+    structure, _ = STRUCTURES[name]
+    with pytest.raises(AttributeError):
+        structure(no_such_field=1)
+
+
+def test_a_type_that_is_not_understood_is_an_error(monkeypatch):
+    monkeypatch.delitem(SCALARS, "float")
+    with pytest.raises(KeyError, match="float"):
+        fields("attention_args")
+
+
+@needs_compiler
+def test_functions_return_what_their_prototypes_say():
+    native = library()
+    assert native is not None
+    declared = functions()
+    assert declared["attention_scratch"] == (ctypes.c_int64, [ctypes.c_int64])
+    assert declared["rms_norm"][1].count(ctypes.c_float) == 1
+    for name, (result, arguments) in declared.items():
+        assert (getattr(native, name).restype, list(getattr(native, name).argtypes)) == (result, arguments)
