@@ -1,7 +1,4 @@
-"""Entry point of a tensor parallel rank that rank 0 starts (infer/parallel/launch.py). Not to be run by hand.
-
-It reads its settings from a pipe, and exits when rank 0 closes it.
-"""
+"""Entry point of a tensor parallel rank that rank 0 starts (infer/parallel/children.py). Not to be run by hand."""
 
 import os
 import sys
@@ -13,10 +10,8 @@ import infer.environment  # noqa: E402, F401
 # isort: split
 
 if __name__ == "__main__":
-    from infer.parallel.children import read_settings
+    from multiprocessing.connection import Connection
 
-    settings = read_settings()
-    # Imports that take seconds come only now: `read_settings` makes this process exit if rank 0 ends during them.
     from infer.parallel.launch import follow_parent
 
-    follow_parent(settings)
+    follow_parent(Connection(int(sys.argv[1])))

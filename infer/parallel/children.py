@@ -1,22 +1,18 @@
 """The processes that rank 0 starts for the other tensor parallel ranks, and how they end with it.
 
-A child holds the read end of a pipe and exits when the write end is closed: by `close`, or by any end of rank 0. It has
-a session of its own, so that Ctrl-C in a terminal reaches rank 0 only.
+A child is connected with rank 0 by a pipe and exits when that is closed: by `close`, or by any end of rank 0. It has a
+session of its own, so that Ctrl-C in a terminal reaches rank 0 only.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 from infer.config_checks import REPO_ROOT
 
@@ -24,25 +20,34 @@ END_S = 5.0  # how long a child may take to exit by itself before it is killed
 
 
 class Children:
-    """One process of infer/follower.py per entry of `settings`, which it receives as JSON."""
+    """One process of infer/follower.py per entry of `settings`, each of which is sent to its process."""
 
-    def __init__(self, settings: Sequence[Mapping[str, Any]], folder: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, settings: Sequence[object], folder: tempfile.TemporaryDirectory[str]) -> None:
         self._folder = folder  # holds the ranks' store; removed in `close`
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, str(REPO_ROOT / "infer" / "follower.py")]
+        self.connections: list[Connection] = []
         try:
             for child_settings in settings:
+                connection, remote = Pipe()
+                self.connections.append(connection)
+                command = [sys.executable, str(REPO_ROOT / "infer" / "follower.py"), str(remote.fileno())]
                 # It prints to standard error: a program may read standard output.
-                child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
-                self._processes.append(child)
-                assert child.stdin is not None
-                child.stdin.write(json.dumps(child_settings).encode() + b"\n")
-                child.stdin.flush()
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=2,
+                        pass_fds=[remote.fileno()],
+                        start_new_session=True,
+                    )
+                )
+                remote.close()
+                connection.send(child_settings)
         except BaseException:
             self.close()
             raise
 
-    def ended(self, patience_s: float = 0.0) -> str:
+    def ended(self, patience_s: float) -> str:
         """Return which children have exited and how; empty if none does within `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while True:
@@ -53,11 +58,11 @@ class Children:
             time.sleep(0.02)
 
     def close(self) -> None:
-        for child in self._processes:
-            if child.stdin is not None and not child.stdin.closed:
-                child.stdin.close()
+        for connection in self.connections:
+            connection.close()
         deadline = time.monotonic() + END_S
         for child in self._processes:
+            child.terminate()  # ends one that is loading; others ignore it and exit because of the closed pipe
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -68,16 +73,3 @@ class Children:
 
 def how(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {-code}"
-
-
-def read_settings() -> dict[str, Any]:
-    """In a child: read its settings from the pipe. From then on it exits when rank 0 does."""
-    settings = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_rank_0, args=(Path(settings["store"]).parent,), daemon=True).start()
-    return settings
-
-
-def _end_with_rank_0(folder: Path) -> None:
-    os.read(0, 1)  # returns when the pipe's write end is closed
-    shutil.rmtree(folder, ignore_errors=True)  # rank 0 may have ended without removing it
-    os._exit(0)

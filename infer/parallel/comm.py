@@ -1,33 +1,28 @@
 """Tensor parallel ranks and their communication: commands from rank 0, collectives over parts of tensors among all.
 
-Uses torch.distributed without its global state. Commands go through gloo on loopback, where the other ranks wait as
-long as rank 0 is idle; tensors through gloo or, on GPUs, NCCL, where a rank that does not respond in time counts as
-lost. Tensors travel as bytes, so no bit changes. Knows neither targets nor what the commands mean.
+Commands go through pipes, where the other ranks wait as long as rank 0 is idle; a closed pipe ends them. Tensors go
+through torch.distributed, without its global state: gloo on loopback or, on GPUs, NCCL, where a rank that does not
+respond in time counts as lost. They travel as bytes, so no bit changes. Knows neither targets nor what commands mean.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import GatherOptions, PrefixStore, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import GatherOptions, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from infer.parallel.children import Children
 from models.parallel import Part
 
-IDLE = timedelta(days=3650)  # timeout between two commands
-ANSWER = timedelta(seconds=60)  # timeout of one collective
-POLL_S = 0.02
-HEADER = 1024  # numbers that describe a command
-STOP = -1
-DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.float16)
+PATIENCE = timedelta(seconds=60)  # timeout of one collective
 
 
 class RankLost(ConnectionError):
@@ -35,17 +30,24 @@ class RankLost(ConnectionError):
 
 
 class Ranks:
-    """One of `count` processes on this machine. Call `connect` before any communication."""
+    """One of `count` processes on this machine. Call `connect` before any communication.
+
+    `connections`: of rank 0 to all others, of any other rank to rank 0. `children`: the processes that rank 0 started.
+    """
 
     def __init__(
-        self, rank: int, count: int, store: Store, device: torch.device, children: Children | None = None
+        self,
+        rank: int,
+        count: int,
+        store: Store,
+        connections: Sequence[Connection],
+        device: torch.device,
+        children: Children | None = None,
     ) -> None:
         self.rank, self.count, self.device = rank, count, device
-        self._store, self._children = store, children
-        self._connected = self._closed = False
-        self._control: Any = None
+        self._store, self._connections, self._children = store, connections, children
+        self._closed = False
         self._data: Any = None
-        store.set_timeout(IDLE)
 
     @property
     def part(self) -> Part:
@@ -55,52 +57,43 @@ class Ranks:
 
     def connect(self, error: str = "") -> None:
         """Connect this rank once it has loaded its part. `error`: why it could not; rank 0 then raises ValueError."""
-        if self.rank:
-            self._store.set(f"loaded/{self.rank}", error)
-        else:
+        if self.rank == 0:
             self._await_loaded()
-        if error:
-            return
-        # Other ranks may wait for a command indefinitely; rank 0 must not wait long for them to receive it.
-        patience = IDLE if self.rank else ANSWER
-        self._control = _gloo(PrefixStore("control", self._store), self.rank, self.count, patience)
-        self._data = (_nccl if self.device.type == "cuda" else _gloo)(
-            PrefixStore("data", self._store), self.rank, self.count, ANSWER
-        )
-        self._connected = True
+        else:
+            with self._others():
+                self._connections[0].send(error)
+                if error:
+                    return
+                self._connections[0].recv()
+        connect = _nccl if self.device.type == "cuda" else _gloo
+        self._data = connect(self._store, self.rank, self.count)
         self.gather(torch.zeros(1, device=self.device), [1] * self.count)  # NCCL connects at the first collective
 
+    def _await_loaded(self) -> None:
+        """Wait until all other ranks have loaded, then tell them so: they connect at the same time."""
+        waiting = list(self._connections)
+        while waiting:
+            for ready in cast(list[Connection], wait(waiting)):
+                with self._others():
+                    error = ready.recv()
+                if error:
+                    raise ValueError(error)
+                waiting.remove(ready)
+        self._send(None)
+
     def close(self) -> None:
-        """On rank 0: end the other ranks. May be called twice, and after a rank was lost."""
-        with suppress(RankLost):
-            if self._connected and not self._closed:
-                self.send(STOP)
-        self._end()
-
-    def disconnect(self) -> None:
-        """Release this rank's process groups, which joins their threads: one that still releases the tensors of a
-        collective while the interpreter exits would abort the process.
-        """
-        self._closed = True
-        self._control = self._data = None
-
-    def _end(self) -> None:
-        """Disconnect without sending STOP: the other ranks may be waiting in a collective."""
+        """On rank 0: end the other ranks, which wait for a command or are in a collective. May be called twice."""
         self.disconnect()
         if self._children is not None:
             self._children.close()
 
-    def _await_loaded(self) -> None:
-        waiting = set(range(1, self.count))
-        while waiting:
-            ended = self._children.ended() if self._children is not None else ""  # before reading what they reported
-            for rank in [rank for rank in waiting if self._store.check([f"loaded/{rank}"])]:
-                if error := self._store.get(f"loaded/{rank}").decode():
-                    raise ValueError(error)
-                waiting.remove(rank)
-            if waiting and ended:
-                raise RankLost(f"engine.tensor_parallel={self.count}: {ended} while loading; its own output says why")
-            time.sleep(POLL_S)
+    def disconnect(self) -> None:
+        """Release this rank's process group, which joins its threads: one that still releases the tensors of a
+        collective while the interpreter exits would abort the process.
+        """
+        self._closed, self._data = True, None
+        for connection in self._connections:
+            connection.close()
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
@@ -111,39 +104,34 @@ class Ranks:
             self.send(operation, numbers, tensors)
             yield
         except BaseException:
-            self._end()
+            self.close()
             raise
 
     def send(self, operation: int, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = ()) -> None:
-        """Broadcast a command to all other ranks, which `receive` it; all `tensors` have one dtype."""
+        """Send a command to all other ranks, which `receive` it; all `tensors` have one dtype."""
         payload = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)
-        shapes = [number for tensor in tensors for number in (tensor.ndim, *tensor.shape)]
-        head = [operation, len(numbers), *numbers, DTYPES.index(payload.dtype), len(tensors), *shapes]
-        assert len(head) <= HEADER
-        header = torch.tensor(head + [0] * (HEADER - len(head)))
-        with self._others():
-            self._control.broadcast([header]).wait()
-            if tensors:
+        self._send((operation, list(numbers), payload.dtype, [tensor.shape for tensor in tensors]))
+        if tensors:
+            with self._others():
                 self._data.broadcast([payload.view(torch.uint8)]).wait()
 
-    def receive(self) -> tuple[int, list[int], list[Tensor]]:
-        """Wait for rank 0's next command; return its operation, numbers and tensors."""
-        header = torch.zeros(HEADER, dtype=torch.int64)
+    def _send(self, message: object) -> None:
         with self._others():
-            self._control.broadcast([header]).wait()
-        values = iter(header.tolist())
-        operation = next(values)
-        numbers = [next(values) for _ in range(next(values))]
-        dtype = DTYPES[next(values)]
-        shapes = [[next(values) for _ in range(next(values))] for _ in range(next(values))]
-        if not shapes:
-            return operation, numbers, []
+            for connection in self._connections:
+                connection.send(message)
+
+    def receive(self) -> tuple[int, list[int], list[Tensor]] | None:
+        """Wait for rank 0's next command; return its operation, numbers and tensors, or None if there will be none."""
+        try:
+            operation, numbers, dtype, shapes = self._connections[0].recv()
+        except (EOFError, OSError):
+            return None
         sizes = [math.prod(shape) for shape in shapes]
         payload = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        with self._others():
-            self._data.broadcast([payload.view(torch.uint8)]).wait()
-        pieces = zip(payload.split(sizes), shapes, strict=True)
-        return operation, numbers, [piece.view(shape) for piece, shape in pieces]
+        if shapes:
+            with self._others():
+                self._data.broadcast([payload.view(torch.uint8)]).wait()
+        return operation, numbers, [part.view(shape) for part, shape in zip(payload.split(sizes), shapes, strict=True)]
 
     # ---- parts of tensors ---------------------------------------------------------------------------------------
 
@@ -179,26 +167,26 @@ class Ranks:
             raise RankLost(f"engine.tensor_parallel={self.count}: the other ranks were ended; make a new engine")
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, EOFError, OSError) as error:
             ended = self._children.ended(patience_s=2) if self._children is not None else ""
-            self._end()
-            detail = ended or f"a rank has ended or does not answer ({str(error).splitlines()[0]})"
+            self.close()
+            detail = ended or f"a rank has ended or does not respond ({str(error).partition(chr(10))[0]})"
             raise RankLost(f"engine.tensor_parallel={self.count}: {detail}; its own output says why") from error
 
 
-def _gloo(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
+def _gloo(store: Store, rank: int, count: int) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timeout
+    options._timeout = PATIENCE
     return gloo(store, rank, count, options)
 
 
-def _nccl(store: Store, rank: int, count: int, timeout: timedelta) -> Any:
+def _nccl(store: Store, rank: int, count: int) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options: Any = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = PATIENCE
     return ProcessGroupNCCL(store, rank, count, options)
 
 

@@ -8,14 +8,15 @@ Ranks run on one machine and communicate over loopback, each on a GPU of its own
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from multiprocessing.connection import Client, Connection, Listener
 
 import torch
 from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
@@ -58,42 +59,42 @@ def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
         )
     device = rank_device(model, 0, count)
     if rank == 0:
-        return Ranks(0, count, _store_of_torchrun(), device)
+        return Ranks(0, count, *_meet(0, count), device)
     folder = tempfile.TemporaryDirectory(prefix="headway-")
-    store = str(Path(folder.name) / "store")
-    shared = {
-        "model": asdict(model),
-        "engine": asdict(replace(engine, threads=engine.threads or torch.get_num_threads())),
-        "store": store,
-    }
-    children = Children([{"rank": rank, **shared} for rank in range(1, count)], folder)
-    return Ranks(0, count, FileStore(store, count), device, children)
+    store = os.path.join(folder.name, "store")
+    engine = replace(engine, threads=engine.threads or torch.get_num_threads())
+    children = Children([(rank, model, engine, store) for rank in range(1, count)], folder)
+    return Ranks(0, count, FileStore(store, count), children.connections, device, children)
 
 
 def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
     """Under torchrun, on a rank other than 0: run a part of the target until rank 0's engine is closed or ends."""
     rank = launched_rank(engine)
     assert rank
-    device = rank_device(model, rank, engine.tensor_parallel)
-    _follow(Ranks(rank, engine.tensor_parallel, _store_of_torchrun(), device), model, engine)
+    count = engine.tensor_parallel
+    _follow(Ranks(rank, count, *_meet(rank, count), rank_device(model, rank, count)), model, engine)
 
 
-def follow_parent(settings: Mapping[str, Any]) -> None:
+def follow_parent(connection: Connection) -> None:
     """In a process that `lead` started: run a part of the target, with the settings received from rank 0."""
-    model, engine = ModelConfig(**settings["model"]), EngineConfig(**settings["engine"])
-    rank, count = settings["rank"], engine.tensor_parallel
-    _follow(Ranks(rank, count, FileStore(settings["store"], count), rank_device(model, rank, count)), model, engine)
+    rank, model, engine, store = connection.recv()
+    count = engine.tensor_parallel
+    device = rank_device(model, rank, count)
+    try:
+        _follow(Ranks(rank, count, FileStore(store, count), [connection], device), model, engine)
+    finally:
+        shutil.rmtree(os.path.dirname(store), ignore_errors=True)  # rank 0 may have ended without removing it
 
 
 def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
     try:
-        shard = load_shard(ranks, model, engine)
-    except ValueError as error:
-        return ranks.connect(str(error))  # rank 0 raises it
-    ranks.connect()
-    for number in (signal.SIGINT, signal.SIGTERM):  # from now on rank 0 decides when this process ends
-        signal.signal(number, signal.SIG_IGN)
-    try:
+        try:
+            shard = load_shard(ranks, model, engine)
+        except ValueError as error:
+            return ranks.connect(str(error))  # rank 0 raises it
+        ranks.connect()
+        for number in (signal.SIGINT, signal.SIGTERM):  # from now on rank 0 decides when this process ends
+            signal.signal(number, signal.SIG_IGN)
         follow(shard, ranks)
     except RankLost:
         raise SystemExit(1) from None  # another rank reports the reason
@@ -136,6 +137,11 @@ def rank_device(model: ModelConfig, rank: int, count: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _store_of_torchrun() -> Store:
+def _meet(rank: int, count: int) -> tuple[Store, list[Connection]]:
+    """Under torchrun: return its store, and this rank's connections as `Ranks` needs them."""
     store, _, _ = next(rendezvous("env://", timeout=MEET))
-    return store
+    if rank:
+        return store, [Client(store.get("headway").decode())]
+    with Listener(family="AF_UNIX", backlog=count) as listener:
+        store.set("headway", str(listener.address))
+        return store, [listener.accept() for _ in range(count - 1)]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infer.kvcache.tensors import KVLayers, LayerShape
-from infer.parallel.comm import STOP, Ranks
+from infer.parallel.comm import Ranks
 from infer.parallel.target_worker import Shard
 from kernels.linear import WeightFormat
 from kernels.rows import AttentionRows
@@ -105,9 +105,9 @@ class LeadingLayers(KVLayers):
 
 @torch.inference_mode()
 def follow(shard: Shard, ranks: Ranks) -> None:
-    """On another rank: repeat rank 0's operations until it sends STOP. Raises RankLost if rank 0 ends otherwise."""
-    while True:
-        operation, numbers, tensors = ranks.receive()
+    """On another rank: repeat rank 0's operations until it ends. Raises RankLost if it ends within an operation."""
+    while (command := ranks.receive()) is not None:
+        operation, numbers, tensors = command
         if operation == FREE:
             ranks.least(shard.free())
         elif operation == ALLOCATE:
@@ -124,11 +124,9 @@ def follow(shard: Shard, ranks: Ranks) -> None:
             shard.target(ids, positions, CausalAttention(*starts), aux_layers=numbers)
         elif operation == MOVE:
             shard.kv.move(*tensors)
-        elif operation == COPY:
-            shard.kv.copy(*numbers)
         else:
-            assert operation == STOP
-            return
+            assert operation == COPY
+            shard.kv.copy(*numbers)
 
 
 def pack_rows(rows: AttentionRows) -> tuple[list[int], list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.distributed import FileStore
 
 from infer.config import EngineConfig, ModelConfig
-from infer.parallel.comm import STOP, RankLost, Ranks
+from infer.parallel.comm import RankLost, Ranks
 from infer.parallel.launch import rank_device
 from infer.parallel.launched import launched_rank
 from infer.parallel.tensor_parallel import pack_rows, unpack_rows
@@ -21,7 +22,11 @@ CPU = torch.device("cpu")
 
 
 def make(folder: Path) -> list[Ranks]:
-    return [Ranks(rank, COUNT, FileStore(str(folder / "store"), COUNT), CPU) for rank in range(COUNT)]
+    pipes = [Pipe() for _ in range(1, COUNT)]
+    connections = [[near for near, _ in pipes], *([far] for _, far in pipes)]
+    return [
+        Ranks(rank, COUNT, FileStore(str(folder / "store"), COUNT), connections[rank], CPU) for rank in range(COUNT)
+    ]
 
 
 def run_on_all(ranks, function):
@@ -68,7 +73,9 @@ def test_a_command_comes_as_it_was_sent(ranks, numbers, tensors):
     def pass_on(comm):
         return comm.receive() if comm.rank else comm.send(4, numbers, tensors)
 
-    for operation, got_numbers, got_tensors in run_on_all(ranks, pass_on)[1:]:
+    for command in run_on_all(ranks, pass_on)[1:]:
+        assert command is not None
+        operation, got_numbers, got_tensors = command
         assert (operation, got_numbers) == (4, numbers)
         assert all(torch.equal(a, b) for a, b in zip(got_tensors, tensors, strict=True))
 
@@ -101,19 +108,28 @@ def test_a_rank_that_cannot_load_tells_rank_0(tmp_path):
 def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
     ranks = make(tmp_path)
     run_on_all(ranks, lambda comm: comm.connect())
-    del ranks[2]._data, ranks[2]._control  # closes its sockets
+    ranks[2].disconnect()
     with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: a rank has ended"):
         ranks[0].gather(torch.zeros(1), [1] * COUNT)
     with pytest.raises(RankLost, match="make a new engine"):
         ranks[0].send(4)
+    assert ranks[1].receive() is None
     ranks[0].close()
 
 
-def test_closing_says_stop(tmp_path):
+def test_closing_ends_the_commands(tmp_path):
     ranks = make(tmp_path)
     run_on_all(ranks, lambda comm: comm.connect())
-    results = run_on_all(ranks, lambda comm: comm.receive()[0] if comm.rank else comm.close())
-    assert results == [None, STOP, STOP]
+    assert run_on_all(ranks, lambda comm: comm.receive() if comm.rank else comm.close()) == [None] * COUNT
+
+
+def test_a_rank_that_goes_before_it_has_loaded(tmp_path):
+    ranks = make(tmp_path)
+    ranks[2].disconnect()
+    with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: a rank has ended"):
+        ranks[0].connect()
+    with pytest.raises(RankLost):
+        ranks[1].connect()
 
 
 def test_what_torchrun_started_must_fit(monkeypatch):
