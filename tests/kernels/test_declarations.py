@@ -6,10 +6,11 @@ import ctypes
 import subprocess
 
 import pytest
+import torch
 
 from kernels.cpu import attention, decoder, draft, linear, vocabulary
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
-from kernels.cpu.library import FLAGS, compiler, library
+from kernels.cpu.library import FLAGS, KINDS, LANES, compiler, library
 
 STRUCTURES = {
     "attention_args": (attention.Arguments, "attention.h"),
@@ -41,20 +42,30 @@ def layout(name: str, structure: type[ctypes.Structure]) -> list[str]:
     ]
 
 
-def asserting(name: str, expressions: list[str]) -> str:
-    file = STRUCTURES[name][1]
-    return "\n".join([f'#include "{file}"', *(f'_Static_assert({text}, "");' for text in expressions)])
+def asserting(expressions: list[str], *files: str) -> str:
+    return "\n".join(
+        [*(f'#include "{file}"' for file in files), *(f'_Static_assert({text}, "");' for text in expressions)]
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_compiler_lays_out_what_ctypes_lays_out(name):
-    structure, _ = STRUCTURES[name]
+    structure, file = STRUCTURES[name]
     expressions = layout(name, structure)
-    assert compiles(asserting(name, expressions))
+    assert compiles(asserting(expressions, file))
     last, *_ = structure._fields_[-1]
     wrong = f"offsetof({name}, {last}) == {getattr(structure, last).offset + 8}"
-    assert not compiles(asserting(name, [*expressions, wrong])), "the check itself notices a difference"
+    assert not compiles(asserting([*expressions, wrong], file)), "the check itself notices a difference"
+
+
+@needs_compiler
+def test_constants_are_those_of_c():
+    sizes = {"LANES": LANES, "PANEL": linear.PANEL, "WIDE_PANEL": linear.WIDE_PANEL, "PACKED_ROWS": linear.PACKED_ROWS}
+    kinds = {"FLOAT32": KINDS[torch.float32], "BFLOAT16": KINDS[torch.bfloat16]}
+    formats = {"WIDE" if name == "same" else name.upper(): value for name, value in linear.FORMATS.items()}
+    expressions = [f"{name} == {value}" for name, value in (sizes | kinds | formats).items()]
+    assert compiles(asserting(expressions, "panels.h", "widen.h"))
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
