@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infer.request import SpeculationStats
 from infer.speculation.control.planner import Forecast
@@ -22,6 +22,15 @@ class EngineStats:
     proposer_failures: int = 0  # requests that stopped drafting after a proposer failed, since proposers were last set
     steps: StepTimes = field(default_factory=StepTimes)
     forecast: Forecast | None = None  # only with adaptive drafting
+
+    def snapshot(self) -> EngineStats:
+        """Return a copy that other threads may read while the engine continues, all but `steps`."""
+        counts = self.speculation
+        by_position = {
+            "drafted_by_position": [*counts.drafted_by_position],
+            "accepted_by_position": [*counts.accepted_by_position],
+        }
+        return replace(self, speculation=replace(counts, **by_position))
 
     def restore(self, saved: EngineStats) -> None:
         """Reset all statistics to those in the copy `saved`."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from infer.engine import Engine
 from infer.engine.isolation import panics_as_errors
+from infer.engine.stats import EngineStats
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
 from infer.server.protocol.errors import ApiError, internal_error
-from infer.speculation.control.planner import Forecast
 
 log = logging.getLogger("headway.server")
 
@@ -55,43 +55,6 @@ def is_last(event: Event) -> bool:
     return isinstance(event, Failure) or event.finish_reason is not None
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The engine's counters after one step. Other threads read it while the engine continues."""
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generation_tokens: int = 0
-    drafts: int = 0  # verifies that contained draft tokens
-    drafted: int = 0
-    accepted: int = 0
-    accepted_by_position: tuple[int, ...] = ()
-    forecast: Forecast | None = None  # None unless speculation is adaptive
-
-
-def take_snapshot(engine: Engine) -> Snapshot:
-    stats = engine.stats
-    speculation = stats.speculation
-    return Snapshot(
-        running=stats.running,
-        waiting=stats.waiting,
-        kv_usage=stats.kv_usage,
-        preemptions=stats.preemptions,
-        prompt_tokens=stats.prompt_tokens,
-        cached_tokens=stats.cached_tokens,
-        generation_tokens=stats.generation_tokens,
-        drafts=speculation.drafted_by_position[0] if speculation.drafted_by_position else 0,
-        drafted=speculation.drafted,
-        accepted=speculation.accepted,
-        accepted_by_position=tuple(speculation.accepted_by_position),
-        forecast=stats.forecast,
-    )
-
-
 class EngineLoop:
     """Runs the engine. `report` is called after every iteration; `run` ends on a Stop, or raises what `step` raised."""
 
@@ -99,7 +62,7 @@ class EngineLoop:
         self,
         engine: Engine,
         commands: queue.SimpleQueue[Command],
-        report: Callable[[list[Event], Snapshot], None],
+        report: Callable[[list[Event], EngineStats], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine, self.commands, self.report, self._clock = engine, commands, report, clock
@@ -114,7 +77,7 @@ class EngineLoop:
                 self.busy_since = self._clock()
                 events += self.engine.step()
                 self.busy_since = None
-            self.report(events, take_snapshot(self.engine))
+            self.report(events, self.engine.stats.snapshot())
 
     def _take_commands(self, events: list[Event]) -> bool:
         """Apply all queued commands, and wait for one if the engine has no work. Returns False on a Stop."""

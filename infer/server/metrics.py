@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from infer.server.engine_loop import Snapshot
+from infer.engine.stats import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -40,7 +40,7 @@ OURS, VLLMS = "headway_", "vllm:"
 class Metrics:
     """The metrics of one server. `speculative` is set when the engine is attached: whether it has a proposer."""
 
-    def __init__(self, model_name: str, snapshot: Callable[[], Snapshot], stalls: Callable[[], int]) -> None:
+    def __init__(self, model_name: str, snapshot: Callable[[], EngineStats], stalls: Callable[[], int]) -> None:
         self.speculative = False
         self._registry = CollectorRegistry()
         self._labels = (model_name, ENGINE)
@@ -92,7 +92,7 @@ class EngineCounters(Collector):
     def __init__(
         self,
         labels: tuple[str, str],
-        snapshot: Callable[[], Snapshot],
+        snapshot: Callable[[], EngineStats],
         stalls: Callable[[], int],
         speculative: Callable[[], bool],
     ) -> None:
@@ -100,6 +100,8 @@ class EngineCounters(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
+        speculation = now.speculation
+        drafts = sum(speculation.drafted_by_position[:1])  # verifies that contained draft tokens
         gauges: list[tuple[str, str, float]] = [
             ("num_requests_running", "Requests in prefill or decode", now.running),
             ("num_requests_waiting", "Requests waiting to be scheduled", now.waiting),
@@ -126,12 +128,12 @@ class EngineCounters(Collector):
             ("engine_stalls", "Engine steps that took longer than server.stall_s", self._stalls()),
         ]
         # A request may name a proposer even if the server has no default one.
-        drafts = self._speculative() or now.drafts > 0
-        if drafts:
+        speculates = self._speculative() or drafts > 0
+        if speculates:
             counters += [
-                ("spec_decode_num_drafts", "Verifies with drafted tokens", now.drafts),
-                ("spec_decode_num_draft_tokens", "Drafted tokens", now.drafted),
-                ("spec_decode_num_accepted_tokens", "Accepted drafted tokens", now.accepted),
+                ("spec_decode_num_drafts", "Verifies with drafted tokens", drafts),
+                ("spec_decode_num_draft_tokens", "Drafted tokens", speculation.drafted),
+                ("spec_decode_num_accepted_tokens", "Accepted drafted tokens", speculation.accepted),
             ]
         for name, help_text, value in gauges:
             gauge = GaugeMetricFamily(f"{OURS}{name}", help_text, labels=LABELS)
@@ -141,13 +143,13 @@ class EngineCounters(Collector):
             counter = CounterMetricFamily(f"{OURS}{name}", help_text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
-        if not drafts:
+        if not speculates:
             return
         positions = CounterMetricFamily(
             f"{OURS}spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafted tokens by position in the draft",
             labels=(*LABELS, "position"),
         )
-        for position, value in enumerate(now.accepted_by_position):
+        for position, value in enumerate(speculation.accepted_by_position):
             positions.add_metric((*self._labels, str(position)), value)
         yield positions

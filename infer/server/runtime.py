@@ -17,9 +17,10 @@ from typing import Literal
 
 from infer.engine import Engine
 from infer.engine.offline import completion_params
+from infer.engine.stats import EngineStats
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
-from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Snapshot, Stop, is_last
+from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Stop, is_last
 from infer.server.protocol.errors import ApiError
 from infer.server.watchdog import Watchdog
 
@@ -75,7 +76,7 @@ class Runtime:
 
     def __init__(self, load: Callable[[], Engine], *, max_waiting: int, stall_s: float) -> None:
         self.state: State = "loading"
-        self.snapshot = Snapshot()
+        self.snapshot = EngineStats()
         self.stalls = 0  # steps that took longer than `stall_s`
         self._load, self._max_waiting, self._stall_s = load, max_waiting, stall_s
         self._max_batch = 0  # set once the engine is loaded
@@ -170,7 +171,7 @@ class Runtime:
         if not self._loaded.done():
             self._loaded.set_exception(error)
 
-    def _on_step(self, events: list[Event], snapshot: Snapshot) -> None:
+    def _on_step(self, events: list[Event], snapshot: EngineStats) -> None:
         self.snapshot = snapshot
         for event in events:
             generation = self._generations.get(event.request_id)
