@@ -24,7 +24,7 @@ from infer.server.parsing.tool_styles import STYLES, ToolStyle, style_of
 from infer.server.protocol.chat import Message
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import ApiError
-from infer.server.protocol.fields import UnknownFields
+from infer.server.protocol.fields import Strict, UnknownFields
 from infer.server.protocol.logprobs import TokenNames
 from infer.server.protocol.structure import check_size
 from infer.server.runtime import Runtime
@@ -85,10 +85,18 @@ class Service:
             message = f"model: {model!r} is not served here; this server has {self.model_id!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check(self, body: GenerationRequest) -> None:
+    def check_fields(self, body: Strict, model: str | None) -> None:
+        """Check what every request has: a server that is ready, known fields, and this server's model if it names one.
+
+        Raises ApiError.
+        """
         self.runtime.check_open()
         self.unknown_fields.check(body)
-        self.check_model(body.model)
+        if model is not None:
+            self.check_model(model)
+
+    def check(self, body: GenerationRequest) -> None:
+        self.check_fields(body, body.model)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.check_ids(name, getattr(body, name) or ())
         proposer = body.drafts.proposer

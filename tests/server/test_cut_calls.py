@@ -73,7 +73,7 @@ def test_wherever_it_is_cut_no_markup_is_content(case: str, forced: bool) -> Non
     begins = [position for position in range(len(text)) if text.startswith(style.begin, position)] or [0]
     prefixes = set()
     for end in range(len(text) + 1):
-        parts = ChatParser(style, TOOLS, forced=forced).all_of(text[:end], cut=True)
+        parts = ChatParser(style, TOOLS, forced=forced).take(text[:end], "length")
         if forced:
             assert parts.content == ""
         elif end < begins[0] + len(style.begin) and not style.bare:
@@ -95,7 +95,7 @@ def test_wherever_it_is_cut_no_markup_is_content(case: str, forced: bool) -> Non
 def test_an_answer_that_ends_by_itself_in_a_call_is_text(case: str) -> None:
     text, _ = TEXTS[case]
     end = text.index('{"a"') + 9
-    parts = ChatParser(style_of(case), TOOLS).all_of(text[:end])
+    parts = ChatParser(style_of(case), TOOLS).take(text[:end], "stop")
     assert (parts.content, parts.calls) == (text[:end], [])
 
 
@@ -118,7 +118,7 @@ def test_an_answer_that_ends_by_itself_in_a_call_is_text(case: str) -> None:
     ],
 )
 def test_what_cannot_become_a_call_is_text_though_it_was_cut(style: str, text: str) -> None:
-    parts = ChatParser(STYLES[style], TOOLS).all_of(text, cut=True)
+    parts = ChatParser(STYLES[style], TOOLS).take(text, "length")
     assert (parts.content, parts.calls) == (text, [])
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_become_a_call_is_text_though_it_was_cut(style: str, text: s
     ],
 )
 def test_arguments_that_break_off(text: str, arguments: str) -> None:
-    (call,) = ChatParser(STYLES["hermes"], TOOLS).all_of(f"<tool_call>{text}", cut=True).calls
+    (call,) = ChatParser(STYLES["hermes"], TOOLS).take(f"<tool_call>{text}", "length").calls
     assert call == Call("add", arguments, complete=arguments.endswith("}"))
 
 

@@ -110,7 +110,7 @@ def forced(style: str, tools: list[FunctionTool], max_calls: int | None) -> Any:
 
 
 def calls_of(style: str, text: str, names: list[str], *, cut: bool = False) -> list[Call]:
-    parts = ChatParser(STYLES[style], names, forced=True).all_of(text, cut=cut)
+    parts = ChatParser(STYLES[style], names, forced=True).take(text, "length" if cut else "stop")
     assert parts.content == ""
     return parts.calls
 

@@ -27,7 +27,7 @@ class ChatFormat:
         self._calls: dict[int, list[Call]] = {}  # calls so far, by choice index
 
     def choice(self, choice: Choice) -> Json:
-        parts = self._parser(choice).all_of(choice.whole.text, cut=choice.finish_reason != "stop")
+        parts = self._parser(choice).take(choice.whole.text, choice.finish_reason)
         self._calls[choice.index] = parts.calls
         content = parts.content if parts.content or not parts.calls else None
         message: Json = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(parts)}
@@ -44,10 +44,7 @@ class ChatFormat:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
-        parser = self._parser(choice)
-        parts = parser.push(piece.text)
-        if choice.finish_reason is not None:
-            parts.add(parser.finish(cut=choice.finish_reason != "stop"))
+        parts = self._parser(choice).take(piece.text, choice.finish_reason)
         delta: Json = {"content": parts.content} if parts.content else {}
         delta |= self._reasoning(parts)
         if calls := parts.calls:

@@ -90,10 +90,7 @@ class Answer:
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def take(self, choice: Choice, piece: Piece) -> Iterator[Json]:
-        parts = self._parser.push(piece.text)
-        if choice.finish_reason is not None:
-            parts.add(self._parser.finish(cut=choice.finish_reason != "stop"))
-        yield from self._blocks.add(parts)
+        yield from self._blocks.add(self._parser.take(piece.text, choice.finish_reason))
         if choice.finish_reason is not None:
             yield from self._blocks.close()
 
@@ -182,9 +179,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
-        service.runtime.check_open()
-        service.unknown_fields.check(body)
-        service.check_model(body.model)
+        service.check_fields(body, body.model)
         return {"input_tokens": await conversation_of(body).count_tokens("messages")}
 
     return routes

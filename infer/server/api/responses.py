@@ -131,9 +131,7 @@ class Answer:
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
 
     def take(self, choice: Choice, piece: Piece) -> Iterator[Json]:
-        parts = self._parser.push(piece.text)
-        if choice.finish_reason is not None:
-            parts.add(self._parser.finish(cut=choice.finish_reason != "stop"))
+        parts = self._parser.take(piece.text, choice.finish_reason)
         scored = [*self._held_back, *piece.scored]
         self._held_back = [] if parts.content else scored
         for event in self._items.add(parts, scored):

@@ -60,10 +60,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        service.runtime.check_open()
-        service.unknown_fields.check(body)
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_fields(body, body.model)
 
         def ids() -> list[int]:
             if body.messages is not None:
@@ -82,10 +79,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        service.runtime.check_open()
-        service.unknown_fields.check(body)
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_fields(body, body.model)
         service.check_ids("tokens", body.tokens)
         return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, with_special=True)}
 

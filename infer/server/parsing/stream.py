@@ -113,10 +113,11 @@ class ChatParser:
             self._content(parts, rest)
         return parts
 
-    def all_of(self, text: str, *, cut: bool = False) -> Parts:
-        """Parse a complete text."""
+    def take(self, text: str, finish_reason: str | None) -> Parts:
+        """Parse a piece of the text; the last one has a finish reason, which is "stop" unless the text is truncated."""
         parts = self.push(text)
-        parts.add(self.finish(cut=cut))
+        if finish_reason is not None:
+            parts.add(self.finish(cut=finish_reason != "stop"))
         return parts
 
     def _step(self, parts: Parts, *, last: bool) -> bool:
