@@ -29,6 +29,7 @@ from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.head_config import HeadConfig
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_names import OPTION, model_choices
+from infer.options.removed_keys import drop_constants, removal
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2
@@ -162,7 +163,7 @@ def _refuse_added_keys(config: DictConfig) -> None:
     for name in config:
         if name not in field_names:
             key = config._get_full_key(str(name))
-            raise ValueError(f"{key}: unknown key; {_one_of(str(name), field_names)}")
+            raise ValueError(_unknown_key(key, field_names))
         if OmegaConf.is_missing(config, name) or not isinstance(config[name], DictConfig):
             continue
         if OmegaConf.get_type(config[name]) is not dict:  # a dict with keys of the user's choice has no schema
@@ -178,7 +179,8 @@ def explain(error: BaseException) -> str:
         return f"conf/{file}.yaml: {key}: {detail}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown_key(cause)
+        names = cause.parent_node if isinstance(cause.parent_node, DictConfig) else ()
+        return _unknown_key(str(cause.full_key or cause.key), [str(name) for name in names if name != "hydra"])
     if isinstance(cause, OmegaConfBaseException):
         detail = str(cause.msg or cause).splitlines()[0]
         return f"{cause.full_key}: {detail}" if cause.full_key else detail
@@ -193,10 +195,8 @@ def _wrong_option(error: MissingConfigException) -> str:
     return f"{group}={option}: no such option; {_one_of(option, options)}"
 
 
-def _unknown_key(cause: OmegaConfBaseException) -> str:
-    parent = cause.parent_node
-    names = [str(name) for name in parent if name != "hydra"] if isinstance(parent, DictConfig) else []
-    return f"{cause.full_key or cause.key}: unknown key; {_one_of(str(cause.key), names)}"
+def _unknown_key(key: str, names: Iterable[str]) -> str:
+    return removal(key) or f"{key}: unknown key; {_one_of(key.rpartition('.')[2], names)}"
 
 
 def _one_of(word: str, choices: Iterable[str]) -> str:
@@ -223,8 +223,9 @@ def schema_of(values: Collection[str], options: Mapping[str, type]) -> type:
 
 
 def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]) -> T:
-    """Read back what `save_config` wrote, as strictly as the command line."""
+    """Read back what `save_config` wrote, in this version or an earlier one, as strictly as the command line."""
     plain = cast(DictConfig, OmegaConf.load(path))
+    drop_constants(plain, path)
     try:
         typed = OmegaConf.structured(schema)
         groups = {field.name for field in fields(cast(Any, schema))} & set(plain)

@@ -203,15 +203,11 @@ class ServerConfig:
     stall_s: float = 120.0  # an engine step that takes longer is logged with all stacks; 0: never
     tool_parser: str = "auto"  # format of the model's tool calls: auto (by its chat template) | hermes | llama3 | ...
     reasoning_parser: str = "auto"  # auto (by the chat template) | think | none
-    max_grammar_bytes: int = 65536  # size of a JSON schema, regular expression, ... for structured output
-    max_schema_depth: int = 32
-    grammar_timeout_s: float = 5.0  # for compiling a grammar, in a separate process
-    grammar_memory_mb: int = 1024  # of that process
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"server.port={self.port}: must be 0 to 65535")
-        for key in ("max_body_bytes", "max_prompts", "max_waiting", "max_grammar_bytes", "max_schema_depth"):
+        for key in ("max_body_bytes", "max_prompts", "max_waiting"):
             at_least(f"server.{key}", getattr(self, key), 1)
         check_origins("server.cors_origins", self.cors_origins)
         one_of("server.tool_parser", self.tool_parser, TOOL_PARSERS)
@@ -220,8 +216,6 @@ class ServerConfig:
         at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
         at_least("server.drain_s", self.drain_s, 0)
         at_least("server.stall_s", self.stall_s, 0)
-        at_least("server.grammar_timeout_s", self.grammar_timeout_s, 0.001)
-        at_least("server.grammar_memory_mb", self.grammar_memory_mb, 64)
 
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:

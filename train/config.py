@@ -214,7 +214,6 @@ class OfflineFeaturesConfig(FeaturesConfig):
     """Features computed once, before the first step, into files that later runs reuse."""
 
     path: str | None = None  # the store's folder; null: <output_dir>/features/<model>/<hash of all it depends on>
-    shard_mb: int = 512  # approximate maximum, as is 1/32 of the store: what an interruption can lose
     dtype: str = "same"  # of the stored hidden states: same: the target's | fp8: with a scale per token and layer
     # the teacher: null: computed from the stored last hidden state | k: instead of that state, the target's k likeliest
     # tokens and their log-probabilities are stored, and all other tokens are ignored
@@ -222,7 +221,6 @@ class OfflineFeaturesConfig(FeaturesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("features.shard_mb", self.shard_mb, 1)
         one_of("features.dtype", self.dtype, ("same", "fp8"))
         at_least("features.top_k", self.top_k, 1)
 
@@ -232,7 +230,6 @@ class OptimConfig:
     name: str = MISSING
     lr: float | None = None  # peak; null: 1 / the head's hidden size, as stable under Adam as width grows
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
     weight_decay: float = 0.0
     # learning rate after warm-up: cosine: decays throughout | wsd: stable, then linear decay. A finished wsd run can be
     # extended as if it had had the larger budget from the start
@@ -244,7 +241,7 @@ class OptimConfig:
     clip: float = 1.0  # maximum gradient norm
 
     def __post_init__(self) -> None:
-        for key in ("lr", "eps", "clip"):
+        for key in ("lr", "clip"):
             value = getattr(self, key)
             if value is not None and not value > 0:
                 raise ValueError(f"optim.{key}={value}: must be above 0")
@@ -263,11 +260,8 @@ class OptimConfig:
 @dataclass
 class ParallelConfig:
     name: str = MISSING  # single | ddp | fsdp | zero2 | zero3; see train/distributed/strategies.py for what each shards
-    # timeout of collectives. Processes wait for each other while responses are generated and while one evaluates
-    patience_minutes: float = 360.0
 
     def __post_init__(self) -> None:
-        at_least("parallel.patience_minutes", self.patience_minutes, 0.1)
         one_of("parallel.name", self.name, ("single", "ddp", "fsdp", "zero2", "zero3"))
 
 

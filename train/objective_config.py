@@ -42,8 +42,6 @@ class TttConfig(ObjectiveConfig):
     steps: int | None = 3
     step_weight: float = 0.8
     loss: str = "kl"  # kl: target's distribution | ce: its argmax | label: the text | tv | lk | lk_hybrid
-    kl_scale: float = 1.0  # lk_hybrid: weight of KL is kl_scale * exp(-kl_decay * acceptance), the rest is tv's
-    kl_decay: float = 1.0
     drop_out_of_vocab: bool = True  # no loss where the target's argmax is outside the draft vocabulary
 
     def __post_init__(self) -> None:
@@ -51,15 +49,6 @@ class TttConfig(ObjectiveConfig):
         one_of("objective.loss", self.loss, LOSSES)
         if self.steps is None:
             raise ValueError("objective.steps=null: training-time test needs a number of steps")
-        if not 0 <= self.kl_scale <= 1:
-            raise ValueError(f"objective.kl_scale={self.kl_scale}: is a share, must be 0 to 1")
-        at_least("objective.kl_decay", self.kl_decay, 0)
-        for key in ("kl_scale", "kl_decay"):
-            if self.loss != "lk_hybrid" and getattr(self, key) != getattr(TttConfig, key):
-                raise ValueError(
-                    f"objective.{key}={getattr(self, key)}: is of objective.loss=lk_hybrid, not of "
-                    f"objective.loss={self.loss}; leave it out"
-                )
 
 
 @dataclass
@@ -68,15 +57,11 @@ class EagleObjectiveConfig(ObjectiveConfig):
 
     steps: int | None = 1
     feature_noise: float = 0.1
-    regression_weight: float = 1.0  # weight of the smooth L1 distance of hidden states
-    distribution_weight: float = 0.1  # weight of the cross-entropy of next-token distributions
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps is None:
             raise ValueError("objective.steps=null: an EAGLE head needs a number of steps; 1, or more for HASS")
-        for key in ("regression_weight", "distribution_weight"):
-            at_least(f"objective.{key}", getattr(self, key), 0)
 
 
 @dataclass
@@ -101,8 +86,6 @@ class Medusa2ObjectiveConfig(MedusaObjectiveConfig):
     heads_first: float = 0.5  # share of the run in which the target is frozen
     heads_weight: float = 0.2
     lora_rank: int = 32
-    lora_alpha: float = 16.0
-    lora_rate: float = 0.25  # the adapters' learning rate, as a share of the heads'
     lora_on: list[str] = field(default_factory=lambda: ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
 
     def __post_init__(self) -> None:
@@ -110,9 +93,8 @@ class Medusa2ObjectiveConfig(MedusaObjectiveConfig):
         if not 0 <= self.heads_first < 1:
             raise ValueError(f"objective.heads_first={self.heads_first}: is a share, must be 0 to below 1")
         at_least("objective.lora_rank", self.lora_rank, 1)
-        for key in ("heads_weight", "lora_alpha", "lora_rate"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"objective.{key}={getattr(self, key)}: must be above 0")
+        if not self.heads_weight > 0:
+            raise ValueError(f"objective.heads_weight={self.heads_weight}: must be above 0")
         if not self.lora_on:
             raise ValueError("objective.lora_on=[]: names no layer; objective=medusa trains the heads alone")
 

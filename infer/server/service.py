@@ -60,9 +60,8 @@ class Service:
             "tokenizer": self.tokenizer.backend.to_str(),
             "vocab_size": max(self.vocab_size, self.tokenizer.vocab_size),
             "eos_ids": list(engine.end_tokens),
-            "memory_mb": self.config.grammar_memory_mb,
         }
-        self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)
+        self.grammars = GrammarCheck(settings)
         self.tool_style = self._tool_style()
         self.thinks = self.config.reasoning_parser == "think" or (
             self.config.reasoning_parser == "auto" and THINK in "\n".join(self.tokenizer.chat.texts.values())
@@ -238,7 +237,7 @@ class Service:
 
     async def _constraint(self, param: str, grammar: Grammar) -> Constraint:
         """Compile a grammar in a worker thread, after a separate process has compiled it safely (grammar_check.py)."""
-        check_size(grammar, param, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_schema_depth)
+        check_size(grammar, param)
         try:
             await self.grammars.check(grammar)
             return await asyncio.to_thread(self._compile, grammar)

@@ -46,7 +46,7 @@ def main() -> None:
     config = compose("train", TrainConfig, [*settings, "features.target=sharded"])
     accelerator = make_accelerator(config)
     rank = accelerator.process_index
-    exchange = ProcessExchange(accelerator, 5.0)
+    exchange = ProcessExchange(accelerator)
     before = held_bytes()
     target = load_target(target_folder, exchange=exchange)
     num_bytes = held_bytes() - before
@@ -65,7 +65,7 @@ def main() -> None:
     for name, more in (
         ("whole", []),
         ("online", ["features.target=sharded", "features.cache_gb=0"]),
-        ("offline", ["features.target=sharded", "features=offline", "features.shard_mb=1", "data.top_k=1000"]),
+        ("offline", ["features.target=sharded", "features=offline", "data.top_k=1000"]),
     ):
         assert run(compose("train", TrainConfig, [*settings, *more, f"run={name}"])) is not None
     torch.distributed.destroy_process_group()

@@ -26,7 +26,7 @@ from train.data.sequences import Batch, Sequences
 from train.features import store as module
 from train.features.layout import Layout
 from train.features.online import Features, TopTokens, compute_features
-from train.features.store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
+from train.features.store import SHARD_MB, FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
 from train.loop import train
 from train.objectives.teacher import recall, teach
 from train.publishing.provenance import code_state
@@ -38,14 +38,14 @@ AUX = (2, 4, 5)
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut a shard per two or three sequences of the tiny target, whatever features.shard_mb says."""
+    """Cut a shard per two or three sequences of the tiny target, whatever SHARD_MB says."""
     real = cut_shards
     monkeypatch.setattr(module, "LEAST_SHARDS", 1)
-    monkeypatch.setattr(module, "cut_shards", lambda sequences, size, mb: real(sequences, 2**20 // 110, 1))
+    monkeypatch.setattr(module, "cut_shards", lambda sequences, size: real(sequences, SHARD_MB * 2**20 // 110))
 
 
 def make_store(folder: Path, target: LlamaTarget, sequences: Sequences) -> FeatureStore:
-    return FeatureStore(folder, target, AUX, sequences, Layout.of(target, AUX), 1)
+    return FeatureStore(folder, target, AUX, sequences, Layout.of(target, AUX))
 
 
 def fill(store: FeatureStore, rank: int = 0, world: int = 1, check=lambda: None) -> None:
@@ -102,20 +102,20 @@ def test_an_interrupted_store_is_completed_to_the_same_files(
 
 def test_shards_hold_every_sequence_once(responses: Sequences) -> None:
     for size in (1, 60, 100, 10**6):
-        shards = cut_shards(responses, 2**20 // size, 1)
+        shards = cut_shards(responses, SHARD_MB * 2**20 // size)
         rows = [row for shard in shards for row in range(shard.first, shard.last)]
         assert rows == list(range(len(responses)))
         assert len({shard.file for shard in shards}) == len(shards)
-    assert len(cut_shards(responses, 2**20, 1)) == len(responses)
+    assert len(cut_shards(responses, SHARD_MB * 2**20)) == len(responses)
     sequences = Sequences.of([([1, 2, 3], [False, True, True])] * 320)
-    assert [shard.last - shard.first for shard in cut_shards(sequences, 1, 512)] == [10] * 32  # however small the store
+    assert [shard.last - shard.first for shard in cut_shards(sequences, 1)] == [10] * 32  # however small the store
 
 
 def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     engine: Engine, responses: Sequences, tiny_tokenizer: Tokenizer, make_target_folder: MakeTarget, tmp_path: Path
 ) -> None:
     layout = Layout.of(engine.target, AUX)
-    record = manifest(engine.target, tiny_tokenizer, responses, layout, 1)
+    record = manifest(engine.target, tiny_tokenizer, responses, layout)
     open_store(tmp_path / "store", record)
     (tmp_path / "store" / ".shard-00002.safetensors.0123abcd.tmp").write_bytes(b"half a shard")
     with atomic.replace_file(tmp_path / "store" / "shard-00003.safetensors") as being_written:
@@ -126,16 +126,16 @@ def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     with pytest.raises(
         ValueError, match=r"dtype is float32, this run has bfloat16; target is \w+, this run has \w+\. Give"
     ):
-        open_store(tmp_path / "store", manifest(changed, tiny_tokenizer, responses, Layout.of(changed, AUX), 1))
+        open_store(tmp_path / "store", manifest(changed, tiny_tokenizer, responses, Layout.of(changed, AUX)))
     fewer = Layout.of(engine.target, (1,))
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1\]"):
-        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, fewer, 1))
+        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, fewer))
     with pytest.raises(ValueError, match=r"else: weights is same, this run has int8\. Give"):
-        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, layout, 1, "int8"))
+        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, layout, "int8"))
     plain = Tokenizer(tiny_tokenizer.backend, eos_ids=tiny_tokenizer.eos_ids)
     with pytest.raises(ValueError, match=r"else: chat_template is \w+, this run has \w+\. Give"):
-        open_store(tmp_path / "store", manifest(engine.target, plain, responses, layout, 1))
-    shorter = manifest(engine.target, tiny_tokenizer, responses.cut(20), layout, 1)
+        open_store(tmp_path / "store", manifest(engine.target, plain, responses, layout))
+    shorter = manifest(engine.target, tiny_tokenizer, responses.cut(20), layout)
     with pytest.raises(ValueError, match=r"else: data is \w+, .* tokens is \d+, this run has \d+"):
         open_store(tmp_path / "store", shorter)
     (tmp_path / "mine").mkdir()
@@ -283,7 +283,7 @@ def test_smaller_stores_say_nearly_the_same(
 ) -> None:
     settings = OfflineFeaturesConfig(name="offline", dtype=dtype, top_k=top_k)
     layout = Layout.of(engine.target, AUX, settings)
-    store = FeatureStore(tmp_path, engine.target, AUX, responses, layout, 1)
+    store = FeatureStore(tmp_path, engine.target, AUX, responses, layout)
     store.fill(2, (0, 1), lambda: None, room=60, show=False)
     stored_bytes = sum(len(value) for value in content(tmp_path).values())
     tokens = int(responses.offsets[-1])

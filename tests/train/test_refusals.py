@@ -34,8 +34,6 @@ CASES = [
     (f"{FILES} data.max_new_tokens=5", r"data\.max_new_tokens=5: has no effect here, .*=given; leave it out"),
     ("data.retries=2", r"data\.retries=2: has no effect here, is of requests, and there is no data\.server; leave"),
     ("data=files data.path={rows} data.held_out_path={rows} data.held_out_share=0.2", r"held_out_share=0\.2: has no"),
-    ("objective.kl_scale=0.5", r"objective\.kl_scale=0\.5: is of objective\.loss=lk_hybrid, not of .*=kl; leave"),
-    ("objective.kl_decay=3 objective.loss=lk", r"objective\.kl_decay=3\.0: is of objective\.loss=lk_hybrid, not of"),
     ("run=two", r"run=two: .*step-000003 was written by 2 processes, here are 1; resume it with 2"),
 ]  # fmt: skip
 

@@ -18,6 +18,7 @@ import yaml
 
 from infer import config as infer_config
 from infer.cli import CONF, compose, groups_of, help_text, load_config, save_config
+from infer.options import removed_keys
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,10 +117,11 @@ def test_no_key_comes_or_goes_unseen() -> None:
     ("command", "overrides", "message"),
     [
         # what Hydra and the schemas refuse
-        ("train", ["optim.lrr=1"], "optim.lrr: unknown key; did you mean lr? known: betas, clip, decay, eps,"),
+        ("train", ["optim.lrr=1"], "optim.lrr: unknown key; did you mean lr? known: betas, clip, decay, final_lr,"),
         ("train", ["heda=eagle3"], "heda: unknown key; did you mean head? known:"),
-        ("train", ["+optim.foo=1"], "optim.foo: unknown key; known: betas, clip, decay, eps,"),
+        ("train", ["+optim.foo=1"], "optim.foo: unknown key; known: betas, clip, decay, final_lr,"),
         ("serve", ["++model.foo=1"], "model.foo: unknown key; known: device, dtype, name, path, revision"),
+        ("train", ["optim.eps=1e-6"], "optim.eps: no longer a key; it is always 1e-08"),
         ("train", ["optim.lr=fast"], "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
         ("train", ["batch_size=2.5"], "batch_size: Value '2.5' of type 'float' could not be converted to Integer"),
         ("train", ["head.aux_layers=[1,x]"], "head.aux_layers[1]: Value 'x' of type 'str' could not be converted"),
@@ -282,6 +284,27 @@ def test_a_written_config_is_read_strictly(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("num_layers:", "num_lairs:"))
     with pytest.raises(ValueError, match=r"config\.yaml: head\.num_lairs: unknown key; did you mean num_layers\?"):
         load_config(path, infer_config.ServeConfig, SCHEMAS)
+
+
+def test_a_config_of_an_earlier_version_is_read_if_what_it_says_is_still_so(tmp_path: Path) -> None:
+    path, config = tmp_path / "config.yaml", compose("train", train_config.TrainConfig)
+    save_config(config, path)
+    earlier = yaml.safe_load(path.read_text())
+    earlier["optim"]["eps"] = 1e-8
+    earlier["objective"] |= {"kl_scale": 1.0, "kl_decay": 1.0}
+    earlier["parallel"]["patience_minutes"] = 5.0  # no result depended on it
+    path.write_text(yaml.safe_dump(earlier))
+    assert load_config(path, train_config.TrainConfig, SCHEMAS) == config
+    earlier["objective"]["kl_decay"] = 3.0
+    path.write_text(yaml.safe_dump(earlier))
+    with pytest.raises(ValueError, match=r"config\.yaml: objective\.kl_decay=3\.0: no longer a key; it is always 1\.0"):
+        load_config(path, train_config.TrainConfig, SCHEMAS)
+
+
+@pytest.mark.parametrize("key", [*removed_keys.CONSTANT, *removed_keys.RENAMED])
+def test_a_removed_key_is_none_of_this_version(key: str) -> None:
+    group, _, name = key.partition(".")
+    assert not any(name in {field.name for field in dataclasses.fields(schema)} for schema in SCHEMAS[group].values())
 
 
 def test_relative_paths_count_from_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

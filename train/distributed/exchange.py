@@ -6,7 +6,6 @@ They run in separate process groups, so that no other collective interleaves wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,17 +13,18 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from train.distributed.parallel import PATIENCE
+
 
 class ProcessExchange:
     """The `Exchange` of zero3.py. Construct it on every process at the same point, after the process group exists."""
 
-    def __init__(self, accelerator: Accelerator, patience_minutes: float) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         assert dist.is_initialized(), "a target is divided among several processes"
         self.rank: int = accelerator.process_index
         self.ranks: int = accelerator.num_processes
-        patience = timedelta(minutes=patience_minutes)
-        self._weights = dist.new_group(timeout=patience)
-        self._flags = dist.new_group(timeout=patience, backend="gloo")  # flags live on the CPU: no GPU synchronisation
+        self._weights = dist.new_group(timeout=PATIENCE)
+        self._flags = dist.new_group(timeout=PATIENCE, backend="gloo")  # flags live on the CPU: no GPU synchronisation
 
     def gather(self, gathered: Tensor, shard: Tensor) -> Callable[[], Any]:
         bits = gathered.view(torch.uint8), shard.view(torch.uint8)  # gloo does not support bf16

@@ -23,6 +23,8 @@ from train.config import TrainConfig
 from train.signals import Interrupted
 
 T = TypeVar("T")
+# Timeout of collectives: processes wait for each other while one generates responses or evaluates, which takes hours.
+PATIENCE = timedelta(hours=6)
 LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
 
 
@@ -49,9 +51,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             os.environ.pop("ACCELERATE_USE_CPU", None)  # if set, accelerate ignores DeepSpeed
         else:
             os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes silently never synchronise
-    patience = timedelta(minutes=config.parallel.patience_minutes)
     # without an explicit backend accelerate sees a single process under DeepSpeed on a CPU
-    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=PATIENCE)
     # While Medusa-2 trains only the heads, its adapters get no gradient.
     wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.objective.name == "medusa-2")
     accelerator = Accelerator(

@@ -256,7 +256,6 @@ def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fu
         objective.parameter_groups(),
         lr=rate,
         betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
         weight_decay=config.weight_decay,
         fused=True if fused and on_cpu else None,  # None: torch's default for the device
     )

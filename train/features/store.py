@@ -32,6 +32,7 @@ from train.storage import atomic
 from train.storage.reuse import text_hash, tokenizer_record
 
 MANIFEST, FORMAT = "manifest.json", 3
+SHARD_MB = 512  # an interruption loses at most about this much
 LEAST_SHARDS = 32  # if there are enough sequences, so that an interruption loses little of a small store too
 CODE = "code"  # manifest key: version and commit, for which no store is refused
 OPEN_SHARDS = 64  # memory maps open at the same time
@@ -50,21 +51,18 @@ def manifest(
     tokenizer: Tokenizer,
     sequences: Sequences,
     layout: Layout,
-    shard_mb: int,
     weights: WeightFormat = "same",
 ) -> dict[str, Any]:
     """Return all that the features depend on, and their layout. Stores with equal manifests have equal files."""
     return {
-        **origin(target, tokenizer, layout, shard_mb, weights),
+        **origin(target, tokenizer, layout, weights),
         "data": sequences.content_hash(),
         "sequences": len(sequences),
         "tokens": int(sequences.offsets[-1]),
     }
 
 
-def origin(
-    target: LlamaTarget, tokenizer: Tokenizer, layout: Layout, shard_mb: int, weights: WeightFormat
-) -> dict[str, Any]:
+def origin(target: LlamaTarget, tokenizer: Tokenizer, layout: Layout, weights: WeightFormat) -> dict[str, Any]:
     """Return the part of a manifest that does not depend on the sequences."""
     return {
         "format": FORMAT,
@@ -72,7 +70,7 @@ def origin(
         "weights": weights,
         **layout.record(),
         **tokenizer_record(tokenizer),
-        "shard_mb": shard_mb,
+        "shard_mb": SHARD_MB,
     }
 
 
@@ -80,11 +78,11 @@ def store_name(record: dict[str, Any]) -> str:
     return text_hash(json.dumps(record, sort_keys=True))
 
 
-def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Shard]:
-    """Divide the sequences, in order, into shards of up to about `shard_mb` or 1/LEAST_SHARDS of all tokens."""
+def cut_shards(sequences: Sequences, token_bytes: int) -> list[Shard]:
+    """Divide the sequences, in order, into shards of up to about SHARD_MB or 1/LEAST_SHARDS of all tokens."""
     shards: list[Shard] = []
     first, offsets = 0, sequences.offsets.tolist()
-    room = max(1, min(int(shard_mb * 2**20 / token_bytes), offsets[-1] // LEAST_SHARDS))
+    room = max(1, min(int(SHARD_MB * 2**20 / token_bytes), offsets[-1] // LEAST_SHARDS))
     while first < len(sequences):
         last = first + 1
         while last < len(sequences) and offsets[last + 1] - offsets[first] <= room:
@@ -185,12 +183,11 @@ class FeatureStore:
         aux_layers: Sequence[int],
         sequences: Sequences,
         layout: Layout,
-        shard_mb: int,
     ) -> None:
         self.folder, self._target, self._sequences = folder, target, sequences
         self._aux_layers, self._layout = tuple(aux_layers), layout
         self._device = target.norm.weight.device
-        self._shards = cut_shards(sequences, layout.token_bytes, shard_mb)
+        self._shards = cut_shards(sequences, layout.token_bytes)
         self._shard_of = [shard for shard in self._shards for _ in range(shard.first, shard.last)]
         self._open = lru_cache(OPEN_SHARDS)(open_shard)
 

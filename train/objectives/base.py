@@ -112,17 +112,14 @@ class Objective(nn.Module):
         """Return the weight of each slot's loss of the logits, `[N]`; one by default."""
         return torch.ones_like(teacher.mass)
 
-    def logit_costs(self, logits: Tensor, teacher: Teacher) -> Tensor:
-        """Return the loss of the logits `[N, Vd]` per slot, `[N]`."""
-        return slot_losses(self.loss, logits, teacher)
-
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor | None:
         """Return the loss of the states `[N, S]` themselves per slot, `[N]`; None if there is none."""
         return None
 
     def costs(self, logits: Tensor, states: Tensor, teacher: Teacher) -> Tensor:
         """Return the total loss per slot, `[N]`, from logits `[N, Vd]`, states `[N, S]` and N rows of the teacher."""
-        costs, others = self.share(teacher) * self.logit_costs(logits, teacher), self.state_costs(states, teacher)
+        costs = self.share(teacher) * slot_losses(self.loss, logits, teacher)
+        others = self.state_costs(states, teacher)
         return costs if others is None else costs + others
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:

@@ -14,6 +14,8 @@ from train.objective_config import EagleObjectiveConfig
 from train.objectives.base import Objective
 from train.objectives.teacher import Teacher
 
+DISTRIBUTION_WEIGHT = 0.1  # of the next-token distributions' KL beside the regression, as in the paper
+
 
 class FeatureRegression(Objective):
     """Slot i's state at step k is its prediction of f[i+1+k]."""
@@ -21,8 +23,7 @@ class FeatureRegression(Objective):
     config: EagleObjectiveConfig
 
     def share(self, teacher: Teacher) -> Tensor:  # KL: the cross-entropy minus the target's entropy
-        return torch.full_like(teacher.mass, self.config.distribution_weight)
+        return torch.full_like(teacher.mass, DISTRIBUTION_WEIGHT)
 
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor:
-        distance = F.smooth_l1_loss(states, teacher.hidden.float(), reduction="none").mean(-1)
-        return self.config.regression_weight * distance
+        return F.smooth_l1_loss(states, teacher.hidden.float(), reduction="none").mean(-1)

@@ -28,6 +28,9 @@ from train.objectives.base import Objective, StepSums, slot_weights
 from train.objectives.losses.functions import SoftCrossEntropy
 from train.objectives.teacher import Teacher
 
+LORA_ALPHA = 16.0  # the paper's
+LORA_RATE = 0.25  # the adapters' learning rate, as a share of the heads', which start from nothing
+
 
 class MedusaHeads(Objective):
     config: MedusaObjectiveConfig
@@ -51,7 +54,7 @@ class MedusaTogether(MedusaHeads):
 
     def __init__(self, head: Head, config: Medusa2ObjectiveConfig, target: LlamaTarget, seed: int = 0) -> None:
         super().__init__(head, config)
-        adapt(target.layers, config.lora_on, rank=config.lora_rank, alpha=config.lora_alpha, seed=seed)
+        adapt(target.layers, config.lora_on, rank=config.lora_rank, alpha=LORA_ALPHA, seed=seed)
         self.target = target
 
     @property
@@ -60,7 +63,7 @@ class MedusaTogether(MedusaHeads):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         adapters = [p for p in self.target.parameters() if p.requires_grad]
-        return [*super().parameter_groups(), {"params": adapters, "scale": self.config.lora_rate}]
+        return [*super().parameter_groups(), {"params": adapters, "scale": LORA_RATE}]
 
     def forward(
         self,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from train.objective_config import TttConfig
 from train.objectives.base import Objective
-from train.objectives.losses.functions import slot_losses
 from train.objectives.teacher import Teacher
 
 
@@ -22,7 +21,3 @@ class TrainingTimeTest(Objective):
 
     def share(self, teacher: Teacher) -> Tensor:
         return teacher.in_vocab.float() if self.config.drop_out_of_vocab else super().share(teacher)
-
-    def logit_costs(self, logits: Tensor, teacher: Teacher) -> Tensor:
-        config = self.config
-        return slot_losses(config.loss, logits, teacher, kl_scale=config.kl_scale, kl_decay=config.kl_decay)

@@ -104,7 +104,7 @@ def store_fits(config: TrainConfig, meta_shapes: Shapes) -> None:
         return
     layout = Layout.of(target, meta_shapes.head.config.aux_layers, settings)
     tokenizer = Tokenizer.load(meta_shapes.checkpoint)
-    wanted = origin(target, tokenizer, layout, settings.shard_mb, config.engine.weight_format)
+    wanted = origin(target, tokenizer, layout, config.engine.weight_format)
     if not target.fingerprint:
         del wanted["target"]
     folder = resolve_path(settings.path)

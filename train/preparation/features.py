@@ -57,14 +57,14 @@ def open_features(
             )
     assert isinstance(settings, OfflineFeaturesConfig)
     layout = Layout.of(target, aux_layers, settings)
-    record = manifest(target, engine.tokenizer, sequences, layout, settings.shard_mb, weights)
+    record = manifest(target, engine.tokenizer, sequences, layout, weights)
     folder = resolve_path(settings.path) if settings.path else place / store_name(record)
     others = [] if settings.path or folder.is_dir() else sorted(place.glob("*/"))
     for other in (folder, *others):  # a store with more layers can be used too
         if wider := wider_layout(layout, record, other):
             folder, layout, record = other, wider, {**record, "layers": list(wider.layers)}
             break
-    store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
+    store = FeatureStore(folder, target, aux_layers, sequences, layout)
     refuse_small_disk(folder, store.missing_bytes)
     kept = f"; {done} of {store.shards} shards are there" if (done := store.shards - len(store.missing)) else ""
     log_main(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")

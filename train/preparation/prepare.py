@@ -56,7 +56,7 @@ def start_engine(config: TrainConfig, accelerator: Accelerator, resources: ExitS
     """Return the engine with the target, which `resources` closes. Seeds torch."""
     torch.manual_seed(config.seed)
     sharded = config.features.target == "sharded"
-    exchange = ProcessExchange(accelerator, config.parallel.patience_minutes) if sharded else None
+    exchange = ProcessExchange(accelerator) if sharded else None
     engine = open_engine(config, accelerator.device, exchange)
     resources.callback(engine.close)
     return engine

@@ -47,7 +47,6 @@ FREE = (
     "data.concurrency",
     "data.retries",
     "data.timeout_s",
-    "parallel.patience_minutes",
 )
 BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # exceptions: a target's output depends on them
 ABSENT = object()

@@ -88,9 +88,7 @@ class Conversation:
             message = "tools: this model's chat template has no tools (or server.tool_parser=none)"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
         for tool in tools:
-            check_depth(
-                tool.parameters, f"tools: the parameters of {tool.name}", "tools", service.config.max_schema_depth
-            )
+            check_depth(tool.parameters, f"tools: the parameters of {tool.name}", "tools")
         if tools and fields.must_call:
             style = service.tool_style
             assert style is not None

@@ -15,10 +15,12 @@ from typing import Any
 
 from infer.config_checks import REPO_ROOT
 from infer.sampling.grammar import Grammar
+from infer.server.parsing.grammar_worker import MEMORY_MB
 
 log = logging.getLogger("headway.server")
 
 KNOWN = 1024  # digests of valid grammars that are cached
+TIMEOUT_S = 5.0  # for compiling a grammar: the request waits for it, those after it too
 START_S = 30.0  # for the process to start: it builds the tokenizer's trie
 
 
@@ -29,7 +31,7 @@ class GrammarRefused(ValueError):
 class GrammarCheck:
     """Checks grammars in one worker process, started on first use and again after it had to be killed."""
 
-    def __init__(self, settings: dict[str, Any], *, timeout_s: float) -> None:
+    def __init__(self, settings: dict[str, Any], timeout_s: float = TIMEOUT_S) -> None:
         """`settings`: sent to the worker as its first line (grammar_worker.py)."""
         self._settings, self._timeout_s = settings, timeout_s
         self._process: asyncio.subprocess.Process | None = None
@@ -64,11 +66,11 @@ class GrammarCheck:
             return await self._exchange(line, self._timeout_s)
         except TimeoutError:
             await self.close()
-            return f"takes longer to compile than server.grammar_timeout_s={self._timeout_s:g}"
+            return f"takes longer to compile than {self._timeout_s:g} s"
         except BaseException as error:  # the worker died, or this request was cancelled during an exchange
             await self.close()
             if isinstance(error, EOFError | OSError):
-                return "needs more memory to compile than server.grammar_memory_mb"
+                return f"needs more memory to compile than {MEMORY_MB} MB"
             raise
 
     async def _start(self) -> None:

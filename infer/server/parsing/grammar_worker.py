@@ -1,6 +1,6 @@
 """Worker process that compiles grammars not checked before: `python -m infer.server.parsing.grammar_worker`.
 
-Reads one line of JSON with the tokenizer and the memory limit, then one grammar per line, and writes `{"error": ...}`
+Reads one line of JSON with the tokenizer, then one grammar per line, and writes `{"error": ...}`
 for each line, null if it is valid. Its parent kills it when it takes too long; it exits when its parent's pipe closes.
 Does not import torch, to stay light.
 """
@@ -16,13 +16,14 @@ from llguidance import LLTokenizer
 
 from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
 
+MEMORY_MB = 1024  # address space of this process: the tokenizer's trie and many times a sensible grammar
 WALK = 24  # tokens of a trial run: some grammars are cheap to compile and expensive to advance
 
 
 def main() -> None:
     settings = json.loads(sys.stdin.readline())
     tokenizer = make_tokenizer(settings["tokenizer"], settings["vocab_size"], settings["eos_ids"])
-    limit = settings["memory_mb"] * 2**20
+    limit = MEMORY_MB * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print(json.dumps({"error": None}), flush=True)
     for line in sys.stdin:

@@ -13,7 +13,10 @@ from infer.server.protocol.fields import Strict
 from models.json_text import depth
 
 MAX_CHOICES = 1024
-MAX_GRAMMAR_TEXT = 2**20  # limit of the schema; server.max_grammar_bytes is the operator's
+MAX_GRAMMAR_TEXT = 2**20  # characters of a field that a request may have at all
+# What is compiled: several times what hand-written grammars and schemas need, and little enough to be compiled in time.
+MAX_GRAMMAR_BYTES = 2**16
+MAX_SCHEMA_DEPTH = 32
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_TEXT)]
 
@@ -91,17 +94,17 @@ class StructuredOutputs(Strict):
         return Grammar("lark", self.grammar_) if self.grammar_ else Grammar("json_object")
 
 
-def check_size(grammar: Grammar, param: str, *, max_bytes: int, max_depth: int) -> None:
+def check_size(grammar: Grammar, param: str) -> None:
     """Raises ApiError for a grammar that is too large or too deep to be checked at all."""
     size = len(grammar.text.encode("utf-8", "replace"))
-    if size > max_bytes:
-        message = f"{param}: {size} bytes; at most server.max_grammar_bytes={max_bytes}"
+    if size > MAX_GRAMMAR_BYTES:
+        message = f"{param}: {size} bytes; at most {MAX_GRAMMAR_BYTES}"
         raise ApiError(400, message, param=param, code="grammar_too_large")
     if grammar.kind == "json_schema":
-        check_depth(json.loads(grammar.text), param, param, max_depth)
+        check_depth(json.loads(grammar.text), param, param)
 
 
-def check_depth(schema: Any, subject: str, param: str, max_depth: int) -> None:
-    if depth(schema) > max_depth:
-        message = f"{subject}: nested deeper than server.max_schema_depth={max_depth}"
+def check_depth(schema: Any, subject: str, param: str) -> None:
+    if depth(schema) > MAX_SCHEMA_DEPTH:
+        message = f"{subject}: nested deeper than {MAX_SCHEMA_DEPTH} levels"
         raise ApiError(400, message, param=param, code="grammar_too_large")

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from train.objectives.teacher import Teacher
 
 
-def slot_losses(loss: str, logits: Tensor, teacher: Teacher, *, kl_scale: float = 1.0, kl_decay: float = 1.0) -> Tensor:
+def slot_losses(loss: str, logits: Tensor, teacher: Teacher) -> Tensor:
     """Return the loss `[N]` of logits `[N, Vd]` against N rows of the teacher.
 
     kl: KL(p~ || q). ce: cross-entropy with the target's argmax in the draft vocabulary. label: cross-entropy with the
     sequence's token; 0 where it is outside the draft vocabulary. tv: 1 - Σ min(p, q). lk: -log Σ min(p, q). lk_hybrid:
-    λ kl + (1 - λ) tv with λ = kl_scale exp(-kl_decay Σ min(p, q)), per slot and detached: KL while the draft is poor.
+    λ kl + (1 - λ) tv with λ = exp(-Σ min(p, q)), per slot and detached: KL while the draft is poor.
     """
     if loss == "ce":
         return F.cross_entropy(logits, teacher.draft_choice, reduction="none")
@@ -33,7 +33,7 @@ def slot_losses(loss: str, logits: Tensor, teacher: Teacher, *, kl_scale: float 
     if loss == "lk":
         return -accepted.clamp(min=torch.finfo(accepted.dtype).tiny).log()
     assert loss == "lk_hybrid"
-    share = kl_scale * (-kl_decay * accepted.detach()).exp()
+    share = (-accepted.detach()).exp()
     return share * slot_losses("kl", logits, teacher) + (1 - share) * (1 - accepted)
 
 

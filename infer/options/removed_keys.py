@@ -1,0 +1,48 @@
+"""Keys that earlier versions had: what a command line that sets one is told, and how a config that has one is read.
+
+A run of an earlier version stays resumable: its config.yaml holds these keys, and is read as long as the value is what
+every run has now.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+CONSTANT: dict[str, Any] = {  # key -> its value now; the constant's comment says why
+    "optim.eps": 1e-8,
+    "objective.kl_scale": 1.0,
+    "objective.kl_decay": 1.0,
+    "objective.regression_weight": 1.0,
+    "objective.distribution_weight": 0.1,
+    "objective.lora_alpha": 16.0,
+    "objective.lora_rate": 0.25,
+    "features.shard_mb": 512,
+    "parallel.patience_minutes": 360.0,
+    "server.max_grammar_bytes": 65536,
+    "server.max_schema_depth": 32,
+    "server.grammar_timeout_s": 5.0,
+    "server.grammar_memory_mb": 1024,
+}
+RENAMED: dict[str, str] = {}
+WITHOUT_EFFECT = {"parallel.patience_minutes"}  # no result depends on these, so a written config may have any value
+
+
+def removal(key: str) -> str | None:
+    """Return what became of a key of an earlier version, None for any other."""
+    if key in CONSTANT:
+        return f"{key}: no longer a key; it is always {CONSTANT[key]}"
+    return f"{key}: no longer a key; use {RENAMED[key]}" if key in RENAMED else None
+
+
+def drop_constants(config: DictConfig, path: Path) -> None:
+    """Remove the keys in CONSTANT from a config read from `path`. Raises ValueError for one with another value."""
+    for key, value in CONSTANT.items():
+        group, _, name = key.partition(".")
+        keys = OmegaConf.select(config, group)
+        if isinstance(keys, DictConfig) and name in keys:
+            if keys[name] != value and key not in WITHOUT_EFFECT:
+                raise ValueError(f"{path}: {key}={keys[name]}: no longer a key; it is always {value}")
+            del keys[name]
