@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from infer.config_checks import FREE_TEXT, at_least, check_origins, one_of, resolve_path
+from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.head_config import HEAD_NAMES, HEADS, HeadConfig
 from infer.options.tracker_config import TRACKERS, TrackerConfig
 
@@ -28,8 +29,6 @@ SOURCES = ("head", "ngram", "suffix", "draft_model")
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # systems of a bench; scripts/bench_systems.py defines them
 TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
-MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors, the root included
-MEASURED_TREE = "measured"
 COLORS = ("auto", "always", "never")
 TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 
@@ -62,14 +61,11 @@ class ProposerConfig:
 
     name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | synthetic | none
     adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
-    max_draft_tokens: int = 3  # most drafted tokens in a row per step and request: the depth of a chain or tree
-    tree_width: int = 1  # 1: a chain; more: a beam of this width, whose best nodes are proposed (EAGLE-2)
-    tree_nodes: int | None = None  # maximum drafted nodes of a tree; null: as many as fit, up to 63
-    tree: Any = None  # a fixed tree as paths of ranks, [[0], [1], [0, 0]]; measured: the best for the exported head
-    ngram_min: int = 2  # shortest and longest suffix looked up
-    ngram_max: int = 4
-    suffix_depth: int = 24  # longest token sequence that suffix decoding counts: match plus draft
-    suffix_nodes: int = 200_000  # size of its memory of earlier responses, per tenant; the oldest are evicted
+    max_draft_tokens: int = 3  # most drafted tokens per step and request of a chain, and depth of a measured tree
+    # what a head drafts: none: a chain | beam:4x5: a beam search 4 wide and 5 deep (EAGLE-2), of which as many nodes as
+    # fit are proposed | beam:4x5:16: its 16 best nodes | measured: the best fixed tree of 16 nodes for the exported
+    # head (Medusa) | measured:9: of 9 | a fixed tree as paths of ranks: [[0], [1], [0, 0]]
+    tree: Any = CHAIN
     draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
     draft_model_revision: str | None = None
     acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted
@@ -81,12 +77,6 @@ class ProposerConfig:
             raise ValueError(f"proposer.max_draft_tokens={self.max_draft_tokens}: must be 0 to {MAX_TREE_NODES - 1}")
         if self.name != "none":
             at_least("proposer.max_draft_tokens", self.max_draft_tokens, 1)
-        if not 1 <= self.ngram_min <= self.ngram_max:
-            raise ValueError(
-                f"proposer.ngram_min={self.ngram_min}: must be at least 1 and at most ngram_max={self.ngram_max}"
-            )
-        at_least("proposer.suffix_depth", self.suffix_depth, 2)
-        at_least("proposer.suffix_nodes", self.suffix_nodes, 1)
         for source in self.sources:
             one_of("proposer.sources", source, SOURCES)
         if len(set(self.sources)) < max(2, len(self.sources)):
@@ -99,33 +89,12 @@ class ProposerConfig:
             raise ValueError("proposer=synthetic: needs proposer.acceptance=[...], the rate at each depth: [0.8,0.7]")
         if self.name == "draft_model" and self.draft_model is None:
             raise ValueError("proposer=draft_model: needs proposer.draft_model=<folder or hub id of a smaller target>")
-        at_least("proposer.tree_width", self.tree_width, 1)
-        if self.tree_width * (self.max_draft_tokens - 1) > MAX_TREE_NODES:
-            raise ValueError(
-                f"proposer.tree_width={self.tree_width}: with proposer.max_draft_tokens={self.max_draft_tokens} "
-                f"the head would grow more than {MAX_TREE_NODES} nodes; lower one of them"
-            )
-        if self.tree_nodes is not None and not 1 <= self.tree_nodes < MAX_TREE_NODES:
-            raise ValueError(f"proposer.tree_nodes={self.tree_nodes}: must be 1 to {MAX_TREE_NODES - 1}, or null")
-        if self.tree == MEASURED_TREE:
-            if self.tree_width > 1:
-                raise ValueError(
-                    "proposer.tree=measured: excludes proposer.tree_width; proposer.tree_nodes is its size"
-                )
-        elif self.tree is not None:
-            self._check_tree(self.tree)
-        elif self.tree_nodes is not None and self.tree_width == 1:
-            raise ValueError(f"proposer.tree_nodes={self.tree_nodes}: a chain has none; set proposer.tree_width")
+        parse_tree(self.tree)
 
-    def _check_tree(self, tree: Any) -> None:
-        if not isinstance(tree, list) or any(
-            not isinstance(path, list) or any(type(rank) is not int for rank in path) for path in tree
-        ):
-            raise ValueError(f"proposer.tree={tree}: must be a list of paths, each a list of ranks: [[0], [1], [0, 0]]")
-        if len(tree) >= MAX_TREE_NODES:
-            raise ValueError(f"proposer.tree: {len(tree)} nodes; at most {MAX_TREE_NODES - 1}")
-        if self.tree_width > 1 or self.tree_nodes is not None:
-            raise ValueError("proposer.tree: excludes proposer.tree_width and proposer.tree_nodes; set one of them")
+    @property
+    def shape(self) -> Beam | Measured | Paths | None:
+        """The tree that a head drafts; None for a chain."""
+        return parse_tree(self.tree)
 
 
 @dataclass

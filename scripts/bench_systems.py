@@ -23,8 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.config import ENGINE_SYSTEMS, MEASURED_TREE, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
+from infer.config import ENGINE_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
 from infer.config_checks import resolve_path
+from infer.options.draft_tree import CHAIN, Beam
 from infer.options.exported_heads import head_folder
 from infer.options.head_config import HEAD_NAMES, HeadConfig
 from infer.speculation.control.step_times import StepTimes
@@ -57,13 +58,21 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
         )
     kind, size = match[1], int(match[2])
     if kind == "fixed":
-        return replace(config, max_draft_tokens=5, tree=MEASURED_TREE, tree_width=1, tree_nodes=size)
+        return replace(config, max_draft_tokens=5, tree=f"measured:{size}")
     if kind in ("auto", "chain"):
-        chain = replace(config, max_draft_tokens=size, tree_width=1, tree_nodes=None, tree=None)
-        return replace(chain, adaptive=kind == "auto")
-    width, depth = (4, 5) if size <= 16 else (8, 7)
-    tree = replace(config, max_draft_tokens=depth, tree_width=width, tree_nodes=size, tree=None)
-    return replace(tree, adaptive=kind == "auto-tree")
+        return replace(config, max_draft_tokens=size, tree=CHAIN, adaptive=kind == "auto")
+    beam = Beam(4, 5, size) if size <= 16 else Beam(8, 7, size)
+    return replace(config, max_draft_tokens=beam.depth, tree=str(beam), adaptive=kind == "auto-tree")
+
+
+def no_deeper(config: ProposerConfig, depth: int | None) -> ProposerConfig:
+    """Return `config` with chains and beams no deeper than a head can draft; None: as deep as they are."""
+    if depth is None:
+        return config
+    tree = config.shape
+    if isinstance(tree, Beam):
+        config = replace(config, tree=str(tree._replace(depth=min(depth, tree.depth))))
+    return replace(config, max_draft_tokens=min(depth, config.max_draft_tokens))
 
 
 def is_ours(name: str) -> bool:
@@ -84,8 +93,8 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
 
     proposer, _, shape = name.partition(":")
     drafts = shaped(config.proposer, shape) if shape and proposer != "off" else config.proposer
-    if proposer in heads and heads[proposer].config.max_depth is not None:
-        drafts = replace(drafts, max_draft_tokens=min(drafts.max_draft_tokens, heads[proposer].config.max_depth))
+    if proposer in heads:
+        drafts = no_deeper(drafts, heads[proposer].config.max_depth)
     drafts = resolve_tree(drafts, folder_of(config, proposer))
 
     def prepare() -> None:

@@ -124,12 +124,9 @@ def measure(config: EvalConfig, engine: Any, sets: Sequence[tuple[str, bool, lis
 
 def draft_as(engine: Any, shape: str) -> None:
     """Make the engine's head draft in this shape, at most to the head's maximal depth."""
-    from scripts.bench_systems import shaped
+    from scripts.bench_systems import no_deeper, shaped
 
-    depth = engine.head.config.max_depth
-    drafts = shaped(ProposerConfig(name="head"), shape)
-    if depth is not None:
-        drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
+    drafts = no_deeper(shaped(ProposerConfig(name="head"), shape), engine.head.config.max_depth)
     engine.set_proposer("head", config=drafts)
 
 

@@ -44,7 +44,7 @@ PROMPTS = (
     "Once upon a time there was a king who had three daughters, and",
     "    def __init__(self, name, value):\n        self.name = name\n        self.value =",
 )
-TREE = {"tree_width": 3, "tree_nodes": 10}
+TREE = {"tree": "beam:3x4:10"}
 DRAFTS = {
     "none": ("none", {}),
     "ngram": ("ngram", {}),

@@ -32,6 +32,7 @@ from infer.engine.loading import dtype_name
 from infer.options.command_words import model_overrides
 from infer.options.exported_heads import head_folder
 from infer.options.head_config import HeadConfig
+from infer.speculation.proposers.ngram import LONGEST, SHORTEST
 from models.targets import resolve_checkpoint
 from scripts.bench_prompts import Task
 from scripts.bench_systems import shaped
@@ -218,7 +219,7 @@ def make_server(name: str, config: Settings, *, slots: int, context: int, ignore
     else:
         if source not in ("", *SOURCES[program]):
             raise ValueError(f"systems: {name}: {program} drafts with {' or '.join(SOURCES[program])}")
-        if proposer.tree_width > 1 or proposer.adaptive or proposer.tree is not None:
+        if proposer.adaptive or proposer.shape is not None:
             raise ValueError(f"systems: {name}: {program} drafts chains; say {program}:{source}:chain<depth>")
         make = vllm_command if program == "vllm" else llama_command
         command, environment = make(config, source, proposer.max_draft_tokens, port, slots, context)
@@ -230,7 +231,7 @@ def make_server(name: str, config: Settings, *, slots: int, context: int, ignore
 
 def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: int, slots: int) -> list[str]:
     model, head = config.model, config.head
-    keys = ("adaptive", "max_draft_tokens", "tree_width", "tree_nodes")
+    keys = ("adaptive", "max_draft_tokens", "tree")
     settings = {f"proposer.{key}": getattr(shape, key) for key in keys}
     settings |= {f"engine.{field.name}": getattr(config.engine, field.name) for field in fields(EngineConfig)}
     settings |= {"head.path": head.path, "output_dir": resolve_path(config.output_dir), "server.port": port}
@@ -260,7 +261,7 @@ def vllm_command(
     if not config.compile:
         command += ["--enforce-eager"]
     if source == "ngram":
-        lookup = f'"prompt_lookup_min": {config.proposer.ngram_min}, "prompt_lookup_max": {config.proposer.ngram_max}'
+        lookup = f'"prompt_lookup_min": {SHORTEST}, "prompt_lookup_max": {LONGEST}'
         command += ["--speculative-config", f'{{"method": "ngram", "num_speculative_tokens": {depth}, {lookup}}}']
     elif source:
         head = f'"method": "eagle3", "model": "{eagle3_folder(config)}", "num_speculative_tokens": {depth}'

@@ -14,6 +14,7 @@ from rich.table import Table
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
+from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
 from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams, SpeculationStats
@@ -68,11 +69,12 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
     pays = ", as far as it pays" if config.adaptive else ""
     folder = head_folder(head, output_dir, model.name)
     if name == "head":
-        if config.tree is not None:
-            drafts = f"a fixed tree of {len(config.tree)} nodes per step"
-        elif config.tree_width > 1:
-            drafts = f"trees {config.tree_width} wide and {config.max_draft_tokens} deep"
-            drafts += f", {config.tree_nodes} nodes of them" if config.tree_nodes else ""
+        tree = config.shape
+        if isinstance(tree, Beam):
+            drafts = f"trees {tree.width} wide and {tree.depth} deep"
+            drafts += f", {tree.nodes} nodes of them" if tree.nodes < MOST else ""
+        elif isinstance(tree, list):
+            drafts = f"a fixed tree of {len(tree)} nodes per step"
         return f"head {head.name} from {short(folder)}, {drafts}{pays}"
     if name != "ngram":
         sources = f" of {', '.join(config.sources)}" if name == "combined" else ""

@@ -25,8 +25,15 @@ CONSTANT: dict[str, Any] = {  # key -> its value now; the constant's comment say
     "server.max_schema_depth": 32,
     "server.grammar_timeout_s": 5.0,
     "server.grammar_memory_mb": 1024,
+    "proposer.ngram_min": 2,
+    "proposer.ngram_max": 4,
+    "proposer.suffix_depth": 24,
+    "proposer.suffix_nodes": 200_000,
 }
-RENAMED: dict[str, str] = {}
+RENAMED = {
+    "proposer.tree_width": "proposer.tree=beam:<width>x<depth>",
+    "proposer.tree_nodes": "proposer.tree=beam:<width>x<depth>:<nodes> or measured:<nodes>",
+}
 WITHOUT_EFFECT = {"parallel.patience_minutes"}  # no result depends on these, so a written config may have any value
 
 

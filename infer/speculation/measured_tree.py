@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from infer.config import MEASURED_TREE, ProposerConfig
+from infer.config import ProposerConfig
+from infer.options.draft_tree import Measured
 from models.config import read_json
 from models.heads import PROVENANCE
 
 RANK_ACCURACY = "rank_accuracy"  # key of `accuracy` in an exported head's provenance file
-NODES = 16  # used where proposer.tree_nodes is not set
 
 
 def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
@@ -26,18 +26,19 @@ def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
 
     The tree is no deeper than `proposer.max_draft_tokens`. Raises ValueError for a head that was not measured.
     """
-    if config.tree != MEASURED_TREE:
+    tree = config.shape
+    if not isinstance(tree, Measured):
         return config
     accuracy = rank_accuracy(folder)
     if accuracy is None:
         raise ValueError(
-            f"proposer.tree={MEASURED_TREE}: {folder / PROVENANCE} holds no {RANK_ACCURACY}, which training writes; "
-            "give the paths themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree_width=4"
+            f"proposer.tree={config.tree}: {folder / PROVENANCE} holds no {RANK_ACCURACY}, which training writes; "
+            "give the paths themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree=beam:4x5"
         )
-    paths, _ = best_paths(accuracy[: config.max_draft_tokens], config.tree_nodes or NODES)
+    paths, _ = best_paths(accuracy[: config.max_draft_tokens], tree.nodes)
     if not paths:
-        raise ValueError(f"proposer.tree={MEASURED_TREE}: the head in {folder} was never right")
-    return replace(config, tree=[list(path) for path in paths], tree_nodes=None)
+        raise ValueError(f"proposer.tree={config.tree}: the head in {folder} was never right")
+    return replace(config, tree=[list(path) for path in paths])
 
 
 def rank_accuracy(folder: Path) -> list[list[float]] | None:

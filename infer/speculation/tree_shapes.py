@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from infer.config import MEASURED_TREE, ProposerConfig
+from infer.config import ProposerConfig
+from infer.options.draft_tree import Beam, Measured
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 
@@ -88,7 +89,7 @@ class StaticShape:
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
         """Raises ValueError if there is no path or one is empty, occurs twice, is negative or lacks its parent."""
         if not paths:
-            raise ValueError("proposer.tree=[]: a tree needs a node; null drafts a chain or a beam")
+            raise ValueError("proposer.tree=[]: a tree needs a node; none drafts a chain")
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
         if len(nodes) < len(paths):
             raise ValueError("proposer.tree: a path occurs twice")
@@ -140,11 +141,12 @@ class StaticShape:
 
 def tree_shape(config: ProposerConfig) -> TreeShape | None:
     """Return the shape of the trees that a head grows; None for chains."""
-    if config.tree == MEASURED_TREE:
-        raise ValueError(f"proposer.tree={MEASURED_TREE}: is read from a head's folder; Engine.load does that")
-    if config.tree is not None:
-        return StaticShape(config.tree)
-    return DynamicShape(config.tree_width, config.max_draft_tokens) if config.tree_width > 1 else None
+    tree = config.shape
+    if isinstance(tree, Measured):
+        raise ValueError(f"proposer.tree={config.tree}: is read from a head's folder; Engine.load does that")
+    if isinstance(tree, Beam):
+        return DynamicShape(tree.width, tree.depth)
+    return None if tree is None else StaticShape(tree)
 
 
 Children = Callable[[int, int], tuple[Tensor, Tensor]]

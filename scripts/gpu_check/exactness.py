@@ -25,8 +25,8 @@ TEXTS = (
 GREEDY = SamplingParams(ignore_eos=True)
 COOL = SamplingParams(temperature=0.8, seed=1, ignore_eos=True)
 CUT = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=2, ignore_eos=True)
-CHAIN = ProposerConfig(name="auto", max_draft_tokens=4, ngram_min=1)
-TREE = replace(CHAIN, tree_width=3, tree_nodes=12)
+CHAIN = ProposerConfig(name="auto", max_draft_tokens=4)
+TREE = replace(CHAIN, tree="beam:3x4:12")
 
 
 def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]], int]]:

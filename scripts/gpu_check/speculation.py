@@ -32,7 +32,7 @@ CHAIN = ProposerConfig(name="auto", max_draft_tokens=5)
 SYSTEMS = {
     "plain": ("none", CHAIN),
     "head, chain 5": ("head", CHAIN),
-    "head, tree 16": ("head", replace(CHAIN, tree_width=4, tree_nodes=16)),
+    "head, tree 16": ("head", replace(CHAIN, tree="beam:4x5:16")),
     "synthetic, chain 5": ("synthetic", replace(CHAIN, acceptance=[0.88] * 5)),  # τ 4.46, and drafts that cost nothing
 }
 SHORT = ProposerConfig(name="auto", max_draft_tokens=2, acceptance=[0.9, 0.8])  # for the interpreter

@@ -26,16 +26,16 @@ ROOT = Path(__file__).resolve().parents[2]
     ("shape", "expected"),
     [
         ("chain5", ProposerConfig(name="head", max_draft_tokens=5)),
-        ("tree16", ProposerConfig(name="head", max_draft_tokens=5, tree_width=4, tree_nodes=16)),
+        ("tree16", ProposerConfig(name="head", max_draft_tokens=5, tree="beam:4x5:16")),
         ("auto4", ProposerConfig(name="head", max_draft_tokens=4, adaptive=True)),
-        ("fixed9", ProposerConfig(name="head", max_draft_tokens=5, tree="measured", tree_nodes=9)),
-        ("auto-tree8", ProposerConfig(name="head", max_draft_tokens=5, tree_width=4, tree_nodes=8, adaptive=True)),
-        ("tree48", ProposerConfig(name="head", max_draft_tokens=7, tree_width=8, tree_nodes=48)),
+        ("fixed9", ProposerConfig(name="head", max_draft_tokens=5, tree="measured:9")),
+        ("auto-tree8", ProposerConfig(name="head", max_draft_tokens=5, tree="beam:4x5:8", adaptive=True)),
+        ("tree48", ProposerConfig(name="head", max_draft_tokens=7, tree="beam:8x7:48")),
     ],
 )
 def test_a_shape_replaces_whatever_was_configured(shape: str, expected: ProposerConfig) -> None:
     assert shaped(ProposerConfig(name="head", tree=[[0], [1]]), shape) == expected
-    assert shaped(ProposerConfig(name="head", tree_width=2, tree_nodes=9), shape) == expected
+    assert shaped(ProposerConfig(name="head", tree="beam:2x3:9"), shape) == expected
 
 
 def test_another_shape_is_an_error() -> None:

@@ -55,7 +55,6 @@ def overrides(folder: Path, *extra: str) -> list[str]:
         "engine.max_tokens_in_cache=2048",
         "proposer=ngram",
         "proposer.adaptive=false",
-        "proposer.ngram_min=1",
         "max_tokens=24",
         *extra,
     ]

@@ -24,7 +24,7 @@ def file(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def engine_of(file: Path, proposer: str, requests: int, **more: Any) -> Engine:
-    drafts = ProposerConfig(name=proposer, ngram_min=1, adaptive=False)
+    drafts = ProposerConfig(name=proposer, adaptive=False)
     config = EngineConfig(max_batch=requests, max_tokens_in_cache=2048)
     model = ModelConfig(name="tiny", path=str(file), dtype="float32")
     return Engine.load(model, proposer=drafts, engine=config, **more)

@@ -70,9 +70,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
             drafter = load_target(str(folder), dtype=dtype)
         folder = tiny_head_folder if head is None else trained_head_folder(head)
         head = load_head(folder, dtype=dtype, target=target)
-        proposer_config = ProposerConfig(
-            name="auto", max_draft_tokens=drafts, ngram_min=1, ngram_max=3, **(shape or {})
-        )
+        proposer_config = ProposerConfig(name="auto", max_draft_tokens=drafts, **(shape or {}))
         return Engine(
             target,
             tokenizer=tokenizer,
@@ -139,7 +137,7 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
     ) -> Engine:
         target = load_target(str(folder), dtype=dtype)
         sources = ["suffix", "head", "draft_model"]
-        options = {"max_draft_tokens": 4, "ngram_min": 1, "suffix_nodes": 2000, "acceptance": [0.7, 0.4]}
+        options = {"max_draft_tokens": 4, "acceptance": [0.7, 0.4]}
         return Engine(
             target,
             tokenizer=tiny_tokenizer,

@@ -51,7 +51,7 @@ class AtRandom(AsAllowed):
 
 SHAPES = {
     "chain": {},
-    "tree": {"tree_width": 3, "tree_nodes": 10},
+    "tree": {"tree": "beam:3x4:10"},
 }
 
 

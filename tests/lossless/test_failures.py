@@ -16,9 +16,9 @@ ENGINES = {
     "ngram": {"proposer": "ngram"},
     "suffix": {"proposer": "suffix"},
     "head chain": {"proposer": "head"},
-    "head tree": {"proposer": "head", "shape": {"tree_width": 3}},
+    "head tree": {"proposer": "head", "shape": {"tree": "beam:3x4"}},
     "mlp chain": {"proposer": "head", "head": "mlp"},
-    "p-eagle tree": {"proposer": "head", "head": "p-eagle, one layer", "shape": {"tree_width": 3}},
+    "p-eagle tree": {"proposer": "head", "head": "p-eagle, one layer", "shape": {"tree": "beam:3x4"}},
     "draft model": {"proposer": "draft_model"},
     "combined": {"proposer": "combined"},
 }

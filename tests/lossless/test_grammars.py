@@ -41,7 +41,7 @@ ENGINES = {
     "ngram": {"proposer": "ngram"},
     "suffix": {"proposer": "suffix", "drafts": 6},
     "head chain": {"proposer": "head"},
-    "head tree": {"proposer": "head", "shape": {"tree_width": 4, "tree_nodes": 14}},
+    "head tree": {"proposer": "head", "shape": {"tree": "beam:4x4:14"}},
     "target itself": {"proposer": "draft_model", "draft_model": "same"},
     "combined": {"proposer": "combined", "shape": {"sources": ["suffix", "head"]}},
 }

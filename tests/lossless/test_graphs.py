@@ -29,7 +29,7 @@ SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
 CUT = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.01)
 PROMPTS = [[5, 6, 7], [9] * 17, list(range(10, 50)), [8], [5, 6, 7] * 4]
 PARAMS = [GREEDY, SAMPLED, CUT, replace(CUT, max_draft_tokens=2), replace(SAMPLED, presence_penalty=0.5, logprobs=2)]
-TREE = {"tree_width": 3, "tree_nodes": 9}
+TREE = {"tree": "beam:3x4:9"}
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ LATE = 4  # tokens after which the fault occurs
 
 @pytest.fixture(scope="module")
 def engine(make_small_engine):
-    return make_small_engine(max_batch=8, proposer="head", shape={"tree_width": 3})
+    return make_small_engine(max_batch=8, proposer="head", shape={"tree": "beam:3x4"})
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ KINDS = {
     "eagle, the target's embedding": ("eagle, the target's embedding", {}),
 }
 TREES = {
-    "beam": {"tree_width": 3, "tree_nodes": 12, "max_draft_tokens": 4},
-    "beam of 8": {"tree_width": 8, "tree_nodes": 40, "max_draft_tokens": 5},
+    "beam": {"tree": "beam:3x4:12"},
+    "beam of 8": {"tree": "beam:8x5:40"},
     "fixed": {"tree": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]},
     "only children": {"tree": [[0], [1]]},
 }

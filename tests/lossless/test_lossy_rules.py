@@ -161,7 +161,7 @@ def test_beside_other_requests_nothing_changes(make_engine, prompts):
     exact = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5)
     block = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5, acceptance="block")
     expected = [c.token_ids for c in make_engine(proposer="none").generate(prompts, exact)]
-    engine = make_engine(shape={"tree_width": 3}, max_batch=8)
+    engine = make_engine(shape={"tree": "beam:3x4"}, max_batch=8)
     params = [block if index % 2 else exact for index in range(len(prompts))]
     completions = engine.generate(prompts, params)
     for index, completion in enumerate(completions):

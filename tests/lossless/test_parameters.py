@@ -52,7 +52,7 @@ ENGINES = {
     "ngram": {"proposer": "ngram"},
     "suffix": {"proposer": "suffix", "shape": {"max_draft_tokens": 6}},
     "head chain": {"proposer": "head"},
-    "head tree": {"proposer": "head", "shape": {"tree_width": 4, "tree_nodes": 14}},
+    "head tree": {"proposer": "head", "shape": {"tree": "beam:4x4:14"}},
     "draft model": {"proposer": "draft_model"},
     "other draft model": {"proposer": "draft_model", "draft_model": "other"},
     "combined": {"proposer": "combined"},
@@ -218,7 +218,7 @@ def test_logprobs_are_the_targets_own(make_engine, tiny_target_folder, prompts):
     """Raw log-probabilities of prompt and output are those of transformers, an independent implementation."""
     from transformers import AutoModelForCausalLM
 
-    engine = make_engine(proposer="head", shape={"tree_width": 3})
+    engine = make_engine(proposer="head", shape={"tree": "beam:3x4"})
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=0)
     (completion,) = engine.generate([prompts[5]], params)
     ids = prompts[5] + completion.token_ids

@@ -13,7 +13,7 @@ ENGINES = {
     "none": {"proposer": "none"},
     "ngram": {"proposer": "ngram"},
     "head chain": {"proposer": "head"},
-    "head tree": {"proposer": "head", "shape": {"tree_width": 4}},
+    "head tree": {"proposer": "head", "shape": {"tree": "beam:4x4"}},
     "mlp head chain": {"proposer": "head", "head": "mlp"},
     "p-eagle head chain": {"proposer": "head", "head": "p-eagle, one layer"},
     "draft model": {"proposer": "draft_model", "draft_model": "same"},

@@ -77,7 +77,7 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     [
         ("eagle", None),
         ("mlp", None),
-        ("eagle3", {"tree_width": 3, "tree_nodes": 12}),
+        ("eagle3", {"tree": "beam:3x4:12"}),
         ("medusa", {"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
     ],
 )
@@ -277,8 +277,8 @@ class Lives(test_lives.Lives):
         "eagle3": {"proposer": "head"},
         "mlp": {"proposer": "head", "head": "mlp"},
         "p-eagle": {"proposer": "head", "head": "p-eagle, one layer"},
-        "eagle3 tree": {"proposer": "head", "shape": {"tree_width": 3, "tree_nodes": 10}},
-        "mlp tree": {"proposer": "head", "head": "mlp", "shape": {"tree_width": 2}},
+        "eagle3 tree": {"proposer": "head", "shape": {"tree": "beam:3x4:10"}},
+        "mlp tree": {"proposer": "head", "head": "mlp", "shape": {"tree": "beam:2x4"}},
     }
     config = AHEAD
 

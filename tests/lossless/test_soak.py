@@ -31,6 +31,7 @@ from tests.lossless.random_requests import FIELDS, is_exact, random_params, rand
 
 SEED = 1
 MAX_PRESENT = 30  # requests in the engine at a time
+SUFFIX_NODES = 2000  # size of suffix decoding's memory, small enough that it is full
 MAX_GROWTH_MIB = 16  # after the first quarter of the requests; measured in LOG.md
 # Not counted as growth: what suffix decoding keeps of each tenant, whose bound is asserted separately, and the engine's
 # one grammar compiler, which is created with the first grammar.
@@ -140,7 +141,7 @@ def test_soak(make_small_engine, make_plain, request):
     now = [0.0]
     engine = make_small_engine(
         proposer="head",
-        shape={"tree_width": 3, "tree_nodes": 12},
+        shape={"tree": "beam:3x4:12"},
         max_batch=16,
         max_tokens_in_cache=320,
         page_size=8,
@@ -148,6 +149,7 @@ def test_soak(make_small_engine, make_plain, request):
         max_rows=80,
         clock=lambda: now[0],
     )
+    engine._proposers["suffix"][0]._max_nodes = SUFFIX_NODES
     plain = make_plain(small=True)
     warm_up_proposers(engine, plain)
     soak = Soak(engine, random.Random(SEED), now)
@@ -187,4 +189,4 @@ def test_soak(make_small_engine, make_plain, request):
     assert set(tenants) <= {"", *FIELDS["cache_salt"]}
     for tenant in tenants.values():
         assert isinstance(tenant, Earlier)
-        assert max(tenant.trie.size, tenant._tokens) <= engine.proposer_config.suffix_nodes
+        assert max(tenant.trie.size, tenant._tokens) <= SUFFIX_NODES

@@ -44,7 +44,7 @@ def load(folder, dtype, ranks, proposer, head=None, **drafting):
         ModelConfig(name="tiny", path=str(folder), dtype=dtype, device="cpu"),
         head,
         EngineConfig(tensor_parallel=ranks, **SMALL),
-        ProposerConfig(name=proposer, ngram_min=1, **drafting),
+        ProposerConfig(name=proposer, **drafting),
     )
 
 
@@ -66,7 +66,7 @@ def expected(tiny_target_folder, dtype):
     return generate_twice(load(tiny_target_folder, dtype, 1, "none"))
 
 
-@pytest.mark.parametrize("shape", [{}, {"tree_width": 4}], ids=["chain", "tree"])
+@pytest.mark.parametrize("shape", [{}, {"tree": "beam:4x3"}], ids=["chain", "tree"])
 def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, expected, shape):
     head = Eagle3HeadConfig(name="eagle3", path=str(tiny_head_folder))
     engine = load(tiny_target_folder, dtype, 2, "head", head, **shape)

@@ -15,8 +15,8 @@ from tests.lossless.oracles import Thicket
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 SHAPES = {
-    "wide": {"tree_width": 6},
-    "few nodes": {"tree_width": 4, "tree_nodes": 5},
+    "wide": {"tree": "beam:6x4"},
+    "few nodes": {"tree": "beam:4x4:5"},
     "fixed": {"tree": [[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]]},
 }
 
@@ -25,7 +25,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch", [1, 8])
 def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
-    engine = make_engine(dtype, "head", drafts=5, shape=SHAPES[shape], max_batch=batch)
+    engine = make_engine(dtype, "head", shape=SHAPES[shape], max_batch=batch)
     subset = slice(1, None, 2) if batch == 1 else slice(None)  # one at a time they take long
     for params in (GREEDY, SAMPLED):
         completions = engine.generate(prompts[subset], params)
@@ -54,7 +54,7 @@ def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kern
         expected = [ids(plain.generate([prompt], params))[0] for prompt in subset]
         accepted = 0
         for proposer, shape in (("head", None), ("head", SHAPES["few nodes"]), ("combined", two_sources)):
-            engine = make_engine(dtype, proposer, drafts=4, shape=shape, draft_model="same", prefill_chunk=100)
+            engine = make_engine(dtype, proposer, shape=shape, draft_model="same", prefill_chunk=100)
             completions = engine.generate(subset, params)
             assert ids(completions) == expected
             assert all(completion.stats.drafted > 0 for completion in completions)
@@ -65,7 +65,7 @@ def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kern
 @pytest.mark.parametrize("shape", ["wide", "fixed"])
 @pytest.mark.parametrize("head", ONE_OF_EACH)
 def test_trees_of_every_head(make_engine, prompts, expected, head, shape):
-    engine = make_engine(head=head, drafts=4, shape=SHAPES[shape], max_batch=8, max_tokens_in_cache=512)
+    engine = make_engine(head=head, shape=SHAPES[shape], max_batch=8, max_tokens_in_cache=512)
     for params in (GREEDY, SAMPLED):
         completions = engine.generate(prompts, params)
         assert ids(completions) == expected[torch.float32, params]
@@ -75,7 +75,7 @@ def test_trees_of_every_head(make_engine, prompts, expected, head, shape):
 
 
 def test_trees_under_memory_pressure(make_engine, prompts, expected):
-    engine = make_engine(shape=SHAPES["wide"], drafts=5, max_batch=8, max_tokens_in_cache=384, page_size=4)
+    engine = make_engine(shape=SHAPES["wide"], max_batch=8, max_tokens_in_cache=384, page_size=4)
     for params in (GREEDY, SAMPLED):
         assert ids(engine.generate(prompts, params)) == expected[torch.float32, params]
     assert engine.stats.preemptions > 0
@@ -84,7 +84,7 @@ def test_trees_under_memory_pressure(make_engine, prompts, expected):
 
 def test_trees_at_the_end_of_the_context(make_engine):
     """Where a tree takes more places than the context has positions left, the output still fills the context."""
-    plain, trees = make_engine(proposer="none"), make_engine(shape=SHAPES["wide"], drafts=5)
+    plain, trees = make_engine(proposer="none"), make_engine(shape=SHAPES["wide"])
     for left in (1, 2, 3, 7):
         prompt = [[3] * (plain.context - left)]
         params = SamplingParams(max_tokens=100, ignore_eos=True)

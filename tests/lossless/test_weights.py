@@ -58,7 +58,7 @@ def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine
     assert {cache.dtype for cache in plain._pool.layers.caches} == {torch.float8_e4m3fn}
     assert plain.memory.kv * dtype.itemsize == unquantized.memory.kv
     engines = [
-        make_small_engine(dtype, "head", {"tree_width": 3, "tree_nodes": 9}, kv_dtype="fp8", graphs="on"),
+        make_small_engine(dtype, "head", {"tree": "beam:3x4:9"}, kv_dtype="fp8", graphs="on"),
         make_small_engine(dtype, "draft_model", kv_dtype="fp8", max_tokens_in_cache=96, prefill_chunk=16),
     ]
     for params in (replace(GREEDY, max_tokens=scaled(16, 5)), replace(SAMPLED, max_tokens=scaled(16, 5))):

@@ -325,9 +325,9 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
     before = engine.proposer_config
     trees: list[set[tuple[int, ...]]] = []
     try:
-        engine.set_proposer("none", config=replace(before, tree_width=3))
+        engine.set_proposer("none", config=replace(before, tree=f"beam:3x{before.max_draft_tokens}"))
         tree = total(serve(engine, head, prompts))
-        for config in (before, replace(before, tree_width=3)):
+        for config in (before, replace(before, tree=f"beam:3x{before.max_draft_tokens}")):
             engine.set_proposer("head", head, config=config)
             proposer = engine._head
             assert proposer is not None

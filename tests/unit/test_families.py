@@ -117,7 +117,7 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
         head.set_vocabulary(*build_draft_vocab(torch.arange(384) % 11, 200, [0]))
         head.initialise(target, from_target=True)
         small = EngineConfig(max_batch=1 if proposer == "none" else 3, prefill_chunk=32, max_rows=128)
-        drafting = ProposerConfig(name="auto", ngram_min=1, tree_width=3)
+        drafting = ProposerConfig(name="auto", tree="beam:3x3")
         engine = Engine(target, head=head, proposer=proposer, config=small, proposer_config=drafting)
         for seed, temperature in ((0, 0.0), (7, 0.8)):
             params = SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, temperature=temperature)

@@ -66,12 +66,11 @@ def exported(folder: Path, **provenance: object) -> Path:
 
 def test_a_measured_tree_is_written_out(tmp_path: Path) -> None:
     folder = exported(tmp_path, rank_accuracy=[[0.6, 0.2], [0.5, 0.1], [0.4, 0.1]])
-    config = ProposerConfig(name="head", tree="measured", tree_nodes=3)
+    config = ProposerConfig(name="head", tree="measured:3")
     assert resolve_tree(config, folder).tree == [[0], [0, 0], [1]]
-    assert resolve_tree(config, folder).tree_nodes is None
     shallow = ProposerConfig(name="head", tree="measured", max_draft_tokens=1)
     assert resolve_tree(shallow, folder).tree == [[0], [1]]
-    beam = ProposerConfig(name="head", tree_width=4)
+    beam = ProposerConfig(name="head", tree="beam:4x5")
     assert resolve_tree(beam, folder) is beam
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from infer.config import ProposerConfig
+from infer.options.draft_tree import Beam
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.combined import CombinedProposer
@@ -24,19 +25,19 @@ def build_proposers(
     """Return every proposer available to this engine, each with its budget per step."""
     chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
     proposers: dict[str, tuple[Proposer, Budget]] = {
-        "ngram": (NgramProposer(config.ngram_min, config.ngram_max), chain),
-        "suffix": (SuffixProposer(max_depth=config.suffix_depth, max_nodes=config.suffix_nodes), chain),
+        "ngram": (NgramProposer(), chain),
+        "suffix": (SuffixProposer(), chain),
     }
+    most = config.shape.nodes if isinstance(config.shape, Beam) else MAX_NODES - 1
     if head is not None:
-        tree = Budget(config.tree_nodes or MAX_NODES - 1, head.shape.depth) if head.shape else chain
-        proposers["head"] = (head, tree)
+        proposers["head"] = (head, Budget(most, head.shape.depth) if head.shape else chain)
     if draft_model is not None:
         proposers["draft_model"] = (draft_model, chain)
     if config.acceptance is not None:
         proposers["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
     sources = [proposers[name] for name in config.sources if name in proposers]
     if len(sources) > 1:
-        nodes = min(config.tree_nodes or MAX_NODES - 1, sum(limit.nodes for _, limit in sources))
+        nodes = min(most, sum(limit.nodes for _, limit in sources))
         depth = max(limit.depth for _, limit in sources)
         proposers["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
     return proposers

@@ -102,7 +102,7 @@ class HeadProposer:
         shape, max_depth = tree_shape(config), self._head.config.max_depth
         depth = config.max_draft_tokens if shape is None else shape.depth
         if max_depth is not None and depth > max_depth:
-            key = "proposer.tree" if config.tree is not None else f"proposer.max_draft_tokens={depth}"
+            key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
             raise ValueError(f"{key}: this {self._head.name} head drafts {max_depth} tokens at most, not {depth}")
         if isinstance(shape, StaticShape) and shape.widest > len(self.draft_ids):
             raise ValueError(

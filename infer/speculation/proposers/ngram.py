@@ -9,6 +9,8 @@ from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import WithoutLayers
 from infer.speculation.tree import DraftTree
 
+SHORTEST, LONGEST = 2, 4  # tokens of the suffix looked up: one token matches too often, more than four too rarely
+
 
 class SuffixIndex:
     """Maps each n-gram of a growing token list to the end of its latest occurrence.
@@ -44,9 +46,7 @@ class NgramProposer(WithoutLayers):
 
     name = "ngram"
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"proposer.ngram_min={shortest}: must be 1 to proposer.ngram_max={longest}")
+    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
         self._sizes = shortest, longest
         self._indexes: dict[str, SuffixIndex] = {}
 

@@ -133,7 +133,11 @@ class Earlier:
 
 
 class SuffixProposer(WithoutLayers):
-    """Drafts chains; reads no features and keeps no KV. `factor`: maximum of drafted tokens per matched token."""
+    """Drafts chains; reads no features and keeps no KV.
+
+    `max_depth`: tokens of the longest run that is counted, match plus draft. `factor`: maximum of drafted tokens per
+    matched token. `max_nodes`: size of the memory of earlier responses, for each of `max_tenants` tenants.
+    """
 
     name = "suffix"
 
