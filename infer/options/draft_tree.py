@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors, the root included
 MOST = MAX_TREE_NODES - 1  # drafted nodes
-CHAIN, MEASURED = "none", "measured"
+CHAIN = "none"
 FORM = re.compile(r"beam:(\d+)x(\d+)(?::(\d+))?|measured(?::(\d+))?", re.ASCII)
 
 

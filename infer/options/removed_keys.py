@@ -21,20 +21,12 @@ CONSTANT: dict[str, Any] = {  # key -> its value now; the constant's comment say
     "objective.lora_rate": 0.25,
     "features.shard_mb": 512,
     "parallel.patience_minutes": 360.0,
-    "server.max_grammar_bytes": 65536,
-    "server.max_schema_depth": 32,
-    "server.grammar_timeout_s": 5.0,
-    "server.grammar_memory_mb": 1024,
-    "proposer.ngram_min": 2,
-    "proposer.ngram_max": 4,
-    "proposer.suffix_depth": 24,
-    "proposer.suffix_nodes": 200_000,
 }
 RENAMED = {
     "proposer.tree_width": "proposer.tree=beam:<width>x<depth>",
     "proposer.tree_nodes": "proposer.tree=beam:<width>x<depth>:<nodes> or measured:<nodes>",
 }
-WITHOUT_EFFECT = {"parallel.patience_minutes"}  # no result depends on these, so a written config may have any value
+WITHOUT_EFFECT = ("engine.", "parallel.patience_minutes")  # no update depended on these: any value will do
 
 
 def removal(key: str) -> str | None:
@@ -50,6 +42,6 @@ def drop_constants(config: DictConfig, path: Path) -> None:
         group, _, name = key.partition(".")
         keys = OmegaConf.select(config, group)
         if isinstance(keys, DictConfig) and name in keys:
-            if keys[name] != value and key not in WITHOUT_EFFECT:
+            if keys[name] != value and not key.startswith(WITHOUT_EFFECT):
                 raise ValueError(f"{path}: {key}={keys[name]}: no longer a key; it is always {value}")
             del keys[name]

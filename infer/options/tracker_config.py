@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from infer.config_checks import at_least, one_of
+from infer.config_checks import check_fields, choice, number
 
 
 @dataclass
@@ -18,13 +18,13 @@ class TrackerConfig:
 class WandbConfig(TrackerConfig):
     project: str = "headway"
     entity: str | None = None
-    mode: str = "auto"  # auto: online with credentials, else offline | online | offline
-    samples: int = 0  # number of held-out texts sent as a table, accepted drafts marked; they may be private
+    mode: str = choice("auto", "auto", "online", "offline")  # auto: online with credentials, else offline
+    # number of held-out texts sent as a table, accepted drafts marked; they may be private
+    samples: int = number(0, low=0)
     upload: bool = False  # send the exported head as an artifact
 
     def __post_init__(self) -> None:
-        one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
-        at_least("tracker.samples", self.samples, 0)
+        check_fields(self, "tracker.")
 
 
 TRACKERS = {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig}

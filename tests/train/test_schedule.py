@@ -68,8 +68,8 @@ def test_very_short_runs_have_a_rate(steps: int, config: OptimConfig) -> None:
     ("key", "value", "message"),
     [
         ("schedule", "linear", "optim.schedule=linear"),
-        ("decay", 0, "optim.decay=0: is a share of the run"),
-        ("decay", 1.5, "optim.decay=1.5: is a share of the run"),
+        ("decay", 0, "optim.decay=0: must be above 0 and at most 1"),
+        ("decay", 1.5, "optim.decay=1.5: must be above 0 and at most 1"),
         ("warmup_steps", -1, "optim.warmup_steps=-1"),
     ],
 )

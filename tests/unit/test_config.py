@@ -147,7 +147,6 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("serve", ["head=none", "head.path=x"], "head.path=x: head=none reads no head"),
         ("serve", ["head=eagle3", "head.num_layers=2"], "head.num_layers: only shapes a new head (train/run.py)"),
         ("serve", ["proposer.max_draft_tokens=64"], "proposer.max_draft_tokens=64: must be 0 to 63"),
-        ("serve", ["proposer.ngram_min=5"], "proposer.ngram_min: no longer a key; it is always 2"),
         (
             "serve",
             ["proposer.tree=beam"],
@@ -191,7 +190,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
             "objective.steps=2: leaves some of this medusa head's 4 depths",
         ),
         ("train", ["head=medusa", "eval_draft_tokens=5"], "eval_draft_tokens=5: this medusa head drafts 4 tokens at"),
-        ("train", ["head=p-eagle", "objective.ratio=0"], "objective.ratio=0.0: is a share, must be above 0"),
+        ("train", ["head=p-eagle", "objective.ratio=0"], "objective.ratio=0.0: must be above 0 and at most 1"),
         ("train", ["head=mlp", "head.init_from_target=true"], "head.init_from_target=true: an MLP speculator has no"),
         ("train", ["head=medusa", "objective.labels=any"], "objective.labels=any: must be one of soft, hard"),
         ("train", ["objective.loss=mse"], "objective.loss=mse: must be one of kl, ce, label, tv, lk, lk_hybrid"),
