@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -168,7 +168,7 @@ def gather_module(module: nn.Module) -> dict[str, Tensor]:
     from torch.distributed.checkpoint import state_dict as library  # takes a second to import
 
     options = library.StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-    return library.get_model_state_dict(module, options=options)
+    return cast(dict[str, Tensor], library.get_model_state_dict(module, options=options))
 
 
 def gather_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
@@ -178,7 +178,7 @@ def gather_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> Train
     states: dict[str, Any] = {}
     if optimizer.state:  # else no step was taken yet, and the library would take an empty one to make a state
         options = library.StateDictOptions(full_state_dict=True)
-        states = library.get_optimizer_state_dict(module, optimizer, options=options)["state"]  # pyright: ignore
+        states = cast(Any, library.get_optimizer_state_dict(module, optimizer, options=options))["state"]
     tensors = {f"{name}|{key}": value for name, state in states.items() for key, value in state.items()}
     return Trained(gather_module(module), tensors)
 

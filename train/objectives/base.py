@@ -8,7 +8,7 @@ large batch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -45,12 +45,13 @@ class StepSums(NamedTuple):
     overlap: Tensor  # Σ_v min(p, q) over the full vocabulary
 
 
-class Pair(NamedTuple):
-    """The slots of a step that are trained on, N of the M that it has in each row, and their teacher."""
+class Pairs(NamedTuple):
+    """The N slots that a step is trained on, and their teacher."""
 
-    mask: Tensor  # bool [B, M]
+    slots: Tensor  # int64 [N], places in the step's states `[B, M, S]`, flattened to `[B * M, S]`
     weights: Tensor  # [N]
-    rows: Tensor  # int64 [N]
+    rows: Tensor  # int64 [N], of the teacher
+    share: float  # of the slots that the step could be trained on, for which these stand
 
 
 class Objective(nn.Module):
@@ -147,24 +148,20 @@ class Objective(nn.Module):
         training; without one, as in evaluation, nothing is random. `progress` is the completed share of the run, for
         objectives that train in stages; 0 selects the loss of the head alone.
         """
-        self._narrow.renew()
+        aux = features.aux if generator is None else self._noisy(features.aux, generator)
+        first, slots = self.slots(batch, generator)
+        states = draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
+        return self.losses(states, self.pairs(batch, first, slots), teacher, denominators, metrics)
+
+    def slots(self, batch: Batch, generator: torch.Generator | None) -> tuple[int, Sequence[Tensor]]:
+        """Return the first slot that is trained on, and the slots of each step, as `draft_states` takes them."""
         served = alignment.served(batch.assistant)
         first, length = int(served.any(0).int().argmax()), batch.ids.shape[1]
-        aux = features.aux if generator is None else self._noisy(features.aux, generator)
         columns = None if generator is None else self.columns(first, length, generator)
-        slots = columns or [alignment.served_slots(served)] * self.steps
-        sums, total = [], batch.ids.new_zeros((), dtype=torch.float32)
-        states = draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
-        for step, (state, pair) in enumerate(zip(states, self.pairs(batch, slots), strict=True)):
-            parts = self.compare(state[pair.mask], pair.weights, pair.rows, teacher, step, metrics)
-            # rescale, since a sample of the slots stands for all of them
-            share = 1.0 if columns is None else max(1, len(columns[step])) / (length - first)
-            total = total + self.config.step_weight**step / share * parts[0] / denominators[step].clamp(min=1)
-            sums.append(torch.stack([pair.mask.sum().float(), *(value.detach() for value in parts[1:])]))
-        return total, StepSums(*torch.stack(sums, dim=1))
+        return first, columns or [alignment.served_slots(served)] * self.steps
 
-    def pairs(self, batch: Batch, slots: Sequence[Tensor]) -> Iterator[Pair]:
-        """Pair the slots of each step, `slots[k]` `[M]` or `[B, M]`, with the rows of the teacher.
+    def pairs(self, batch: Batch, first: int, slots: Sequence[Tensor]) -> Iterator[Pairs]:
+        """Pair the `slots` of each step with the rows of the teacher.
 
         The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order.
         """
@@ -172,9 +169,24 @@ class Objective(nn.Module):
         weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
         numbers = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1
         for step, kept in enumerate(slots):
-            mask = alignment.at(masks[step], kept)
+            trained = alignment.at(masks[step], kept).flatten().nonzero().squeeze(-1)
             rows = alignment.at(alignment.shift_left(numbers, step), kept)
-            yield Pair(mask, alignment.at(weights[step], kept)[mask], rows[mask])
+            share = 1.0 if kept.ndim == 2 else max(1, len(kept)) / (batch.ids.shape[1] - first)
+            yield Pairs(trained, alignment.at(weights[step], kept).flatten()[trained], rows.flatten()[trained], share)
+
+    def losses(
+        self, states: Iterable[Tensor], pairs: Iterable[Pairs], teacher: Teacher, denominators: Tensor, metrics: bool
+    ) -> tuple[Tensor, StepSums]:
+        """Return the loss and sums of `forward`, from the states of all steps."""
+        self._narrow.renew()
+        sums, total = [], denominators.new_zeros((), dtype=torch.float32)
+        for step, (state, pair) in enumerate(zip(states, pairs, strict=True)):
+            chosen = state.flatten(0, 1)[pair.slots]
+            parts = self.compare(chosen, pair.weights, pair.rows, teacher, step, metrics)
+            total = total + self.config.step_weight**step / pair.share * parts[0] / denominators[step].clamp(min=1)
+            count = parts[0].new_tensor(len(chosen), dtype=torch.float32)
+            sums.append(torch.stack([count, *(value.detach() for value in parts[1:])]))
+        return total, StepSums(*torch.stack(sums, dim=1))
 
     def _noisy(self, aux: Sequence[Tensor], generator: torch.Generator) -> Sequence[Tensor]:
         """Add noise U(-a, a) to every feature, against the accumulation of small draft errors (arXiv 2401.15077)."""

@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from kernels.vocabulary import TeacherLogits
 from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
-from train.objective_config import PEagleObjectiveConfig
-from train.objectives import alignment
+from train.data.sequences import Batch
 from train.objectives.base import Objective
 from train.objectives.draft_states import draft_states
 from train.objectives.medusa import MedusaHeads
@@ -72,43 +71,40 @@ def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -
 
     `target` is on the meta device too. For Medusa-2 only the heads are profiled.
     """
+    objective = meta_objective(config, target)
+    head, ids = objective.head, torch.zeros(rows, length, dtype=torch.int64)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), tuple(range(rows)))
+    first, slots = objective.slots(batch, torch.Generator())
+    pairs = [
+        pair._replace(**{name: value.to("meta") for name, value in pair._asdict().items() if name != "share"})
+        for pair in objective.pairs(batch, first, slots)
+    ]
     with torch.device("meta"):
-        objective = meta_objective(config, target)
-        head = objective.head
-        ids = torch.zeros(rows, length, dtype=torch.int64)
         feature = torch.zeros(rows, length, target.config.hidden_size, dtype=target.norm.weight.dtype)
+        aux, denominators = [feature] * len(head.config.aux_layers), torch.ones(objective.steps)
         with LiveBytes() as live:
-            loss = learn(objective, ids, [feature] * len(head.config.aux_layers), target.config.vocab_size)
+            teacher = meta_teacher(objective, len(pairs[0].rows), feature.dtype, target.config.vocab_size)
+            states = draft_states(head, ids.to("meta"), aux, objective.steps, first, [s.to("meta") for s in slots])
+            loss, _ = objective.losses(states, pairs, teacher, denominators, True)
             forward = live.peak
             loss.backward()
         gradients = sum(p.grad.numel() * p.grad.element_size() for p in head.parameters() if p.grad is not None)
     return max(forward, live.peak - gradients)
 
 
-def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int) -> Tensor:
-    """Return the loss for `ids` `[B, T]` with a teacher at every slot, computed as in `Objective.forward`."""
-    head, config = objective.head, objective.config
-    rows, length = ids.shape
-    column, drafts = torch.zeros(rows * length), head.config.draft_vocab_size
+def meta_teacher(objective: Objective, rows: int, dtype: torch.dtype, vocab_size: int) -> Teacher:
+    """Return a teacher of as many bytes as `Objective.teach` makes, for `rows` served slots."""
+    head = objective.head
+    column, drafts = torch.zeros(rows), head.config.draft_vocab_size
     logits, width = None, 0 if objective.fused else drafts
     if objective.native:
-        teacher_logits = TeacherLogits(torch.zeros(rows * length, drafts, dtype=aux[0].dtype), column, column, column)
+        teacher_logits = TeacherLogits(torch.zeros(rows, drafts, dtype=dtype), column, column, column)
         logits, width = SharedLogits(teacher_logits, column.long()), 0
-    teacher = Teacher(
-        probs=torch.zeros(rows * length, width), negentropy=column, mass=column,
+    return Teacher(
+        probs=torch.zeros(rows, width), negentropy=column, mass=column,
         choice=column.long(), draft_choice=column.long(), in_vocab=column.bool(), label=column.long(),
-        hidden=torch.zeros(rows * length, head.config.target_hidden_size),
+        hidden=torch.zeros(rows, head.config.target_hidden_size),
         make_probs=(lambda hidden: hidden.new_zeros(len(hidden), vocab_size)[:, :drafts].softmax(-1))
         if objective.fused else None,
         logits=logits,
     )  # fmt: skip
-    slots = None
-    if isinstance(config, PEagleObjectiveConfig):
-        sizes = alignment.sample_sizes(length, objective.steps, config.ratio, config.min_ratio)
-        slots = [torch.arange(size) for size in sizes]
-    total = []
-    for step, state in enumerate(draft_states(head, ids, aux, objective.steps, slots=slots)):
-        states = state.flatten(0, 1)[1 if step else 0 :]  # fewer than the teacher, so that it is copied
-        index = torch.zeros(len(states), dtype=torch.int64)
-        total.append(objective.compare(states, torch.ones(len(states)), index, teacher, step, True)[0])
-    return torch.stack(total).sum()
