@@ -197,6 +197,9 @@ def load_trained(module: nn.Module, optimizer: torch.optim.Optimizer, trained: T
         current = library.get_optimizer_state_dict(module, optimizer)
         state = {"state": states, "param_groups": current["param_groups"]}
         library.set_optimizer_state_dict(module, optimizer, state, options=options)
+        for name, parameter in trainable(module).items():
+            if name not in states:  # not updated yet; the library has made a state by an empty step
+                optimizer.state.pop(parameter, None)
 
 
 def random_state() -> dict[str, Tensor]:

@@ -56,6 +56,21 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(value, restored.state_dict()[name]), name
 
 
+def test_a_parameter_that_was_never_updated_is_restored_as_such(tmp_path: Path) -> None:
+    """As Medusa-2's adapters while only the heads are trained."""
+    module, optimizer = make(0)
+    module[2](torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    path = save(tmp_path, 1, module, optimizer, {}, keep=2)
+    restored, restored_optimizer = make(0)
+    load(path, restored, restored_optimizer)
+    updated = [parameter in restored_optimizer.state for parameter in checkpoint.trainable(restored).values()]
+    assert updated == [name.startswith("2.") for name in checkpoint.trainable(restored)]
+    assert checkpoint.gather_trained(restored, restored_optimizer).optimizer.keys() == {
+        f"2.{name}|{key}" for name in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
 def test_only_safetensors_and_json(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *make(0), {}, keep=1)
     files = sorted(file.name for file in path.iterdir())

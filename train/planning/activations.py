@@ -28,7 +28,10 @@ from train.preparation.head import make_head
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active, counts bytes of live tensors created since it was entered (`now`), and their maximum (`peak`)."""
+    """While active, counts bytes of live tensors created since it was entered (`now`), and their maximum (`peak`).
+
+    torch's MemTracker refuses modules that are called more than once in a forward, as every step calls the head's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
