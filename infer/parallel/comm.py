@@ -98,20 +98,23 @@ class Ranks:
     # ---- commands -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def leading(self, operation: int, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+    def leading(
+        self, operation: str, values: Sequence[Any] = (), tensors: Sequence[Tensor | None] = ()
+    ) -> Iterator[None]:
         """On rank 0: the others run `operation` while it runs the block. If that fails, it ends them (out of step)."""
         try:
-            self.send(operation, numbers, tensors)
+            self.send(operation, values, tensors)
             yield
         except BaseException:
             self.close()
             raise
 
-    def send(self, operation: int, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = ()) -> None:
-        """Send a command to all other ranks, which `receive` it; all `tensors` have one dtype."""
-        payload = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)
-        self._send((operation, list(numbers), payload.dtype, [tensor.shape for tensor in tensors]))
-        if tensors:
+    def send(self, operation: str, values: Sequence[Any] = (), tensors: Sequence[Tensor | None] = ()) -> None:
+        """Send a command to all other ranks, which `receive` it. `values` can be pickled; `tensors` have one dtype."""
+        parts = [tensor.flatten() for tensor in tensors if tensor is not None]
+        payload = torch.cat(parts) if parts else torch.empty(0)
+        self._send((operation, values, payload.dtype, [None if tensor is None else tensor.shape for tensor in tensors]))
+        if parts:
             with self._others():
                 self._data.broadcast([payload.view(torch.uint8)]).wait()
 
@@ -120,18 +123,19 @@ class Ranks:
             for connection in self._connections:
                 connection.send(message)
 
-    def receive(self) -> tuple[int, list[int], list[Tensor]] | None:
-        """Wait for rank 0's next command; return its operation, numbers and tensors, or None if there will be none."""
+    def receive(self) -> tuple[str, Sequence[Any], list[Any]] | None:
+        """Wait for rank 0's next command; return its operation, values and tensors, or None if there will be none."""
         try:
-            operation, numbers, dtype, shapes = self._connections[0].recv()
+            operation, values, dtype, shapes = self._connections[0].recv()
         except (EOFError, OSError):
             return None
-        sizes = [math.prod(shape) for shape in shapes]
+        sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
         payload = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        if shapes:
+        if any(shape is not None for shape in shapes):
             with self._others():
                 self._data.broadcast([payload.view(torch.uint8)]).wait()
-        return operation, numbers, [part.view(shape) for part, shape in zip(payload.split(sizes), shapes, strict=True)]
+        parts = zip(payload.split(sizes), shapes, strict=True)
+        return operation, values, [None if shape is None else part.view(shape) for part, shape in parts]
 
     # ---- parts of tensors ---------------------------------------------------------------------------------------
 

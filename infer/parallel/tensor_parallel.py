@@ -23,8 +23,6 @@ from kernels.rows import AttentionRows
 from models.attention import Attention, CausalAttention
 from models.targets.llama import LlamaTarget, TargetOutput
 
-FREE, ALLOCATE, FORWARD, LOGITS, MOVE, COPY, SEQUENCES = range(7)
-
 
 class LeadingShard(Shard):
     """Rank 0's part of the target; the other ranks run each of its operations on their parts at the same time."""
@@ -48,16 +46,16 @@ class LeadingShard(Shard):
         self._end = weakref.finalize(self, ranks.close)  # also when the interpreter exits
 
     def free(self) -> int | None:
-        with self._ranks.leading(FREE):
+        with self._ranks.leading("free"):
             return self._ranks.least(super().free())
 
     def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = ()) -> KVLayers:
-        with self._ranks.leading(ALLOCATE, [num_pages, page_size]):
+        with self._ranks.leading("allocate", [num_pages, page_size]):
             return super().allocate(num_pages, page_size, others)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
-        numbers, tensors = pack_rows(rows)
-        with self._ranks.leading(FORWARD, [*numbers, *aux], [ids, positions, *tensors]):
+        scalars, tensors = split_rows(rows)
+        with self._ranks.leading("forward", [scalars, aux], [ids, positions, *tensors]):
             return super().forward(ids, positions, rows, aux)
 
     def close(self) -> None:
@@ -66,7 +64,7 @@ class LeadingShard(Shard):
 
 def lead_logits(ranks: Ranks, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     """Run rank 0's LM head while the other ranks compute their columns."""
-    with ranks.leading(LOGITS, tensors=[input]):
+    with ranks.leading("logits", tensors=[input]):
         return forward(input)
 
 
@@ -84,8 +82,7 @@ def lead_sequences(
     """
     if not isinstance(attention, CausalAttention):
         return forward(ids, positions, attention, aux_layers=aux_layers)
-    starts = [] if attention.starts is None else [attention.starts]
-    with ranks.leading(SEQUENCES, list(aux_layers), [ids, positions.contiguous(), *starts]):
+    with ranks.leading("sequences", aux_layers, [ids, positions.contiguous(), attention.starts]):
         return forward(ids, positions, attention, aux_layers=aux_layers)
 
 
@@ -95,11 +92,11 @@ class LeadingLayers(KVLayers):
         self._ranks = ranks
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        with self._ranks.leading(MOVE, tensors=[source, destination]):
+        with self._ranks.leading("move", tensors=[source, destination]):
             super().move(source, destination)
 
     def copy(self, source: int, destination: int, count: int) -> None:
-        with self._ranks.leading(COPY, [source, destination, count]):
+        with self._ranks.leading("copy", [source, destination, count]):
             super().copy(source, destination, count)
 
 
@@ -107,41 +104,30 @@ class LeadingLayers(KVLayers):
 def follow(shard: Shard, ranks: Ranks) -> None:
     """On another rank: repeat rank 0's operations until it ends. Raises RankLost if it ends within an operation."""
     while (command := ranks.receive()) is not None:
-        operation, numbers, tensors = command
-        if operation == FREE:
-            ranks.least(shard.free())
-        elif operation == ALLOCATE:
-            num_pages, page_size = numbers
-            shard.allocate(num_pages, page_size)
-        elif operation == FORWARD:
-            ids, positions, *rest = tensors
-            rows, aux = unpack_rows(numbers, rest)
-            shard.forward(ids, positions, rows, aux)
-        elif operation == LOGITS:
-            shard.logits(*tensors)
-        elif operation == SEQUENCES:
-            ids, positions, *starts = tensors
-            shard.target(ids, positions, CausalAttention(*starts), aux_layers=numbers)
-        elif operation == MOVE:
-            shard.kv.move(*tensors)
-        else:
-            assert operation == COPY
-            shard.kv.copy(*numbers)
+        match command:
+            case "free", _, _:
+                ranks.least(shard.free())
+            case "allocate", (num_pages, page_size), _:
+                shard.allocate(num_pages, page_size)
+            case "forward", (scalars, aux), (ids, positions, *parts):
+                shard.forward(ids, positions, AttentionRows(*parts, *scalars), aux)
+            case "logits", _, (hidden,):
+                shard.logits(hidden)
+            case "sequences", aux, (ids, positions, starts):
+                shard.target(ids, positions, CausalAttention(starts), aux_layers=aux)
+            case "move", _, (source, destination):
+                shard.kv.move(source, destination)
+            case "copy", (source, destination, count), _:
+                shard.kv.copy(source, destination, count)
+            case _:
+                raise AssertionError(command)
 
 
-def pack_rows(rows: AttentionRows) -> tuple[list[int], list[Tensor]]:
-    """Return what `unpack_rows` needs to rebuild the rows; of the page tables only the columns that any row reads."""
+def split_rows(rows: AttentionRows) -> tuple[tuple[Any, ...], list[Tensor | None]]:
+    """Return scalars and tensors, of which `AttentionRows(*tensors, *scalars)` makes the rows again.
+
+    The page tables keep only the columns that any row reads.
+    """
     table = rows.table[:, : -(-rows.longest // rows.page_size)]
-    tensors = [table, rows.request, rows.committed, rows.offset]
-    numbers = [rows.page_size, rows.longest, rows.first, len(rows.counts), *rows.counts]
-    return numbers, tensors if rows.tree_mask is None else [*tensors, rows.tree_mask]
-
-
-def unpack_rows(numbers: Sequence[int], tensors: Sequence[Tensor]) -> tuple[AttentionRows, list[int]]:
-    """Rebuild the rows; return them and the numbers that followed theirs."""
-    page_size, longest, first, requests, *rest = numbers
-    counts, aux = tuple(rest[:requests]), rest[requests:]
-    table, request, committed, offset, *tree_masks = tensors
-    return AttentionRows(
-        table, request, committed, offset, tree_masks[0] if tree_masks else None, page_size, longest, counts, first
-    ), aux
+    tensors = [table, rows.request, rows.committed, rows.offset, rows.tree_mask]
+    return (rows.page_size, rows.longest, rows.counts, rows.first), tensors

@@ -14,7 +14,7 @@ from infer.config import EngineConfig, ModelConfig
 from infer.parallel.comm import RankLost, Ranks
 from infer.parallel.launch import rank_device
 from infer.parallel.launched import launched_rank
-from infer.parallel.tensor_parallel import pack_rows, unpack_rows
+from infer.parallel.tensor_parallel import split_rows
 from kernels.rows import AttentionRows
 
 COUNT = 3
@@ -61,31 +61,31 @@ def test_no_bit_changes_on_the_way(ranks):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "tensors"),
+    ("values", "tensors"),
     [
         ([], []),
         ([1, -5, 2**40], []),
-        ([], [torch.randn(3, 5).bfloat16()]),
+        ([(1, "a"), None], [torch.randn(3, 5).bfloat16(), None]),
         ([7], [torch.arange(6).view(2, 3).T, torch.tensor([[1, 2]]).T[0], torch.zeros(0, 4, dtype=torch.int64)]),
     ],
 )
-def test_a_command_comes_as_it_was_sent(ranks, numbers, tensors):
+def test_a_command_comes_as_it_was_sent(ranks, values, tensors):
     def pass_on(comm):
-        return comm.receive() if comm.rank else comm.send(4, numbers, tensors)
+        return comm.receive() if comm.rank else comm.send("logits", values, tensors)
 
     for command in run_on_all(ranks, pass_on)[1:]:
         assert command is not None
-        operation, got_numbers, got_tensors = command
-        assert (operation, got_numbers) == (4, numbers)
-        assert all(torch.equal(a, b) for a, b in zip(got_tensors, tensors, strict=True))
+        operation, received_values, received = command
+        assert (operation, received_values) == ("logits", values)
+        assert all(a is b or torch.equal(a, b) for a, b in zip(received, tensors, strict=True))
 
 
 @pytest.mark.parametrize("tree_mask", [None, torch.tensor([1, 3, -1, 1])])
-def test_rows_and_what_comes_after_them(tree_mask):
+def test_rows_are_made_again_of_their_parts(tree_mask):
     table = torch.arange(40).view(2, 20)
     rows = AttentionRows.blocks(table, [5, 30], [3, 1], page_size=4, tree_mask=tree_mask, first=1)
-    again, rest = unpack_rows(*(lambda numbers, tensors: ([*numbers, 2, 9], tensors))(*pack_rows(rows)))
-    assert rest == [2, 9]
+    scalars, tensors = split_rows(rows)
+    again = AttentionRows(*tensors, *scalars)
     assert torch.equal(again.slots, rows.slots)
     assert torch.equal(again.table, table[:, :8])  # 31 positions, in pages of 4
     assert (again.tree_mask is None) == (tree_mask is None)
@@ -112,7 +112,7 @@ def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
     with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: a rank has ended"):
         ranks[0].gather(torch.zeros(1), [1] * COUNT)
     with pytest.raises(RankLost, match="make a new engine"):
-        ranks[0].send(4)
+        ranks[0].send("free")
     assert ranks[1].receive() is None
     ranks[0].close()
 
