@@ -68,6 +68,22 @@ def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike
         native.linear_tiles(True)
 
 
+def test_the_kernels_use_torchs_openmp():
+    if "OpenMP" not in torch.__config__.parallel_info():
+        pytest.skip("this torch has no OpenMP")
+    weight = torch.randn(2048, 256)
+    linear = PackedLinear(weight)
+    if linear.native is None:
+        pytest.skip("no C compiler on this machine")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        linear(torch.randn(16, 256))
+        assert linear.native._arguments.threads == 2, "C sets it to 1 without OpenMP"
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_weight_can_be_taken_out_again(dtype):
     weight = torch.randn(130, 64).to(dtype)
