@@ -1,4 +1,4 @@
-"""The loop of the engine's thread: take commands, step the engine, report. Independent of asyncio and HTTP.
+"""The loop of the engine's thread: take commands, step the engine, report. Independent of asyncio and of endpoints.
 
 Commands arrive through a queue that is emptied between steps, so an abort frees its KV pages before the next step.
 """
