@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from infer.config_checks import (
-    FREE_TEXT,
-    at_least,
-    check_fields,
-    check_origins,
-    choice,
-    number,
-    one_of,
-    resolve_path,
-)
+from infer.config_checks import FREE_TEXT, at_least, check_origins, one_of, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.head_config import HEAD_NAMES, HEADS, HeadConfig
 from infer.options.tracker_config import TRACKERS, TrackerConfig
+from models.bounds import check_fields, choice, number
 
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat

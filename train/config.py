@@ -14,9 +14,10 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from infer.config import EngineConfig, ModelConfig, register
-from infer.config_checks import at_least, check_fields, choice, number, one_of
+from infer.config_checks import at_least, one_of
 from infer.options.head_config import HeadConfig
 from infer.options.tracker_config import TrackerConfig
+from models.bounds import check_fields, choice, number
 from train.objective_config import (
     EagleObjectiveConfig,
     Medusa2ObjectiveConfig,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from infer.config_checks import check_fields, choice, number
+from models.bounds import check_fields, choice, number
 
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses/functions.py
 
