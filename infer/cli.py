@@ -26,10 +26,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from infer.config import COMMANDS
 from infer.config_checks import REPO_ROOT, resolve_path
-from infer.options.head_config import HeadConfig
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_names import OPTION, model_choices
 from infer.options.removed_keys import drop_constants, removal
+from models.heads.config import HeadConfig
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from infer.config_checks import FREE_TEXT, at_least, check_origins, one_of, resolve_path
+from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
-from infer.options.head_config import HEAD_NAMES, HEADS, HeadConfig
+from infer.options.exported_heads import AUTO, NoHeadConfig
 from infer.options.tracker_config import TRACKERS, TrackerConfig
-from models.bounds import check_fields, choice, number
+from models.checks import at_least, check_fields, choice, number, one_of
+from models.heads import DEFAULT_HEAD, HEADS
+from models.heads.config import HeadConfig
 
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
-ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # systems of a bench; scripts/bench_systems.py defines them
+ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)  # systems of a bench; scripts/bench_systems.py defines them
 TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
 
@@ -177,7 +179,7 @@ class ServerConfig:
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:
     if proposer.name == "head" and head.name == "none":
-        raise ValueError("proposer=head: needs a head; say head=eagle3, or proposer=ngram")
+        raise ValueError(f"proposer=head: needs a head; say head={DEFAULT_HEAD}, or proposer=ngram")
 
 
 @dataclass
@@ -313,9 +315,7 @@ class ServedConfig:
     prompt_tokens: int = 64
     max_tokens: int = 64
     seed: int = 0
-    save: str | None = (
-        None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json; a file of today is extended
-    )
+    save: str | None = None  # as in BenchConfig, but a file of today is extended
     files: list[str] = field(default_factory=list)  # as in BenchConfig
     columns: Any = None
     peers: str = ".peers"
@@ -358,7 +358,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         check_save(self.save)
         if self.head.name == "none":
-            raise ValueError("head=none: an evaluation needs a head; say head=eagle3")
+            raise ValueError(f"head=none: an evaluation needs a head; say head={DEFAULT_HEAD}")
         if self.engine.tensor_parallel > 1:
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
         for temperature in self.temperatures:
@@ -411,7 +411,7 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 # group -> option -> schema. A group's YAML file `x.yaml` begins with `defaults: [base_x]`.
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"model": ModelConfig},
-    "head": HEADS,
+    "head": {**HEADS, "none": NoHeadConfig, AUTO: HeadConfig},
     "proposer": {"proposer": ProposerConfig},
     "engine": {"engine": EngineConfig},
     "server": {"server": ServerConfig},

@@ -1,4 +1,4 @@
-"""Checks that all schemas share, and the base of a config's relative paths. Knows nothing about the keys."""
+"""Checks that only schemas of infer/ and train/ share, and the base of a config's relative paths."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from pathlib import Path
 REPO_ROOT = Path(__file__).resolve().parent.parent
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
-
-
-def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
-
-
-def at_least(key: str, value: float | None, low: float) -> None:
-    """Raise ValueError below `low`. None passes: for a key that may be null, null has its own meaning."""
-    if value is not None and not value >= low:  # written so that NaN fails
-        raise ValueError(f"{key}={value}: must be at least {low}")
 
 
 def check_origins(key: str, origins: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),

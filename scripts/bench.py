@@ -42,9 +42,9 @@ from typing import Any
 from infer.cli import entry_point
 from infer.config import BenchConfig
 from infer.options.exported_heads import with_head
-from infer.options.head_config import HEAD_NAMES
 from infer.parallel.launched import launched_rank
 from infer.speculation.control.step_times import StepTimes
+from models.heads import HEADS
 from scripts.bench_prompts import Task, read_tasks
 from scripts.bench_systems import System, folder_of, is_adaptive, is_ours, make_systems
 
@@ -287,7 +287,7 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
 
 def head_folders(config: BenchConfig) -> dict[str, Path]:
     """Return the folders of the exported heads that system names refer to, and of the configured head, by name."""
-    names = {name.partition(":")[0] for name in config.systems} & {*HEAD_NAMES}
+    names = {name.partition(":")[0] for name in config.systems} & {*HEADS}
     wanted = sorted(names | {config.head.name} - {"none"})
     return {name: folder_of(config, name if name in names else "head") for name in wanted}
 

@@ -27,8 +27,9 @@ from infer.config import ENGINE_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, Pro
 from infer.config_checks import resolve_path
 from infer.options.draft_tree import CHAIN, Beam
 from infer.options.exported_heads import head_folder
-from infer.options.head_config import HEAD_NAMES, HeadConfig
 from infer.speculation.control.step_times import StepTimes
+from models.heads import HEADS
+from models.heads.config import HeadConfig
 from scripts.bench_prompts import Task
 
 
@@ -121,16 +122,16 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
 
 def load_heads(config: BenchConfig, engine: Any) -> dict[str, Any]:
     """Load the exported heads that system names refer to, by name."""
-    from models.heads import load_head
+    from models.heads.files import load_head
 
-    names = {name.partition(":")[0] for name in config.systems} & set(HEAD_NAMES)
+    names = {name.partition(":")[0] for name in config.systems} & set(HEADS)
     options = {"dtype": engine.dtype, "device": engine.device, "target": engine.target}
     return {name: load_head(folder_of(config, name), name=name, **options) for name in sorted(names)}
 
 
 def folder_of(config: BenchConfig, proposer: str) -> Path:
     """Return the folder of the head that `proposer` names, else that of the configured head."""
-    head = HeadConfig(name=proposer) if proposer in HEAD_NAMES else config.head
+    head = HeadConfig(name=proposer) if proposer in HEADS else config.head
     return head_folder(head, config.output_dir, config.model.name)
 
 
@@ -225,7 +226,7 @@ def make_systems(config: BenchConfig, engine: Any, stack: ExitStack) -> dict[str
 
     Raises ValueError for a proposer, a head or a server that is not available.
     """
-    proposers = {"off", *HEAD_NAMES, *engine.proposer_names}
+    proposers = {"off", *HEADS, *engine.proposer_names}
     for name in config.systems:
         proposer = name.partition(":")[0]
         if proposer not in (*proposers, *TRANSFORMERS, *SERVERS):

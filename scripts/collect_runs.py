@@ -25,6 +25,7 @@ from typing import Any
 
 from infer import config as infer_config
 from infer.cli import load_config, take_words
+from infer.options.exported_heads import export_folder
 from train import config as train_config
 from train.config import TrainConfig
 from train.publishing.trackers import read_metrics
@@ -44,7 +45,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: no {CONFIG}; give the folder of a training run")
     schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
     config = load_config(folder / CONFIG, TrainConfig, schemas)
-    head = config.head.folder(config.output_dir, config.model.name)
+    head = export_folder(config.head, config.output_dir, config.model.name)
     path = head / "provenance.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if record.get("run") != config.run:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoint import fingerprint
-from models.formats import (
+from models.formats.conversion import (
     FORMATS,
     Checkpoint,
     ConversionOptions,

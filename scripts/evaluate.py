@@ -32,7 +32,7 @@ from infer.cli import entry_point
 from infer.config import EvalConfig, ProposerConfig
 from infer.config_checks import resolve_path
 from infer.console.compare import Comparison, Pair
-from infer.options.exported_heads import head_folder, with_head
+from infer.options.exported_heads import export_folder, head_folder, with_head
 from infer.request import SpeculationStats
 
 DEMO = "demo corpus"
@@ -308,7 +308,7 @@ def main(config: EvalConfig) -> None:
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
         "target": {"path": without_folders(config.model.path), "fingerprint": engine.target.fingerprint},
-        "heads": head_summaries({config.head.name: config.head.folder(config.output_dir, config.model.name)}),
+        "heads": head_summaries({config.head.name: export_folder(config.head, config.output_dir, config.model.name)}),
         "config": without_folders(asdict(config)),
         "results": [asdict(result) for result in cells],
     }

@@ -33,6 +33,7 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.options.model_names import read_model
 from infer.request import Completion, SamplingParams
+from models.heads import DEFAULT_HEAD
 
 PROMPTS = (
     "def read(path):\n    with open(path) as file:\n",
@@ -119,7 +120,7 @@ def main(argv: list[str]) -> int:
         prog="python scripts/ids_digest.py", description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
     )
     parser.add_argument("--model", default="smollm2-135m", help="as in model= (default: %(default)s)")
-    parser.add_argument("--head", default="eagle3", help="as in head=, or a folder (default: %(default)s)")
+    parser.add_argument("--head", default=DEFAULT_HEAD, help="as in head=, or a folder (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, help="of every answer (default: %(default)s)")
     parser.add_argument("--graphs", default="auto", help="as in engine.graphs= (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(default: both)")

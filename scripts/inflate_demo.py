@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from infer.config_checks import REPO_ROOT
-from models.heads import load_head
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.files import load_head
 from models.targets import load_target
 from scripts.inflation import SHAPES, inflate_head, shape_of, write_head, write_target
 from train.publishing.provenance import provenance

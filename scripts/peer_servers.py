@@ -31,8 +31,8 @@ from infer.config_checks import REPO_ROOT, resolve_path
 from infer.engine.loading import dtype_name
 from infer.options.command_words import model_overrides
 from infer.options.exported_heads import head_folder
-from infer.options.head_config import HeadConfig
 from infer.speculation.proposers.ngram import LONGEST, SHORTEST
+from models.heads.config import HeadConfig
 from models.targets import resolve_checkpoint
 from scripts.bench_prompts import Task
 from scripts.bench_systems import shaped

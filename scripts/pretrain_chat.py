@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from omegaconf import MISSING
 from torch import Tensor
 
-from infer.config_checks import at_least, one_of, resolve_path
+from infer.config_checks import resolve_path
 from models.chat import TEMPLATE_FILE, TEMPLATE_FOLDER
+from models.checks import at_least, one_of
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.targets.writing import save_target

@@ -29,7 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-HEADS = "[eagle,eagle3,medusa,mlp,p-eagle]"
+from models.heads import HEADS
+
 WARM_UP = 2  # steps
 USER_ERROR = 2
 SHOWN = ("data_s", "target_s", "head_s", "optimizer_s")
@@ -124,7 +125,7 @@ def main() -> int:
         return 0
     from scripts.bench import describe_machine, result_file
 
-    options = {"heads": HEADS, "against": "[]", "rounds": "1", "save": ""}
+    options = {"heads": f"[{','.join(HEADS)}]", "against": "[]", "rounds": "1", "save": ""}
     from infer.cli import take_words
 
     words = take_words(sys.argv[1:], options)

@@ -143,14 +143,14 @@ def tiny_tokenizer(tiny_target_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported random EAGLE-3 head for `tiny_target`, with a reduced draft vocabulary of 128."""
-    from models.heads import save_head
-    from models.heads.eagle3.config import Eagle3Config
+    from models.heads.eagle3.config import Eagle3Options
     from models.heads.eagle3.head import Eagle3Head
+    from models.heads.files import save_head
     from models.vocab import build_draft_vocab
 
     counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # an order whose most frequent ids are no prefix of the vocabulary
-    aux: dict[str, Any] = {} if tiny_target.config.num_layers >= 8 else {"aux_layers": (0, 1, 2)}
-    head = Eagle3Head(Eagle3Config.for_target(tiny_target.config, draft_vocab_size=128, **aux))
+    aux: dict[str, Any] = {} if tiny_target.config.num_layers >= 8 else {"aux_layers": [0, 1, 2]}
+    head = Eagle3Head(Eagle3Options(draft_vocab_size=128, **aux).for_target(tiny_target.config))
     head.set_vocabulary(*build_draft_vocab(counts, 128, forced_ids=[0]))
     head.initialise(tiny_target, from_target=True, seed=0)
     folder = tmp_path_factory.mktemp("head")
@@ -167,7 +167,7 @@ def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def tiny_head(tiny_head_folder: Path, tiny_target: Any) -> Any:
-    from models.heads import load_head
+    from models.heads.files import load_head
 
     return load_head(tiny_head_folder, target=tiny_target)
 

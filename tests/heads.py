@@ -82,10 +82,9 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
 def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) -> Head:
     """Return a random head for the unpacked `target`, with noise on parameters that usually start at one or zero."""
     name, options = VARIANTS[variant]
-    kind = HEADS[name]
     if target.config.num_layers < 8 and name in ("eagle3", "p-eagle"):
-        more = {"aux_layers": (0, 1, 2)} | more  # the defaults collide on so few layers
-    head = kind(kind.config_class.for_target(target.config, **options | more))
+        more = {"aux_layers": [0, 1, 2]} | more  # the defaults collide on so few layers
+    head = HEADS[name](**options | more).make(target.config)
     size = head.config.draft_vocab_size
     head.set_vocabulary(*build_draft_vocab(torch.arange(target.config.vocab_size) % 11, size, [0]))
     head.initialise(target, from_target=False, seed=seed)

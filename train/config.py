@@ -14,19 +14,12 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from infer.config import EngineConfig, ModelConfig, register
-from infer.config_checks import at_least, one_of
-from infer.options.head_config import HeadConfig
+from infer.options.exported_heads import export_folder
 from infer.options.tracker_config import TrackerConfig
-from models.bounds import check_fields, choice, number
-from train.objective_config import (
-    EagleObjectiveConfig,
-    Medusa2ObjectiveConfig,
-    MedusaObjectiveConfig,
-    MlpObjectiveConfig,
-    ObjectiveConfig,
-    PEagleObjectiveConfig,
-    TttConfig,
-)
+from models.checks import at_least, check_fields, choice, number, one_of
+from models.heads import DEFAULT_HEAD, HEADS
+from models.heads.config import HeadConfig
+from models.heads.objectives import JointObjectiveConfig, ObjectiveConfig
 
 COLUMNS = (  # columns of a row, see train/data/examples.py
     "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",
@@ -280,7 +273,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.head.name in ("none", "auto"):
-            raise ValueError(f"head={self.head.name}: training needs a head; say head=eagle3")
+            raise ValueError(f"head={self.head.name}: training needs a head; say head={DEFAULT_HEAD}")
         if self.head.allow_mismatch:
             raise ValueError("head.allow_mismatch=true: is for serving; a head is trained for the target it is given")
         if self.engine.tensor_parallel > 1 and self.parallel.name != "single":
@@ -309,12 +302,16 @@ class TrainConfig:
 
     @property
     def published_model(self) -> str:
-        """The name of the target that the head is exported for; Medusa-2 makes a new target."""
-        return f"{self.model.name}-medusa-2" if self.objective.name == "medusa-2" else self.model.name
+        """The name of the target that the head is exported for; an objective that trains the target makes a new one."""
+        return f"{self.model.name}-{self.objective.name}" if self.trains_target else self.model.name
+
+    @property
+    def trains_target(self) -> bool:
+        return isinstance(self.objective, JointObjectiveConfig)
 
     @property
     def export_folder(self) -> Path:
-        return self.head.folder(self.output_dir, self.published_model)
+        return export_folder(self.head, self.output_dir, self.published_model)
 
     @property
     def room(self) -> int | None:
@@ -331,39 +328,42 @@ class TrainConfig:
             raise ValueError(f"{start} in its own dtype; use engine.weights=same, or features.target=whole")
         if self.engine.graphs == "on":
             raise ValueError(f"{start} which the host leads; use engine.graphs=auto")
-        if self.objective.name == "medusa-2":
-            raise ValueError(f"{start} and objective=medusa-2 trains them; use features.target=whole")
+        if self.trains_target:
+            raise ValueError(f"{start} and objective={self.objective.name} trains them; use features.target=whole")
 
     def _check_objective(self) -> None:
         objective, head, max_depth = self.objective, self.head, self.head.max_depth
+        kind = HEADS[head.name]
         if self.parallel.name not in WHOLE:
             if objective.fused:
                 raise ValueError(f"objective.fused=true: needs parallel={' or '.join(WHOLE)}, not {self.parallel.name}")
             objective.fused = False
-        if head.name not in TRAINS[objective.name]:
+        if objective.name not in kind.objectives:
+            suitable = [name for name, other in HEADS.items() if objective.name in other.objectives]
             raise ValueError(
-                f"objective={objective.name}: is for head={' or '.join(TRAINS[objective.name])}, not for "
-                f"head={head.name}; without objective= it gets {DEFAULT_OBJECTIVE[head.name]}"
+                f"objective={objective.name}: is for head={' or '.join(suitable)}, not for head={head.name}; without "
+                f"objective= it gets {default_objective(head.name)}"
             )
-        if objective.checkpointing and head.name in OWN_WEIGHTS and objective.name != "medusa-2":
+        if objective.checkpointing and kind.separate_depths and not self.trains_target:
             raise ValueError(
                 f"objective.checkpointing=true: drops activations of decoder layers, of which head={head.name} has none"
             )
         top_k = getattr(self.features, "top_k", None)
-        if top_k is not None and head.name not in FUSING:
+        if top_k is not None and not kind.fuses_layers:
+            suitable = [name for name, other in HEADS.items() if other.fuses_layers]
             raise ValueError(
                 f"features.top_k={top_k}: saves the last hidden state, which head={head.name} reads itself; it is for "
-                f"head={' or '.join(FUSING)}"
+                f"head={' or '.join(suitable)}"
             )
-        if objective.name == "medusa-2" and (self.engine.tensor_parallel > 1 or self.engine.weights != "same"):
+        if self.trains_target and (self.engine.tensor_parallel > 1 or self.engine.weights != "same"):
             raise ValueError(
-                "objective=medusa-2: trains the target too, which must be whole and in its own dtype; use "
+                f"objective={objective.name}: trains the target too, which must be whole and in its own dtype; use "
                 "engine.tensor_parallel=1 engine.weights=same"
             )
-        if objective.name == "medusa-2" and self.parallel.name not in ("single", "ddp"):
+        if self.trains_target and self.parallel.name not in ("single", "ddp"):
             raise ValueError(
-                f"parallel={self.parallel.name}: divides a head, and objective=medusa-2 trains the target too; use "
-                "parallel=ddp"
+                f"parallel={self.parallel.name}: divides a head, and objective={objective.name} trains the target too; "
+                "use parallel=ddp"
             )
         if max_depth is not None:
             for key, value in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
@@ -371,7 +371,7 @@ class TrainConfig:
                     raise ValueError(f"{key}={value}: this {head.name} head drafts {max_depth} tokens at most")
         steps = objective.steps or max_depth
         assert steps is not None
-        if head.name in OWN_WEIGHTS and steps != max_depth:
+        if kind.separate_depths and steps != max_depth:
             raise ValueError(
                 f"objective.steps={steps}: leaves some of this {head.name} head's {max_depth} depths untrained"
             )
@@ -379,31 +379,18 @@ class TrainConfig:
         at_least("sequence_length", self.sequence_length, steps + 2)
 
 
-# objective -> heads that it can train; below, head -> its default objective in conf/train.yaml
-TRAINS = {
-    "ttt": ("eagle3", "eagle", "mlp"),
-    "eagle": ("eagle",),
-    "medusa": ("medusa",),
-    "medusa-2": ("medusa",),
-    "mlp": ("mlp",),
-    "p-eagle": ("p-eagle",),
-}
 WHOLE = ("single", "ddp")  # values of parallel= under which the head's parameters are replicated
-FUSING = ("eagle3", "p-eagle")  # heads that read intermediate layers of the target
-OWN_WEIGHTS = ("medusa", "mlp")  # heads whose depths share no weights, or not all
-DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
+
+
+def default_objective(head: str) -> str:
+    """Return the objective of conf/train.yaml. For none and auto, which are refused later, that of the default head."""
+    return next(iter(HEADS.get(head, HEADS[DEFAULT_HEAD]).objectives))
+
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "data": {"demo": DemoDataConfig, "chat": ChatDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
     "features": {"online": OnlineFeaturesConfig, "offline": OfflineFeaturesConfig},
-    "objective": {
-        "ttt": TttConfig,
-        "eagle": EagleObjectiveConfig,
-        "medusa": MedusaObjectiveConfig,
-        "medusa-2": Medusa2ObjectiveConfig,
-        "mlp": MlpObjectiveConfig,
-        "p-eagle": PEagleObjectiveConfig,
-    },
+    "objective": {name: schema for head in HEADS.values() for name, schema in head.objectives.items()},
     "optim": {"adamw": OptimConfig},
     "parallel": {"parallel": ParallelConfig},
 }
@@ -411,5 +398,4 @@ COMMANDS: dict[str, type] = {"train": TrainConfig}
 
 register(SCHEMAS, COMMANDS)
 OmegaConf.register_new_resolver("data_of", lambda model: "demo" if model == "demo" else "chat", replace=True)
-# head=none and auto are refused later, with a specific message
-OmegaConf.register_new_resolver("objective_of", lambda head: DEFAULT_OBJECTIVE.get(head, "ttt"), replace=True)
+OmegaConf.register_new_resolver("objective_of", default_objective, replace=True)

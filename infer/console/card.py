@@ -16,9 +16,9 @@ from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
-from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
+from models.heads.config import HeadConfig
 from models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

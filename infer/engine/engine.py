@@ -34,7 +34,6 @@ from infer.graphs.overlap import Overlap
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes
 from infer.kvcache.pool import KVPool
-from infer.options.head_config import HeadConfig
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.parallel.target_worker import Shard
@@ -58,6 +57,7 @@ from infer.speculation.speculator import Speculator
 from infer.speculation.verify import rule_for
 from models.end_tokens import within
 from models.heads.base import Head
+from models.heads.config import HeadConfig
 from models.layers import pack
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer

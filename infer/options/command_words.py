@@ -14,8 +14,8 @@ from typing import Any
 
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT
-from infer.options.head_config import HeadConfig
 from infer.options.model_names import model_at, model_options, read_model
+from models.heads.config import HeadConfig
 
 OUTPUTS = "outputs"
 TARGET_FOLDER, HEAD_FOLDER = "<folder of the target>", "<folder of this head>"  # for users to fill in

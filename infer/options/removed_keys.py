@@ -20,6 +20,8 @@ CONSTANT: dict[str, Any] = {  # key -> its value now; the constant's comment say
     "objective.lora_alpha": 16.0,
     "objective.lora_rate": 0.25,
     "features.shard_mb": 512,
+    "head.n_candidates": 5,
+    "head.top_k_tokens_per_head": None,  # null was 5, 4, 3, 2, 1, 1, ...
     "parallel.patience_minutes": 360.0,
 }
 RENAMED = {
@@ -32,7 +34,8 @@ WITHOUT_EFFECT = ("engine.", "parallel.patience_minutes")  # no update depended 
 def removal(key: str) -> str | None:
     """Return what became of a key of an earlier version, None for any other."""
     if key in CONSTANT:
-        return f"{key}: no longer a key; it is always {CONSTANT[key]}"
+        value = "null" if CONSTANT[key] is None else CONSTANT[key]
+        return f"{key}: no longer a key; it is always {value}"
     return f"{key}: no longer a key; use {RENAMED[key]}" if key in RENAMED else None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from models.bounds import check_fields, choice, number
+from models.checks import check_fields, choice, number
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 from infer.config import ProposerConfig
 from infer.options.draft_tree import Measured
 from models.config import read_json
-from models.heads import PROVENANCE
+from models.heads.config import PROVENANCE
 
 RANK_ACCURACY = "rank_accuracy"  # key of `accuracy` in an exported head's provenance file
 

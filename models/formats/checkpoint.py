@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from models.fields import Fields
-from models.heads.base import HeadShape
+from models.heads.config import HeadShape
 
 Shapes = Mapping[str, tuple[int, ...]]
 Blame = tuple[tuple[str, tuple[str, ...]], ...]
@@ -118,3 +118,12 @@ class Format:
     losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file cannot express or do
     asks: frozenset[str] = frozenset()  # fields of ConversionOptions that this format may leave ambiguous
     states_tokens: bool = True  # config.json says how many tokens to draft
+
+
+def write_with_base_model(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return config.json of a head whose layout names the verifier, where known, as `base_model_name_or_path`."""
+    config = checkpoint.config.to_json(**checkpoint.facts(needs_verifier=False))
+    del config["verifier"]
+    if checkpoint.verifier is not None:
+        config["base_model_name_or_path"] = checkpoint.verifier.name
+    return config

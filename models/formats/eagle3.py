@@ -8,8 +8,7 @@ from torch import Tensor
 from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import ConversionOptions
-from models.heads import EMBEDDING, LM_HEAD
-from models.heads.base import HeadShape
+from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
 from models.vocab import complete_maps
 
 WHOLE = (torch.int64, torch.int32)

@@ -12,14 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from models.fields import Fields
-from models.formats import ibm_mlp, safeailab_eagle, speculators, vllm_medusa
+from models.formats import speculators
 from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.heads import EMBEDDING, HEADS, PROVENANCE
-from models.heads.base import HeadShape
-from models.heads.eagle.config import ARCHITECTURE, EagleConfig
-from models.heads.eagle3.config import Eagle3Config
+from models.heads import HEADS
+from models.heads.config import EMBEDDING, PROVENANCE, HeadShape
 
-LAYOUTS = (speculators.FORMAT, vllm_medusa.FORMAT, ibm_mlp.FORMAT)  # and EAGLE-1's, under another architecture name
 ADDED = ("verifier", "own_embedding", "speculative_tokens")  # to the layout of others
 FREE = {"torch_dtype", "speculators_version"}  # may differ from what would be written today
 
@@ -31,20 +28,17 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     values = dict(fields.values)
     added = Fields({key: values.pop(key) for key in ADDED if key in values}, fields.name)
-    layout = next((layout for layout in LAYOUTS if layout.matches(values, ())), None)
-    if values.get("architectures") == [ARCHITECTURE]:
-        layout = safeailab_eagle.FORMAT
-        values["architectures"] = list(safeailab_eagle.ARCHITECTURES[:1])
+    layouts = (head.layout() for head in HEADS.values())
+    layout = next((layout for layout in layouts if layout.matches(values, ())), None)
     if layout is None:
         keys = "architectures, speculators_model_type or model_type"
         raise ValueError(f"{fields.name}: of no head that we know ({', '.join(HEADS)}); {keys} would say which")
     rest = Fields(values, fields.name)
     stated = layout.read(rest, shapes, provided)
     rest.done()
-    config = stated.config
-    if isinstance(config, EagleConfig | Eagle3Config):  # as stated, so that a missing embedding is an error
-        default = config.own_embedding if isinstance(config, EagleConfig) else True
-        config = replace(config, own_embedding=added.take("own_embedding", bool, default))
+    config: Any = stated.config
+    if hasattr(config, "own_embedding"):  # as stated, so that a missing embedding is an error
+        config = replace(config, own_embedding=added.take("own_embedding", bool, True))
     verifier = stated.verifier or speculators.read_verifier(added.need_section("verifier"))
     tokens = stated.speculative_tokens or added.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
     if verifier is None or verifier.architecture is None:
@@ -67,18 +61,15 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
 
     Raises ValueError for a tensor that would be changed.
     """
-    (kind,) = (name for name, head in HEADS.items() if head.config_class is type(config))
-    layout = next((layout for layout in LAYOUTS if kind in layout.heads), safeailab_eagle.FORMAT)
     present = set(tensors)
-    remarks = layout.incoming(tensors, config)
+    remarks = HEADS[config.name].layout().incoming(tensors, config)
     for name in sorted(present & remarks.keys()):
         raise ValueError(f"{name}: {remarks[name]}; Headway would not write that")
     return remarks
 
 
 def optional(config: HeadShape) -> frozenset[str]:
-    shared = isinstance(config, Eagle3Config) and not config.own_embedding
-    return frozenset({EMBEDDING} if shared else ())
+    return frozenset(() if getattr(config, "own_embedding", True) else {EMBEDDING})
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from models.formats.checkpoint import Blame, Format, ParsedConfig
-from models.heads import HEADS, Head
-from models.heads.base import HeadShape
+from models.heads import HEADS
+from models.heads.config import HeadShape
 from models.weights import split_merged
 
 SHOWN = 8
@@ -19,14 +19,10 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32)
 
 
-def head_kind(config: HeadShape) -> type[Head]:
-    return next(kind for kind in HEADS.values() if kind.config_class is type(config))
-
-
 def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
     """Return name -> tensor without storage, for every tensor of our export of such a head."""
     with torch.device("meta"):
-        head = head_kind(config)(config)
+        head = HEADS[config.name].module()(config)
     return split_merged(head, head.checkpoint_layout(), head.merged_sizes())
 
 

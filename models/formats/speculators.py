@@ -9,11 +9,11 @@ from models.fields import Fields
 from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
-from models.heads import EMBEDDING
+from models.heads.config import EMBEDDING
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.p_eagle.config import PEagleConfig
 
-KINDS: dict[str, type[Eagle3Config]] = {"eagle3": Eagle3Config, "peagle": PEagleConfig}
+KINDS: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -82,7 +82,7 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
 
 FORMAT = Format(
     name="speculators",
-    heads=("eagle3", "p-eagle"),
+    heads=tuple(shape.name for shape in KINDS.values()),
     weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,

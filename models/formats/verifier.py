@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from models import heads
 from models.checkpoint import open_tensors, read_config
 from models.config import read_json
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
 from models.gguf.file import is_gguf
+from models.heads import config as head_config
 from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight
 
 
@@ -65,4 +65,4 @@ def weights_of(folder: Path) -> dict[str, Callable[[], Tensor]]:
             raise ValueError(f"{folder}: holds no {name}")
         return tensors[name]
 
-    return {heads.EMBEDDING: lambda: read(EMBEDDING), heads.LM_HEAD: lambda: read(LM_HEAD)}
+    return {head_config.EMBEDDING: lambda: read(EMBEDDING), head_config.LM_HEAD: lambda: read(LM_HEAD)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,49 +31,21 @@ class AttentionShape(NamedTuple):
     head_dim: int
 
 
-class HeadShape(Protocol):
-    """The config of a head, as its config.json states it: one frozen dataclass per head.
-
-    Each also has the class method `for_target(target, **options)`: the config of a new head from the keys of its group
-    in infer/options/head_config.py. Raises ValueError naming the key that does not fit. Reading a config.json is up to
-    models/formats.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...  # of the target
-
-    @property
-    def target_hidden_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...  # of the head's own states
-
-    @property
-    def draft_vocab_size(self) -> int: ...
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...  # hidden states that `fuse` takes, LAST for the final one
-
-    @property
-    def max_depth(self) -> int | None: ...  # how many tokens it can draft; None: unbounded
-
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
-        """Return config.json with every flag written out, because readers disagree on defaults."""
-        ...
-
-
 class Head(nn.Module, ABC):
     """A draft head. Parameters with `requires_grad` are trained; those in `checkpoint_layout` are exported."""
 
-    name: ClassVar[str]  # head=<name>
-    config_class: ClassVar[Any]  # its HeadShape
     parallel: ClassVar[bool] = False
-    config: Any  # of config_class
+    config: Any  # its HeadShape
+
+    @property
+    def name(self) -> str:
+        return self.config.name
 
     @property
     def attention(self) -> AttentionShape | None:
-        """The shape of its attention; None for a head without attention, which keeps no KV."""
-        return None
+        """The shape of its attention; None for a head without decoder layers, which keeps no KV."""
+        layer = getattr(self.config, "layer", None)
+        return layer and AttentionShape(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
     @property
     def dtype(self) -> torch.dtype:

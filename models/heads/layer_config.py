@@ -1,4 +1,4 @@
-"""The config of a head's decoder layer: sizes taken from the target, and their form in a config.json."""
+"""Parts of heads' configs: a decoder layer with sizes taken from the target, its config.json, the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
             f"head.num_heads={layer.num_heads}: must be a multiple of head.num_kv_heads={layer.num_kv_heads}"
         )
     return layer
+
+
+def draft_vocabulary(size: int | None, target: TargetConfig) -> int:
+    """Return the size of the draft vocabulary for `head.draft_vocab_size`; None or too large means all tokens."""
+    return min(size or target.vocab_size, target.vocab_size)
+
+
+def check_draft_vocabulary(size: int, vocab_size: int) -> None:
+    if not 1 <= size <= vocab_size:
+        raise ValueError(f"head.draft_vocab_size={size}: must be 1 to the target's {vocab_size}")
 
 
 def layer_json(layer: TargetConfig) -> dict[str, Any]:

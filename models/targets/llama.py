@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels.decoder import LayerParts
 from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
-from models.config import TargetConfig
+from models.config import LAST, TargetConfig
 from models.fused_decoder import FusedDecoder, parts_of
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
 from models.targets.zero3 import ShardedLayers
@@ -91,9 +91,6 @@ class DecoderLayer(nn.Module):
     def parts(self) -> LayerParts | None:
         """Return the weights for kernels that run whole layers; None where none can."""
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
-
-
-LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
 
 
 class LlamaTarget(nn.Module):

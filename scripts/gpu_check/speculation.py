@@ -20,8 +20,8 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.request import SamplingParams
-from models.heads import load_head
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from scripts.gpu_check import targets

@@ -12,7 +12,7 @@ from torch import nn
 
 from infer.config_checks import REPO_ROOT
 from models.config import TargetConfig, read_json
-from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from scripts.inflation import SHAPES, Shape
@@ -37,16 +37,16 @@ def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> Llama
 
 def random_head(target: LlamaTarget, draft_vocab_size: int) -> Eagle3Head:
     """Return a random head, created on the target's device: a large one would take a minute on a CPU."""
-    aux = (0, 1, 2) if target.config.num_layers < 8 else None
-    config = Eagle3Config.for_target(target.config, draft_vocab_size=draft_vocab_size, aux_layers=aux)
+    aux = [0, 1, 2] if target.config.num_layers < 8 else None
+    config = Eagle3Options(draft_vocab_size=draft_vocab_size, aux_layers=aux).for_target(target.config)
     weight = target.embedding_weight
     return randomised(Eagle3Head, config, weight.dtype, weight.device)
 
 
 def taught_head(target: LlamaTarget) -> Eagle3Head:
     """Return a head initialised from the weights of `target`, on a CPU and not packed; some of its drafts are right."""
-    aux = (0, 1, 2) if target.config.num_layers < 8 else None
-    head = Eagle3Head(Eagle3Config.for_target(target.config, aux_layers=aux))
+    aux = [0, 1, 2] if target.config.num_layers < 8 else None
+    head = Eagle3Head(Eagle3Options(aux_layers=aux).for_target(target.config))
     head.initialise(target, from_target=True)
     return head.requires_grad_(False)
 

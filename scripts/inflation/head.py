@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from models.config import read_json
-from models.heads import save_head
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.files import save_head
 from models.weights import fingerprint, load_into, split_merged
 from scripts.inflation.layers import LIFT, LayerAxes, Noise, layer_tensors, marked_vocabulary, norm, put
 from scripts.inflation.shapes import Axis, Shape, layer_places

@@ -75,7 +75,7 @@ def test_the_losses_of_a_destination_are_said(tmp_path, run, tiny_target_folder)
 
 
 def test_provenance_binds_the_head_to_the_verifier_that_was_given(tmp_path, run, refusal, tiny_target_folder):
-    from models.heads import load_head
+    from models.heads.files import load_head
     from models.targets import load_target
 
     folder = SOURCES["speculators"].write(tmp_path / "in")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.formats import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
+from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads import HEADS
 from tests.formats.sources import SOURCES
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from models.heads import load_head
+from models.heads.files import load_head
 from models.targets import load_target
 from tests.formats.sources import LLAMA, SOURCES
 

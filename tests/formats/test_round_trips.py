@@ -11,7 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.config import RopeConfig, TargetConfig
-from models.formats import FORMATS, Checkpoint, ConversionOptions, Verifier, read_checkpoint, write_checkpoint
+from models.formats.conversion import (
+    FORMATS,
+    Checkpoint,
+    ConversionOptions,
+    Verifier,
+    read_checkpoint,
+    write_checkpoint,
+)
 from models.formats.matching import expected_tensors
 from models.heads.eagle.config import EagleConfig
 from models.heads.eagle3.config import Eagle3Config

@@ -13,8 +13,8 @@ from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run
 from models.config import RopeConfig
-from models.formats import FORMATS, render
-from models.heads import load_head, read_head
+from models.formats.conversion import FORMATS, render
+from models.heads.files import load_head, read_head
 from models.heads.layer_config import reaching
 from models.layers import rope_frequencies
 from models.parallel import Part

@@ -11,7 +11,7 @@ from infer.engine import Engine
 from infer.options.exported_heads import SHIPPED
 from infer.request import SamplingParams
 from models.fetching import MODELS, place_of
-from models.heads import read_head
+from models.heads.files import read_head
 
 FOLDERS = sorted(path.parent for path in SHIPPED.glob("*/heads/*/config.json"))
 BYTES = 40e6  # maximum for all heads of a target together

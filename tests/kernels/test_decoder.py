@@ -13,15 +13,12 @@ from infer.speculation.tree import DraftTree
 from kernels.cpu.library import library
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
-from models.config import ExpertsConfig, RopeConfig, TargetConfig
+from models.config import LAST, ExpertsConfig, RopeConfig, TargetConfig
 from models.fused_decoder import FusedDecoder
-from models.heads.eagle.config import EagleConfig
-from models.heads.eagle.head import EagleHead
-from models.heads.eagle3.config import Eagle3Config
-from models.heads.eagle3.head import Eagle3Head
+from models.heads import HEADS
 from models.layers import pack
 from models.targets.gemma3 import Gemma3Target
-from models.targets.llama import LAST, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.targets.qwen3_moe import Qwen3MoeTarget
 
 PAGE, LENGTH, LAYERS = 16, 90, 3
@@ -194,8 +191,7 @@ def test_what_no_kernel_takes_runs_operation_by_operation():
 def make_head(name, dtype, **options):
     """Return a packed head that has borrowed from a target."""
     target = make(PLAIN)
-    config = EagleConfig if name == "eagle" else Eagle3Config
-    head = (EagleHead if name == "eagle" else Eagle3Head)(config.for_target(PLAIN, **options))
+    head = HEADS[name](**options).make(PLAIN)
     torch.manual_seed(1)
     for parameter_name, parameter in head.named_parameters():
         scale, offset = (0.1, 1.0) if "norm" in parameter_name else (parameter.shape[-1] ** -0.5, 0.0)

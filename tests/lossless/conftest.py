@@ -7,7 +7,7 @@ import torch
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from models.heads import load_head, save_head
+from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.interpreted import scaled

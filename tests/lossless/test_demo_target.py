@@ -11,7 +11,7 @@ from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.demo.corpus import held_out_prompts
-from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ MODES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_identical_token_ids_on_held_out_prompts(dtype):
     target = load_target(str(DEMO), dtype=dtype)
-    config = Eagle3Config.for_target(target.config, draft_vocab_size=1024)
+    config = Eagle3Options(draft_vocab_size=1024).for_target(target.config)
     head = Eagle3Head(config)
     head.set_vocabulary(*build_draft_vocab(torch.arange(target.config.vocab_size).flip(0), 1024, [0]))
     head.initialise(target, from_target=True)

@@ -13,7 +13,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
-from models.heads import load_head, save_head
+from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import VARIANTS, make_head
 from train.objectives.draft_states import draft_states

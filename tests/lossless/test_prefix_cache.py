@@ -127,7 +127,7 @@ def test_tenants_share_nothing(make_engine):
 
 
 def test_another_head_finds_no_pages_of_the_last_one(make_engine, tiny_head_folder):
-    from models.heads import load_head
+    from models.heads.files import load_head
 
     engine = make_engine(page_size=PAGE)
     prompt = make_prompts()[-1]

@@ -14,12 +14,11 @@ import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.options.head_config import Eagle3HeadConfig, EagleHeadConfig
 from infer.parallel.comm import RankLost
 from infer.request import SamplingParams
-from models.heads import save_head
-from models.heads.eagle.config import EagleConfig
-from models.heads.eagle.head import EagleHead
+from models.heads import HEADS
+from models.heads.config import HeadConfig
+from models.heads.files import save_head
 from tests.unit.test_targets import randomise_biases_and_norms
 
 PAGE, TOKENS = 8, 16
@@ -68,7 +67,7 @@ def expected(tiny_target_folder, dtype):
 
 @pytest.mark.parametrize("shape", [{}, {"tree": "beam:4x3"}], ids=["chain", "tree"])
 def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, expected, shape):
-    head = Eagle3HeadConfig(name="eagle3", path=str(tiny_head_folder))
+    head = HeadConfig(name="eagle3", path=str(tiny_head_folder))
     engine = load(tiny_target_folder, dtype, 2, "head", head, **shape)
     try:
         with counted(engine) as calls:
@@ -84,12 +83,12 @@ def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, 
 
 
 def test_a_head_that_borrows_the_lm_head(tiny_target, tiny_target_folder, tmp_path):
-    head = EagleHead(EagleConfig.for_target(tiny_target.config))
+    head = HEADS["eagle"]().make(tiny_target.config)
     head.initialise(tiny_target, from_target=True)
     provenance = {"target_fingerprint": tiny_target.fingerprint}
     metadata = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM"}
     save_head(head, tmp_path, **metadata, speculative_tokens=4, provenance=provenance)
-    config = EagleHeadConfig(name="eagle", path=str(tmp_path))
+    config = HeadConfig(name="eagle", path=str(tmp_path))
     wanted = generate_twice(load(tiny_target_folder, "float32", 1, "head", config))
     engine = load(tiny_target_folder, "float32", 2, "head", config)
     try:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig, ServerConfig
-from infer.options.head_config import HeadConfig
+from models.heads.config import HeadConfig
 from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.talking import CALL, make_talking_target, style_folder

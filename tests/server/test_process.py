@@ -22,8 +22,8 @@ import pytest
 
 from infer.config import ModelConfig, ProposerConfig
 from infer.engine.loading import load_parts
-from infer.options.head_config import HeadConfig
 from infer.server.address import bind
+from models.heads.config import HeadConfig
 from tests.server.dying_server import DYING_SEED
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
@@ -79,7 +79,7 @@ def full_disk(limit: int) -> Iterator[None]:
 
 def make_head(target: LlamaTarget, responses: Sequences, *, vocab: int = 128, **flags: bool) -> Eagle3Head:
     """Return a random head for `target`, which must not be packed."""
-    head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=vocab, **flags))
+    head = Eagle3Head(Eagle3Options(draft_vocab_size=vocab, **flags).for_target(target.config))
     head.set_vocabulary(*build_draft_vocab(responses.counts(target.config.vocab_size), vocab, forced_ids=[0]))
     head.initialise(target, from_target=False, seed=1)
     return head

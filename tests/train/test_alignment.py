@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from models.heads.p_eagle.config import PEagleObjectiveConfig
 from train.objectives import alignment
 
 # position         0  1  2  3  4  5  6  7
@@ -64,7 +65,8 @@ def test_p_eagle_depth_k_stands_k_positions_after_its_slot() -> None:
     ],
 )
 def test_deeper_depths_are_trained_on_fewer_slots(slots: int, ratio: float, min_ratio: float, sizes: list[int]) -> None:
-    assert alignment.sample_sizes(slots, 8, ratio, min_ratio) == sizes
+    config = PEagleObjectiveConfig(ratio=ratio, min_ratio=min_ratio)
+    assert alignment.sample_sizes(slots, map(config.slot_share, range(8))) == sizes
 
 
 def test_served_slots() -> None:

@@ -11,9 +11,9 @@ import torch
 from infer.cli import compose
 from infer.kvcache.memory import weight_bytes
 from kernels.quantise import NarrowFormat, quantise, widen
+from models.config import LAST
 from models.layers import Linear, pack
 from models.targets import load_target
-from models.targets.llama import LAST
 from train.checkpoint import latest_checkpoint, load_file
 from train.config import TrainConfig
 from train.data.sequences import Sequences

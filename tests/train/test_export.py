@@ -11,8 +11,8 @@ import torch
 
 from infer.cli import compose
 from infer.request import SpeculationStats
-from models.heads import load_head
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.files import load_head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget

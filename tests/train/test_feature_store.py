@@ -15,8 +15,9 @@ import torch
 
 from infer.cli import compose
 from infer.engine import Engine
+from models.config import LAST
 from models.targets import load_target
-from models.targets.llama import LAST, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from tests.conftest import MakeTarget
 from tests.train.launching import ROOT

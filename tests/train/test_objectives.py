@@ -25,8 +25,8 @@ from train.features.online import Features, compute_features, target_features
 from train.objectives import alignment
 from train.objectives.base import Objective
 from train.objectives.draft_states import draft_states
+from train.objectives.joint import JointObjective
 from train.objectives.losses.functions import overlap, slot_losses
-from train.objectives.medusa import MedusaTogether
 from train.objectives.teacher import Teacher, teach
 
 K = 4
@@ -134,7 +134,8 @@ def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTa
     head = make_head(tiny_target, "medusa, truncated", num_heads=K)
     alone = make_objective(head, "medusa", steps=K)
     config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", steps=K, heads_first=0.25, heads_weight=0.3, lora_rank=4)
-    objective = MedusaTogether(head, config, load_target(str(tiny_target_folder)), seed=3)
+    objective = JointObjective(head, config)
+    objective.adapt_target(load_target(str(tiny_target_folder)), seed=3)
     features = features_of(head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
     args = (batch, features, teacher, objective.denominators(batch), True, None)
@@ -247,7 +248,7 @@ def test_p_eagles_sample_is_nested_and_stands_for_all_slots(
     head = make_head(tiny_target, "p-eagle, one layer")
     objective = make_objective(head, "p-eagle", steps=K, ratio=0.5, min_ratio=0.3)
     columns = objective.columns(5, 45, torch.Generator().manual_seed(0))
-    assert [len(column) for column in columns] == alignment.sample_sizes(40, K, 0.5, 0.3) == [40, 20, 12, 12]
+    assert [len(column) for column in columns] == objective.sample_sizes(40) == [40, 20, 12, 12]
     for before, column in itertools.pairwise(columns):
         assert set(column.tolist()) <= set(before.tolist())
         assert column.tolist() == sorted(column.tolist())
@@ -378,7 +379,8 @@ def test_checkpointing_medusa_2_is_of_the_targets_layers(
         head = make_head(tiny_target, "medusa, truncated", num_heads=K)
         overrides = ["head=medusa", f"head.num_heads={K}", "eval_draft_tokens=1", "objective=medusa-2"]
         config = compose("train", TrainConfig, [*overrides, f"objective.checkpointing={checkpointing}"]).objective
-        module = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
+        module = JointObjective(head, config)
+        module.adapt_target(load_target(str(tiny_target_folder)))
         generator = torch.Generator().manual_seed(0)
         for name, parameter in module.target.named_parameters():
             if name.endswith("lora_b"):

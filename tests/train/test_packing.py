@@ -22,7 +22,7 @@ from train.features.online import CachedFeatures, Features, compute_features
 from train.loop import train
 from train.objectives import alignment
 from train.objectives.base import Objective
-from train.objectives.medusa import MedusaTogether
+from train.objectives.joint import JointObjective
 from train.objectives.teacher import teach
 from train.publishing.trackers import read_metrics
 
@@ -145,7 +145,8 @@ def test_the_adapted_target_too(tiny_target: LlamaTarget, tiny_target_folder: Pa
 
     head = make_head(tiny_target, "medusa")
     config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", lora_rank=2, reduction="sequence")
-    objective = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
+    objective = JointObjective(head, config)
+    objective.adapt_target(load_target(str(tiny_target_folder)))
     for name, parameter in objective.target.named_parameters():
         if name.endswith("lora_b"):
             parameter.data.fill_(0.01)

@@ -17,6 +17,7 @@ from infer.config import ModelConfig, ProposerConfig, ServeConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_overrides, python_command
+from infer.options.exported_heads import export_folder
 from infer.options.literal_text import literal_overrides
 from tests.train.running import SETTINGS, run
 from train.publishing.provenance import portable
@@ -65,7 +66,7 @@ def test_the_last_line_serves_the_head(trained: tuple[Path, Path], root: Path) -
     line = (root / "said").read_text().strip().splitlines()[-1]
     config = serve_config(line.removeprefix("serve it: "))
     assert (config.model.name, config.model.path) == ("mine", str(target))
-    assert config.head.folder(config.output_dir, config.model.name) == export
+    assert export_folder(config.head, config.output_dir, config.model.name) == export
     engine = Engine.load(
         config.model, config.head, config.engine, ProposerConfig(name="head"), output_dir=config.output_dir
     )
@@ -83,7 +84,7 @@ def test_the_cards_commands_serve_it_once_they_are_filled_in(
     )
     filled = [word.replace(TARGET_FOLDER, str(target)).replace(HEAD_FOLDER, str(export)) for word in shlex.split(serve)]
     config = serve_config(shlex.join(filled))
-    assert config.head.folder(config.output_dir, config.model.name) == export
+    assert export_folder(config.head, config.output_dir, config.model.name) == export
     _, script, *options = shlex.split(compare.replace(TARGET_FOLDER, "X").replace(HEAD_FOLDER, "Y"))
     options = [{"model=X": f"model={target}", "head.path=Y": f"head.path={export}"}.get(word, word) for word in options]
     monkeypatch.setattr(sys, "argv", [script, *options, "prompt=a b", "max_tokens=4", "proposer.adaptive=false"])

@@ -21,9 +21,9 @@ from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.engine import Engine
 from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
-from models.heads import load_head
+from models.config import LAST
+from models.heads.files import load_head
 from models.targets import load_target
-from models.targets.llama import LAST
 from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import assert_equal, run
 from train import schedule

@@ -14,8 +14,9 @@ from infer.cli import compose
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
+from models.config import LAST
 from models.targets import load_target
-from models.targets.llama import LAST, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
 from tests.conftest import MakeTarget
 from tests.gguf_writing import write_gguf

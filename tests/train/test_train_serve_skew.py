@@ -22,10 +22,12 @@ from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.budget import Budget
 from infer.speculation.proposers import head_proposer
 from models.attention import CausalAttention
-from models.heads import HEADS, load_head, save_head
+from models.config import LAST
+from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.files import load_head, save_head
 from models.targets import load_target
-from models.targets.llama import LAST, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import target_ids
 from tests.conftest import MakeTarget
@@ -262,8 +264,7 @@ def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
     variant: str, engine: Engine, tiny_target: LlamaTarget, batch: Batch, tmp_path: Path
 ) -> None:
     name, options = VARIANTS[variant]
-    kind = HEADS[name]
-    head = kind(kind.config_class.for_target(tiny_target.config, **options | {"draft_vocab_size": 40}))
+    head = HEADS[name](**options | {"draft_vocab_size": 40}).make(tiny_target.config)
     used = torch.arange(40) * 9
     head.set_vocabulary(used - torch.arange(40), torch.isin(torch.arange(384), used))
     head.initialise(tiny_target, from_target=False)
@@ -403,7 +404,7 @@ def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTa
     """Not even for a target that has one: in training and in serving a head sees all positions."""
     windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
     name, options = VARIANTS[variant]
-    head = HEADS[name](HEADS[name].config_class.for_target(windowed, **options))
+    head = HEADS[name](**options).make(windowed)
     head.initialise(tiny_target, from_target=False)
     windows: list[int | None] = []
 

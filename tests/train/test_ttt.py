@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from infer.engine import Engine
 from models.attention import TrainingTimeTestAttention
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.objectives import TttConfig
 from models.targets.llama import LlamaTarget
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, compute_features
-from train.objective_config import TttConfig
 from train.objectives import alignment, teacher
 from train.objectives.base import StepSums
 from train.objectives.draft_states import draft_states

@@ -19,6 +19,8 @@ import yaml
 from infer import config as infer_config
 from infer.cli import CONF, compose, groups_of, help_text, load_config, save_config
 from infer.options import removed_keys
+from infer.options.exported_heads import export_folder
+from models.heads import HEADS
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,16 +207,15 @@ def test_mistakes_are_errors_that_name_them(command: str, overrides: list[str], 
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize(("head", "objective"), sorted(train_config.DEFAULT_OBJECTIVE.items()))
-def test_a_head_chooses_its_objective_unless_one_is_given(head: str, objective: str) -> None:
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_chooses_its_objective_unless_one_is_given(head: str) -> None:
     def chosen(*overrides: str) -> str:
         return compose("train", train_config.TrainConfig, overrides).objective.name
 
-    assert chosen(f"head={head}") == objective
-    for other, heads in train_config.TRAINS.items():
-        if head in heads:
-            steps = ["objective.steps=4"] if (head, other) == ("mlp", "ttt") else []
-            assert chosen(f"head={head}", f"objective={other}", *steps) == other
+    assert chosen(f"head={head}") == next(iter(HEADS[head].objectives))
+    for other in HEADS[head].objectives:
+        steps = ["objective.steps=4"] if (head, other) == ("mlp", "ttt") else []
+        assert chosen(f"head={head}", f"objective={other}", *steps) == other
     assert chosen("experiment=demo-eagle3-hour") == "ttt"
 
 
@@ -324,9 +325,9 @@ def test_relative_paths_count_from_the_repository(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     config = compose("serve", infer_config.ServeConfig, ["model=demo", "head=eagle3"])
     assert config.model.path_or_hub_id == str(ROOT / "models" / "demo")
-    assert config.head.folder(config.output_dir, "demo") == ROOT / "outputs" / "heads" / "demo" / "eagle3"
+    assert export_folder(config.head, config.output_dir, "demo") == ROOT / "outputs" / "heads" / "demo" / "eagle3"
     hub = compose("serve", infer_config.ServeConfig, ["model=llama3-8b"])
     assert hub.model.path_or_hub_id == "meta-llama/Meta-Llama-3-8B-Instruct"
     local = compose("serve", infer_config.ServeConfig, [f"head.path={tmp_path}", f"model.path={tmp_path}"])
-    assert local.head.folder(local.output_dir, "demo") == tmp_path
+    assert export_folder(local.head, local.output_dir, "demo") == tmp_path
     assert local.model.path_or_hub_id == str(tmp_path)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.heads import load_head
-from models.heads.eagle3.config import FLAGS, Eagle3Config
+from models.heads.eagle3.config import FLAGS, Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.files import load_head
 from models.targets import load_target
 
 
@@ -32,7 +32,7 @@ def edit(folder, **changes):
 
 
 def test_round_trip_keeps_every_bit(tiny_head_folder, tiny_target):
-    from models.heads import save_head
+    from models.heads.files import save_head
 
     head = load_head(tiny_head_folder, target=tiny_target)
     again = tiny_head_folder.parent / "again"
@@ -88,7 +88,7 @@ def test_the_files_are_what_vllm_reads(tiny_head_folder, tiny_target):
 
 
 def test_a_full_draft_vocabulary_writes_no_maps(tiny_target):
-    head = Eagle3Head(Eagle3Config.for_target(tiny_target.config, draft_vocab_size=10**6))
+    head = Eagle3Head(Eagle3Options(draft_vocab_size=10**6).for_target(tiny_target.config))
     assert head.config.draft_vocab_size == 384
     assert not {"d2t", "t2d"} & set(head.checkpoint_layout())
     assert torch.equal(head.draft_to_target(torch.arange(384)), torch.arange(384))
@@ -141,6 +141,6 @@ def test_an_absent_head_says_how_to_get_one(tmp_path):
 
 def test_draft_vocab_and_layer_ids_are_checked(tiny_target):
     with pytest.raises(ValueError, match=r"head\.aux_layers=\[1, 8\]"):
-        Eagle3Config.for_target(tiny_target.config, aux_layers=[1, 8])
+        Eagle3Options(aux_layers=[1, 8]).for_target(tiny_target.config)
     with pytest.raises(ValueError, match="fc_norm"):
-        Eagle3Config.for_target(tiny_target.config, norm_before_fc=True, fc_norm=True)
+        Eagle3Options(norm_before_fc=True, fc_norm=True)

@@ -6,8 +6,8 @@ import pytest
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams
+from models.heads.config import HeadConfig
 from models.targets import load_target
 
 

@@ -11,7 +11,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
-from models.heads.eagle3.config import Eagle3Config
+from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets import ARCHITECTURES, load_target
 from models.targets.writing import save_target
@@ -113,7 +113,7 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
     token_ids = {}
     for proposer in ("none", "ngram", "head"):
         target = load_target(str(folder), dtype=dtype)
-        head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=200, aux_layers=(0, 1, 3)))
+        head = Eagle3Head(Eagle3Options(draft_vocab_size=200, aux_layers=[0, 1, 3]).for_target(target.config))
         head.set_vocabulary(*build_draft_vocab(torch.arange(384) % 11, 200, [0]))
         head.initialise(target, from_target=True)
         small = EngineConfig(max_batch=1 if proposer == "none" else 3, prefill_chunk=32, max_rows=128)

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from infer.config import SCHEMAS
 from infer.engine import Engine
-from infer.options.head_config import NewHeadConfig
 from models.attention import CausalAttention
-from models.heads import HEADS, load_head, save_head
+from models.config import LAST
+from models.heads import HEADS
+from models.heads.config import NewHeadConfig
+from models.heads.files import load_head, save_head
 from models.targets import load_target
-from models.targets.llama import LAST
 from tests.heads import DRAFT_VOCAB, VARIANTS, make_head
 
 H, V = 64, 384
@@ -237,12 +238,11 @@ def test_the_last_hidden_state_is_what_the_lm_head_reads(tiny_target):
         ("eagle3", {"num_heads": 3, "num_kv_heads": 2}, "head.num_heads=3: must be a multiple of head.num_kv_heads=2"),
         ("eagle3", {"hidden_size": 32, "embed_requires_grad": False}, "head.embed_requires_grad=false: needs a head"),
         ("p-eagle", {"mask_token_id": 384}, "head.mask_token_id=384: must be a token of the target's 384"),
-        ("mlp", {"n_predict": 3, "top_k_tokens_per_head": [5, 4]}, "must be as many as head.n_predict=3"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(tiny_target, name, options, message):
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        HEADS[name].config_class.for_target(tiny_target.config, **options)
+        HEADS[name](**options).for_target(tiny_target.config)
     assert message in str(error.value)
 
 
@@ -266,7 +266,7 @@ def test_medusa_starts_as_the_lm_head_and_mlp_at_its_variances(tiny_target):
     for depth in range(5):
         with torch.no_grad():
             assert torch.allclose(medusa.logits(features, depth), wanted, atol=1e-5)
-    mlp = HEADS["mlp"](HEADS["mlp"].config_class.for_target(tiny_target.config, inner_dim=2048, n_predict=3))
+    mlp = HEADS["mlp"](inner_dim=2048, n_predict=3).make(tiny_target.config)
     mlp.initialise(tiny_target, from_target=False)
     assert mlp.emb[0].weight.std().item() == pytest.approx(2048**-0.5, rel=0.02)
     # variance: each state is sw * (previous state) + ew * (token), and half of the first one's is left after the last

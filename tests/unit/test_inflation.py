@@ -11,10 +11,10 @@ import torch
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.options.head_config import Eagle3HeadConfig
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json
+from models.heads.config import HeadConfig
 from models.targets import load_target
 from scripts import inflate_demo
 from scripts.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_of, write_target
@@ -132,7 +132,7 @@ def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_tar
     for model, head in ((tiny_target_folder, tiny_head_folder), (out, out / "eagle3")):
         engine = Engine.load(
             ModelConfig(name="wide", path=str(model)),
-            Eagle3HeadConfig(name="eagle3", path=str(head)),
+            HeadConfig(name="eagle3", path=str(head)),
             proposer=ProposerConfig(name="head"),
         )
         (completion,) = engine.generate(["import os"], SamplingParams(max_tokens=16))

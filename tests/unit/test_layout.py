@@ -154,8 +154,8 @@ ROOTS = {
         "__init__", "chat", "cli", "config", "config_checks", "environment", "follower", "generate", "request", "serve",
     },
     "train": {
-        "__init__", "acceptance", "checkpoint", "config", "evaluation", "loop", "objective_config",
-        "run", "schedule", "signals", "step_clock",
+        "__init__", "acceptance", "checkpoint", "config", "evaluation", "loop", "run", "schedule", "signals",
+        "step_clock",
     },
 }  # fmt: skip
 

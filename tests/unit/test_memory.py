@@ -65,7 +65,7 @@ def test_weights_are_counted_once_packed_or_not(target):
 
 
 def test_the_engine_takes_what_it_planned(tiny_target_folder, tiny_head_folder, monkeypatch):
-    from models.heads import load_head
+    from models.heads.files import load_head
 
     target = load_target(str(tiny_target_folder))
     small = EngineConfig(max_tokens_in_cache=4096)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from infer.cli import compose
 from infer.config import ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams
 from models.attention import CausalAttention
+from models.heads.config import HeadConfig
 from models.parallel import Part
 from models.quantised import read_scheme
 from models.targets import load_target

@@ -18,6 +18,13 @@ print([name for name in ("accelerate", "sympy", "torch._dynamo", "transformers")
 """
 
 
+def test_schemas_of_heads_load_no_torch() -> None:
+    """A command line is checked, and --help printed, before anything needs it."""
+    code = "import sys, infer.cli, train.config, models.heads; print('torch' in sys.modules)"
+    started = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert started.stdout == "False\n"
+
+
 def test_an_engine_with_a_head_loads_no_compiler(tiny_target_folder: Path, tiny_head_folder: Path) -> None:
     command = [sys.executable, "-c", CODE, str(tiny_target_folder), str(tiny_head_folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -19,8 +19,7 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.config import read_json
 from models.formats.verifier import weights_of
-from models.heads.eagle.config import EagleConfig
-from models.heads.eagle.head import EagleHead
+from models.heads import HEADS
 from models.parallel import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
 from models.targets.tying import EMBEDDING, LM_HEAD
@@ -180,7 +179,7 @@ def test_a_head_borrows_the_lm_head_that_is_kept(contradicting: Path) -> None:
     texts = []
     for proposer in ("none", "head"):
         target = load_target(str(contradicting))
-        head = EagleHead(EagleConfig.for_target(target.config))
+        head = HEADS["eagle"]().make(target.config)
         head.initialise(target, from_target=True)
         head.borrow(target)
         assert head.borrowed.lm_head is target.lm_head

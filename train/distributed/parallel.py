@@ -53,8 +53,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes silently never synchronise
     # without an explicit backend accelerate sees a single process under DeepSpeed on a CPU
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=PATIENCE)
-    # While Medusa-2 trains only the heads, its adapters get no gradient.
-    wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.objective.name == "medusa-2")
+    # While a joint objective trains only the heads, its adapters get no gradient.
+    wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.trains_target)
     accelerator = Accelerator(
         cpu=on_cpu and not zero,
         mixed_precision="bf16" if config.precision == "bf16" and not zero else "no",

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kernels.quantise import quantise
-from models.targets.llama import LAST, LlamaTarget
+from models.config import LAST
+from models.targets.llama import LlamaTarget
 from train.config import OfflineFeaturesConfig
 from train.features.online import Features, TopTokens, stored_layers
 from train.objectives import teacher

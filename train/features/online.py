@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.attention import CausalAttention
-from models.targets.llama import LAST, LlamaTarget
+from models.config import LAST
+from models.targets.llama import LlamaTarget
 from train.config import FeaturesConfig, OnlineFeaturesConfig
 from train.data.sequences import Batch, Sequences
 from train.objectives import alignment

@@ -14,6 +14,8 @@ drafts t[i+2+k]. Independent of models and losses; every function takes `[..., T
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -85,12 +87,9 @@ def at(x: Tensor, slots: Tensor) -> Tensor:
     return x.gather(1, slots.view(*slots.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def sample_sizes(slots: int, steps: int, ratio: float, min_ratio: float) -> list[int]:
-    """Return on how many of `slots` each depth d of a parallel head is trained: a share of max(ratio ** d, min_ratio).
-
-    Each depth's slots are a subset of those of the depth before (arXiv 2602.01469); at least one, if there is any.
-    """
-    return [min(slots, max(1, round(slots * max(ratio**depth, min_ratio)))) for depth in range(steps)]
+def sample_sizes(slots: int, shares: Iterable[float]) -> list[int]:
+    """Return on how many of `slots` each depth is trained, given the depths' shares: one at least, if there is any."""
+    return [min(slots, max(1, round(slots * share))) for share in shares]
 
 
 def teacher_rows(assistant: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The base class of objectives: pairs every slot and depth with its teacher row, and sums the losses.
+"""Objectives: pair every slot and depth with its teacher row, and sum the losses.
 
-A subclass defines the loss of a slot (`loss`, `share`, `state_costs`) and, if needed, the slots that each depth is
-trained on (`columns`). Losses are sums, not means, so accumulated and distributed batches add up to the loss of one
-large batch.
+`Objective` computes the loss of the logits that its config names. A subclass defines another loss of a slot (`share`,
+`logit_costs`, `state_costs`). Losses are sums, not means, so accumulated and distributed batches add up to the loss of
+one large batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from kernels import vocabulary
 from kernels.cpu.library import KINDS
 from models.heads.base import Head
+from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear
 from models.targets.llama import LlamaTarget
 from train.data.sequences import Batch
 from train.features.online import Features
-from train.objective_config import ObjectiveConfig
 from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.draft_states import draft_states
@@ -55,7 +55,7 @@ class Pairs(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Base class; holds the head, so that a distributed wrapper around this module sees every use of its parameters."""
+    """Holds the head, so that a distributed wrapper around this module sees every use of its parameters."""
 
     def __init__(self, head: Head, config: Any) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ class Objective(nn.Module):
     @property
     def loss(self) -> str:
         """The name of the loss of the logits, as in `losses.functions.slot_losses`."""
-        return "kl"
+        return self.config.loss
 
     def share(self, teacher: Teacher) -> Tensor:
-        """Return the weight of each slot's loss of the logits, `[N]`; one by default."""
-        return torch.ones_like(teacher.mass)
+        """Return the weight of each slot's loss of the logits, `[N]`."""
+        return teacher.in_vocab.float() if self.config.drop_out_of_vocab else torch.ones_like(teacher.mass)
 
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor | None:
         """Return the loss of the states `[N, S]` themselves per slot, `[N]`; None if there is none."""
@@ -125,7 +125,11 @@ class Objective(nn.Module):
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:
         """Return the slots that each depth is trained on, each a subset of the depth before; None for all slots."""
-        return None
+        if not self.config.sampled:
+            return None
+        sizes = alignment.sample_sizes(length - first, map(self.config.slot_share, range(self.steps)))
+        order = torch.randperm(length - first, generator=generator, device=generator.device)
+        return [first + order[:size].sort().values for size in sizes]
 
     def denominators(self, batch: Batch) -> Tensor:
         """Return the divisor of each step's sum, `[K]`, which is known before any forward."""

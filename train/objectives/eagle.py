@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.objective_config import EagleObjectiveConfig
+from models.heads.eagle.config import EagleObjectiveConfig
 from train.objectives.base import Objective
 from train.objectives.teacher import Teacher
 

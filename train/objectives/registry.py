@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from train.objectives.base import Objective
 from train.objectives.eagle import FeatureRegression
-from train.objectives.medusa import MedusaHeads, MedusaTogether
-from train.objectives.mlp import NextTokens
-from train.objectives.p_eagle import ParallelDrafting
-from train.objectives.ttt import TrainingTimeTest
+from train.objectives.joint import JointObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    "ttt": TrainingTimeTest,
+    "ttt": Objective,
     "eagle": FeatureRegression,
-    "medusa": MedusaHeads,
-    "medusa-2": MedusaTogether,
-    "mlp": NextTokens,
-    "p-eagle": ParallelDrafting,
+    "medusa": Objective,
+    "medusa-2": JointObjective,
+    "mlp": Objective,
+    "p-eagle": Objective,
 }

@@ -21,7 +21,6 @@ from train.config import TrainConfig
 from train.data.sequences import Batch
 from train.objectives.base import Objective
 from train.objectives.draft_states import draft_states
-from train.objectives.medusa import MedusaHeads
 from train.objectives.registry import OBJECTIVES
 from train.objectives.teacher import SharedLogits, Teacher
 from train.preparation.head import make_head
@@ -61,18 +60,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
-    """Return the objective around a head on the meta device, like `target`; for Medusa-2 that of the heads alone."""
+    """Return the objective around a head on the meta device, like `target`; a joint objective does not adapt it."""
     with torch.device("meta"):
         head = make_head(config.head, target.config)
         head.borrow(target)
-        kind = MedusaHeads if config.objective.name == "medusa-2" else OBJECTIVES[config.objective.name]
-        return kind(head, config.objective)
+        return OBJECTIVES[config.objective.name](head, config.objective)
 
 
 def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -> int:
     """Return the peak bytes beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
 
-    `target` is on the meta device too. For Medusa-2 only the heads are profiled.
+    `target` is on the meta device too. Of a joint objective only the heads are profiled.
     """
     objective = meta_objective(config, target)
     head, ids = objective.head, torch.zeros(rows, length, dtype=torch.int64)

@@ -14,6 +14,7 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS
 from models.heads.base import Head
+from models.heads.objectives import JointObjectiveConfig
 from models.layers import Linear
 from models.lora import linear_layers
 from models.targets import LAYERS
@@ -21,7 +22,6 @@ from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
 from train.config import WHOLE, TrainConfig
 from train.features.online import feature_bytes, fits_cache
-from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import teacher
 from train.planning.activations import meta_objective, rehearse
 from train.planning.shapes import processes
@@ -59,7 +59,7 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
     """Return the bytes of head, gradients and optimiser, sharded as `parallel` says, and of copies of the head."""
     trained, frozen = parameters(head)
     name, total = config.parallel.name, trained + frozen
-    if isinstance(config.objective, Medusa2ObjectiveConfig):
+    if isinstance(config.objective, JointObjectiveConfig):
         trained += adapter_parameters(target, config.objective)
     num_bytes = trained * STATE + frozen * VALUE
     if name == "ddp":
@@ -90,19 +90,19 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     learning = rehearse(config, target, rows, length)
     if on_gpu:  # its kernel stores no attention scores, the only part quadratic in length
         learning = min(learning, 2 * rehearse(config, target, 2 * rows, max(1, length // 2)) - learning)
-    if isinstance(config.objective, Medusa2ObjectiveConfig):
+    if config.trains_target:
         learning += sizes.num_layers * layer + chunk  # the target's activations, through which gradients flow
     return max(layer, teaching, learning)
 
 
 def copies_of_target(target: LlamaTarget, config: TrainConfig) -> int:
-    """Return the bytes of Medusa-2's target copies: an unpacked one in training, in evaluation another, merged one."""
-    if not isinstance(config.objective, Medusa2ObjectiveConfig):
+    """Return the bytes of copies of a target that is trained too: unpacked in training, merged in evaluation."""
+    if not config.trains_target:
         return 0
     return 2 * sum(p.numel() * p.element_size() for p in target.parameters())
 
 
-def adapter_parameters(target: LlamaTarget, objective: Medusa2ObjectiveConfig) -> int:
+def adapter_parameters(target: LlamaTarget, objective: JointObjectiveConfig) -> int:
     adapted = [layer for _, name, layer in linear_layers(target.layers) if name in objective.lora_on]
     return sum(objective.lora_rank * (layer.in_features + layer.out_features) for layer in adapted)
 

@@ -19,13 +19,13 @@ import torch
 from infer.config_checks import resolve_path
 from infer.engine.loading import resolve_device
 from infer.kvcache.memory import free_bytes
+from models.heads import HEADS
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
-from train.config import OWN_WEIGHTS, OfflineFeaturesConfig, RowsDataConfig, TrainConfig
+from train.config import OfflineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data.prompts import longest_prompt, read_prompts
 from train.features.layout import Layout
-from train.objective_config import PEagleObjectiveConfig
 from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
 from train.planning.refusals import refusals
 from train.planning.shapes import processes, shapes
@@ -203,12 +203,8 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
 
 def uses_of_weights(config: TrainConfig, head: Head) -> float:
     """Return how often a training step multiplies by each weight of the head, per token."""
-    objective, depths = config.objective, config.objective.steps or head.config.max_depth or 1
-    if head.name in OWN_WEIGHTS:
-        return 1
-    if isinstance(objective, PEagleObjectiveConfig):
-        return sum(max(objective.ratio**depth, objective.min_ratio) for depth in range(depths))
-    return depths
+    depths = config.objective.steps or head.config.max_depth or 1
+    return 1 if HEADS[head.name].separate_depths else sum(map(config.objective.slot_share, range(depths)))
 
 
 def active_parameters(target: LlamaTarget) -> int:

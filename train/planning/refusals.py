@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from infer.config_checks import resolve_path
-from models.heads import read_head
+from models.heads.files import read_head
+from models.heads.objectives import JointObjectiveConfig
 from models.lora import refuse_unknown_layers
 from models.tokenizer import Tokenizer
 from train.checkpoint import latest_checkpoint, read_state
@@ -18,7 +19,6 @@ from train.data.answer_server import check_server
 from train.data.folder import FAILED, SOURCE, TRAIN
 from train.features.layout import Layout
 from train.features.store import origin, refuse_other_store, wider_layout
-from train.objective_config import Medusa2ObjectiveConfig
 from train.planning.shapes import Shapes, processes, shapes
 from train.preparation.head import refuse_other_shape
 from train.publishing.export import check_room
@@ -93,7 +93,7 @@ def tracker_works(config: TrainConfig, meta_shapes: Shapes) -> None:
 
 
 def layers_exist(config: TrainConfig, meta_shapes: Shapes) -> None:
-    if isinstance(config.objective, Medusa2ObjectiveConfig):
+    if isinstance(config.objective, JointObjectiveConfig):
         refuse_unknown_layers(meta_shapes.target.layers, config.objective.lora_on)
 
 
@@ -126,10 +126,10 @@ def processes_are_the_runs(config: TrainConfig, meta_shapes: Shapes) -> None:
 
 
 def export_has_room(config: TrainConfig, meta_shapes: Shapes) -> None:
-    """Check the disk space for the export; with Medusa-2 a target is published beside the head."""
+    """Check the disk space for the export; a target that is trained too is published beside the head."""
     target = meta_shapes.target
     size = sum(value.numel() * value.element_size() for value in target.parameters())
-    extra_bytes = size if isinstance(config.objective, Medusa2ObjectiveConfig) else 0
+    extra_bytes = size if config.trains_target else 0
     check_room(config, meta_shapes.head, target, extra_bytes)
 
 

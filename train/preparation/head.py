@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 from infer.config_checks import resolve_path
-from infer.options.head_config import HeadConfig, NewHeadConfig
 from models.config import TargetConfig
-from models.heads import HEADS, load_head
-from models.heads.base import Head, HeadShape
+from models.heads.base import Head
+from models.heads.config import HeadConfig, HeadShape, NewHeadConfig
+from models.heads.files import load_head
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab
 from train.config import TrainConfig
 from train.data.sequences import Sequences
-from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives.base import Objective
-from train.objectives.medusa import MedusaTogether
+from train.objectives.joint import JointObjective
 from train.objectives.registry import OBJECTIVES
 from train.preparation.target import unpacked_target
 
 
 def make_head(config: HeadConfig, target: TargetConfig) -> Head:
     """Make a head of the target's sizes, without vocabulary. Raises ValueError if settings do not fit the target."""
-    kind, common = HEADS[config.name], {field.name for field in fields(NewHeadConfig)}
-    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
-    return kind(kind.config_class.for_target(target, **options))
+    assert isinstance(config, NewHeadConfig)
+    return config.make(target)
 
 
 def make_objective(config: TrainConfig, head: Head) -> Objective:
     """Make the objective of a head with its vocabulary. Raises ValueError for `lora_on` layers the target lacks."""
-    if isinstance(config.objective, Medusa2ObjectiveConfig):
-        return MedusaTogether(head, config.objective, unpacked_target(config, head), config.seed)
-    return OBJECTIVES[config.objective.name](head, config.objective)
+    objective = OBJECTIVES[config.objective.name](head, config.objective)
+    if isinstance(objective, JointObjective):
+        objective.adapt_target(unpacked_target(config, head), config.seed)
+    return objective
 
 
 def give_vocabulary(

@@ -26,7 +26,7 @@ from train.distributed.parallel import log_main
 from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
 from train.features.online import FeatureSource, OnlineFeatures
-from train.objectives.medusa import MedusaTogether
+from train.objectives.joint import JointObjective
 from train.preparation.features import open_features
 from train.preparation.head import give_vocabulary, make_head, make_objective
 from train.preparation.target import open_engine, pool_for
@@ -90,7 +90,7 @@ def prepare(
     resources.push(lambda error, *_: placement.close(together=error is None))
     features = open_features(config, engine, head.config.aux_layers, sequences, accelerator, stop)
     served: ServedTarget
-    if isinstance(objective, MedusaTogether):
+    if isinstance(objective, JointObjective):
         served = AdaptedTarget(config, objective, tokenizer, pool_for(config), data.held_out, stop.check)
     else:
         features_of = OnlineFeatures(target, head.config.aux_layers)

@@ -14,22 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from infer.options.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_overrides, portable_path
+from infer.options.exported_heads import export_folder
 from infer.request import SpeculationStats
 from infer.speculation.measured_tree import RANK_ACCURACY
-from models.heads import load_head, save_head
+from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.files import load_head, save_head
 from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
 from train.publishing.provenance import portable, target_name
 from train.storage import atomic
-
-FORMATS = {
-    "eagle": "The tensors bear the names of SafeAILab's EAGLE-1 heads, which vLLM reads as well.",
-    "eagle3": "The files follow the `speculators` format, which vLLM reads as well.",
-    "medusa": "The files follow vLLM's layout of Medusa heads.",
-    "mlp": "The files follow IBM's layout of MLP speculators.",
-    "p-eagle": "The files follow the `speculators` format (`peagle`), which vLLM reads as well.",
-}
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ def export_head(
 
     No written file contains a path of this machine. `note` about the target goes on the card.
     """
-    folder = config.head.folder(config.output_dir, config.model.name)  # `config.model` is the published target
+    folder = export_folder(config.head, config.output_dir, config.model.name)  # of the published target
     dtype = target.norm.weight.dtype
     atomic.sweep(folder.parent)
     with atomic.replace_folder(folder) as staging:
@@ -142,7 +136,7 @@ From the root of Headway's repository{placeholders}:
     python infer/serve.py {arguments}
     python infer/generate.py {arguments} compare=true
 
-{FORMATS[head]} The head belongs to one target, fingerprint
+{HEADS[head].files} The head belongs to one target, fingerprint
 `{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
 
 ## Where it comes from

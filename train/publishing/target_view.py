@@ -1,4 +1,4 @@
-"""The target that a head is measured and published with: as loaded, or fine-tuned together with the head (Medusa-2).
+"""The target that a head is measured and published with: as loaded, or fine-tuned together with the head.
 
 An adapted target is a different model. It is published beside its head, under its own name, and all metrics of the head
 are measured with the published files.
@@ -25,7 +25,7 @@ from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.evaluation import Evaluator, prompts_of
 from train.features.online import OnlineFeatures
-from train.objectives.medusa import MedusaTogether
+from train.objectives.joint import JointObjective
 from train.objectives.teacher import teach
 from train.publishing.provenance import target_name
 from train.storage import atomic
@@ -56,7 +56,7 @@ class FrozenTarget:
 @dataclass(frozen=True)
 class AdaptedTarget:
     config: TrainConfig
-    objective: MedusaTogether  # holds the target with its adapters
+    objective: JointObjective  # holds the target with its adapters
     tokenizer: Tokenizer
     settings: EngineConfig
     held_out: Sequences  # the unadapted target's greedy responses
@@ -133,7 +133,7 @@ def same_tokens(one: Sequences, other: Sequences) -> float:
 def difference_of(evaluator: Evaluator, before: str) -> str:
     about = evaluator.about_target
     return (
-        f"It was trained along with its head (Medusa-2) and writes other text than `{before}`: KL "
+        f"It was trained along with its head and writes other text than `{before}`: KL "
         f"{about['eval/target_kl']:.4f} nats per token on held-out responses of `{before}`, of whose greedy tokens "
         f"{100 * about['eval/target_same_tokens']:.1f} % come the same before the first that differs."
     )

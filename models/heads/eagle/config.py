@@ -1,20 +1,25 @@
-"""The shape of an EAGLE-1 head, and its config.json: a LlamaConfig of one layer plus EAGLE's keys."""
+"""EAGLE-1: shape of a head and its config.json, a LlamaConfig of one layer plus EAGLE's keys; options; objective."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from models.config import TargetConfig
+from models.checks import number
+from models.config import LAST, TargetConfig
+from models.heads.config import HeadShape, NewHeadConfig
 from models.heads.layer_config import head_layer, layer_json
-from models.targets.llama import LAST
+from models.heads.objectives import ObjectiveConfig, TttConfig
 
 ARCHITECTURE = "EagleLlamaForCausalLM"
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(HeadShape):
     """`bias`: of fc. `own_embedding`: the token embedding is stored with the head, not shared with the target."""
+
+    name: ClassVar[str] = "eagle"
+    aux_layers: ClassVar[tuple[int, ...]] = (LAST,)
 
     layer: TargetConfig
     bias: bool
@@ -36,18 +41,6 @@ class EagleConfig:
     def hidden_size(self) -> int:
         return self.layer.hidden_size
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (LAST,)
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
-
-    @classmethod
-    def for_target(cls, target: TargetConfig, *, bias: bool = False, own_embedding: bool = True) -> EagleConfig:
-        return cls(head_layer(target, num_layers=1), bias, own_embedding)
-
     def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
         return layer_json(self.layer) | {
             "architectures": [ARCHITECTURE],
@@ -56,3 +49,28 @@ class EagleConfig:
             "speculative_tokens": speculative_tokens,
             "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
         }
+
+
+@dataclass
+class EagleObjectiveConfig(ObjectiveConfig):
+    """Regression on the target's next hidden state. More than one step: on the head's own predictions (HASS)."""
+
+    steps: int | None = number(1, low=1)
+    feature_noise: float = number(0.1, low=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None:
+            raise ValueError("objective.steps=null: an EAGLE head needs a number of steps; 1, or more for HASS")
+
+
+@dataclass
+class EagleOptions(NewHeadConfig):
+    objectives: ClassVar = {"eagle": EagleObjectiveConfig, "ttt": TttConfig}
+    files: ClassVar = "The tensors bear the names of SafeAILab's EAGLE-1 heads, which vLLM reads as well."
+
+    bias: bool = False  # bias of fc; SafeAILab's heads for Llama 2 and Vicuna have one, vLLM reads none
+    own_embedding: bool = True  # store the token embedding with the head; false: use the target's
+
+    def for_target(self, target: TargetConfig) -> EagleConfig:
+        return EagleConfig(head_layer(target, num_layers=1), self.bias, self.own_embedding)

@@ -18,7 +18,7 @@ from kernels.draft import DraftParts
 from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
-from models.heads.base import AttentionShape, Borrowed, Head
+from models.heads.base import Borrowed, Head
 from models.heads.eagle.config import EagleConfig
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
@@ -44,9 +44,6 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(Head):
-    name = "eagle"
-    config_class = EagleConfig
-
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -62,11 +59,6 @@ class EagleHead(Head):
         self.narrow_lm_head: Linear | None = None  # a copy of the borrowed LM head in fewer bits
         self._fused_decoder = FusedDecoder()
         self._borrowed: Borrowed | None = None
-
-    @property
-    def attention(self) -> AttentionShape:
-        layer = self.config.layer
-        return AttentionShape(1, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
     @property
     def reads_lm_head(self) -> bool:
@@ -92,7 +84,8 @@ class EagleHead(Head):
         assert self.fc.packed is not None
         return DraftParts(
             decoder,
-            *self.attention[1:3],
+            self.config.layer.num_heads,
+            self.config.layer.num_kv_heads,
             embedding=self.embedding,
             rotary=self.rotary.tables(self.embedding.device, decoder.dtype),
             joined=self.fc.packed,
@@ -154,3 +147,6 @@ class EagleHead(Head):
         if from_target:
             size = self.config.hidden_size
             self.fc.weight[:, size:].copy_(torch.eye(size))
+
+
+HEAD = EagleHead

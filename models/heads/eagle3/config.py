@@ -1,27 +1,35 @@
-"""The shape of an EAGLE-3 head, and its config.json in the speculators format.
+"""EAGLE-3: the shape of a head and its config.json in the speculators format; options.
 
 Readers disagree on the defaults of the norm flags, so each is written out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
+from models.checks import at_least
 from models.config import TargetConfig
-from models.heads.layer_config import SIZES, head_layer, layer_json
+from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.layer_config import SIZES, check_draft_vocabulary, draft_vocabulary, head_layer, layer_json
+from models.heads.objectives import TttConfig
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
+def check_norms(*, norm_before_fc: bool, fc_norm: bool) -> None:
+    if norm_before_fc and fc_norm:
+        raise ValueError("head.fc_norm=true: excludes head.norm_before_fc=true; set one of them to false")
+
+
 @dataclass(frozen=True)
-class Eagle3Config:
+class Eagle3Config(HeadShape):
     """`layer` holds the decoder layer's sizes; its num_layers counts the head's layers, its vocab_size is the target's.
 
     `own_embedding`: the token embedding is stored with the head. Otherwise readers take the target's, which equals it.
     """
 
+    name: ClassVar[str] = "eagle3"
     algorithm: ClassVar[str] = "eagle3"
     speculator: ClassVar[str] = "Eagle3Speculator"
 
@@ -37,18 +45,10 @@ class Eagle3Config:
     own_embedding: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
-            raise ValueError(
-                f"head.draft_vocab_size={self.draft_vocab_size}: must be 1 to the target's {self.layer.vocab_size}"
-            )
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("head.fc_norm=true: excludes head.norm_before_fc=true")
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
+        check_norms(norm_before_fc=self.norm_before_fc, fc_norm=self.fc_norm)
         if not self.own_embedding and self.embed_requires_grad:
             raise ValueError("head.own_embedding=false: the head trains its embedding, which is then not the target's")
-
-    @classmethod
-    def default_layers(cls, target: TargetConfig) -> int:
-        return 1
 
     @property
     def vocab_size(self) -> int:
@@ -57,38 +57,6 @@ class Eagle3Config:
     @property
     def hidden_size(self) -> int:
         return self.layer.hidden_size
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
-
-    @classmethod
-    def for_target(
-        cls,
-        target: TargetConfig,
-        *,
-        draft_vocab_size: int | None = None,
-        aux_layers: Sequence[int] | None = None,
-        num_layers: int | None = None,
-        embed_requires_grad: bool | None = None,
-        **options: Any,
-    ) -> Self:
-        """Return the config of a head shaped like the target's layers, except for the sizes (SIZES) given.
-
-        `draft_vocab_size` None or too large means all of V; `embed_requires_grad` None: true only if the head's width
-        differs from the target's, whose embedding then cannot be used.
-        """
-        sizes = {key: options.pop(key) for key in SIZES if key in options}
-        layer = head_layer(target, num_layers=num_layers or cls.default_layers(target), **sizes)
-        size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
-        aux = tuple(sorted(aux_layers)) if aux_layers is not None else target.default_aux_layers
-        if any(not 0 <= layer_id < target.num_layers for layer_id in aux):
-            raise ValueError(f"head.aux_layers={list(aux)}: ids of this target are 0..{target.num_layers - 1}")
-        other_width = layer.hidden_size != target.hidden_size
-        if embed_requires_grad is False and other_width:
-            raise ValueError("head.embed_requires_grad=false: needs a head of the target's hidden size; set it to null")
-        trained = other_width if embed_requires_grad is None else embed_requires_grad
-        return cls(layer, size, aux, target.hidden_size, embed_requires_grad=trained, **options)
 
     def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
         """Return the speculators config.json that vLLM reads, every flag written out."""
@@ -117,4 +85,61 @@ class Eagle3Config:
             "target_hidden_size": self.target_hidden_size,
             "embed_requires_grad": self.embed_requires_grad,
             **({} if self.own_embedding else {"own_embedding": False}),
+        }
+
+
+@dataclass
+class Eagle3Options(NewHeadConfig):
+    objectives: ClassVar = {"ttt": TttConfig}
+    fuses_layers: ClassVar = True
+    files: ClassVar = "The files follow the `speculators` format, which vLLM reads as well."
+
+    draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
+    num_layers: int | None = None  # null: 1; p-eagle: 4, or 1 for a target of fewer than 24 layers
+    hidden_size: int | None = None  # null for these five: the target's
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    norm_before_residual: bool = False  # the residual is the normed fused state
+    norm_before_fc: bool = False  # one norm over the concatenated features
+    fc_norm: bool = False  # one norm per feature
+    norm_output: bool = False  # feed the post-norm state back
+    embed_requires_grad: bool | None = None  # train the token embedding; null: if its width is not the target's
+    own_embedding: bool = True  # store the token embedding with the head; false: readers use the target's
+    aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
+
+    def __post_init__(self) -> None:
+        for key in ("draft_vocab_size", *SIZES):
+            at_least(f"head.{key}", getattr(self, key), 1)
+        check_norms(norm_before_fc=self.norm_before_fc, fc_norm=self.fc_norm)
+        if self.aux_layers is not None and (
+            not self.aux_layers or min(self.aux_layers) < 0 or len(set(self.aux_layers)) < len(self.aux_layers)
+        ):
+            raise ValueError(f"head.aux_layers={self.aux_layers}: must be distinct layer ids from 0, or null")
+
+    def for_target(self, target: TargetConfig) -> Eagle3Config:
+        return Eagle3Config(**self.shape(target))
+
+    def default_layers(self, target: TargetConfig) -> int:
+        return 1
+
+    def shape(self, target: TargetConfig) -> dict[str, Any]:
+        """Return the fields of Eagle3Config: sizes and rotary embedding of the target's layers where none are set."""
+        sizes = {key: getattr(self, key) for key in SIZES}
+        layer = head_layer(target, **sizes | {"num_layers": self.num_layers or self.default_layers(target)})
+        aux = target.default_aux_layers if self.aux_layers is None else tuple(sorted(self.aux_layers))
+        if any(not 0 <= layer_id < target.num_layers for layer_id in aux):
+            raise ValueError(f"head.aux_layers={list(aux)}: ids of this target are 0..{target.num_layers - 1}")
+        other_width = layer.hidden_size != target.hidden_size
+        if self.embed_requires_grad is False and other_width:
+            raise ValueError("head.embed_requires_grad=false: needs a head of the target's hidden size; set it to null")
+        return {
+            "layer": layer,
+            "draft_vocab_size": draft_vocabulary(self.draft_vocab_size, target),
+            "aux_layers": aux,
+            "target_hidden_size": target.hidden_size,
+            **{flag: getattr(self, flag) for flag in FLAGS},
+            "embed_requires_grad": other_width if self.embed_requires_grad is None else self.embed_requires_grad,
+            "own_embedding": self.own_embedding,
         }

@@ -18,7 +18,7 @@ from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
-from models.heads.base import AttentionShape, Head
+from models.heads.base import Head
 from models.heads.eagle3.config import Eagle3Config
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
@@ -60,9 +60,6 @@ class Eagle3FirstLayer(nn.Module):
 class Eagle3Head(Head):
     """Buffers map vocabularies: `d2t` int64 [Vd], an offset (target id = draft id + d2t), and `t2d` bool [V]."""
 
-    name = "eagle3"
-    config_class = Eagle3Config
-
     config: Eagle3Config
     d2t: Tensor
     t2d: Tensor
@@ -89,11 +86,6 @@ class Eagle3Head(Head):
         t2d = torch.zeros(layer.vocab_size, dtype=torch.bool)
         t2d[: config.draft_vocab_size].fill_(True)
         self.register_buffer("t2d", t2d)
-
-    @property
-    def attention(self) -> AttentionShape:
-        layer = self.config.layer
-        return AttentionShape(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
     @property
     def target_ids(self) -> Tensor:
@@ -193,3 +185,6 @@ class Eagle3Head(Head):
         maps = {"d2t": ("d2t",), "t2d": ("t2d",)}
         smaller = self.config.draft_vocab_size < self.config.layer.vocab_size
         return super().checkpoint_layout() | (maps if smaller else {})
+
+
+HEAD = Eagle3Head

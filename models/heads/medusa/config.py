@@ -1,17 +1,23 @@
-"""The shape of Medusa heads, and their config.json in vLLM's layout, every key stated."""
+"""Medusa: the shape of the heads and their config.json in vLLM's layout; options; objectives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from models.config import TargetConfig
-from models.targets.llama import LAST
+from models.checks import at_least, choice, number
+from models.config import LAST, TargetConfig
+from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary
+from models.heads.objectives import JointObjectiveConfig, ObjectiveConfig
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(HeadShape):
     """`shared`: all heads read one copy of the target's LM head (`original_lm_head`), else each has its own."""
+
+    name: ClassVar[str] = "medusa"
+    aux_layers: ClassVar[tuple[int, ...]] = (LAST,)
 
     vocab_size: int
     target_hidden_size: int
@@ -22,37 +28,15 @@ class MedusaConfig:
     bias: bool
 
     def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"head.draft_vocab_size={self.draft_vocab_size}: must be 1 to the target's {self.vocab_size}"
-            )
+        check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
 
     @property
     def hidden_size(self) -> int:
         return self.target_hidden_size
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (LAST,)
-
-    @property
     def max_depth(self) -> int:
         return self.num_heads
-
-    @classmethod
-    def for_target(
-        cls,
-        target: TargetConfig,
-        *,
-        num_heads: int = 4,
-        num_layers: int = 1,
-        draft_vocab_size: int | None = None,
-        shared: bool = False,
-        bias: bool = True,
-    ) -> MedusaConfig:
-        """`draft_vocab_size` None or too large means all of V."""
-        size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
-        return cls(target.vocab_size, target.hidden_size, num_heads, num_layers, size, shared, bias)
 
     def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
         truncated = self.draft_vocab_size < self.vocab_size
@@ -72,3 +56,56 @@ class MedusaConfig:
             "num_lookahead_tokens": speculative_tokens,
             "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
         }
+
+
+@dataclass
+class MedusaObjectiveConfig(ObjectiveConfig):
+    """Medusa-1 (arXiv 2401.10774): the target is frozen, and each head is compared with it at the head's depth."""
+
+    step_weight: float = number(0.8, above=0, high=1)
+    labels: str = choice("soft", "soft", "hard")  # soft: the target's distribution | hard: the text
+
+    @property
+    def loss(self) -> str:
+        return "label" if self.labels == "hard" else "kl"
+
+    @property
+    def drop_out_of_vocab(self) -> bool:
+        return self.labels == "soft"
+
+
+@dataclass
+class Medusa2ObjectiveConfig(MedusaObjectiveConfig, JointObjectiveConfig):
+    """Medusa-2: the second stage trains the target too."""
+
+
+@dataclass
+class MedusaOptions(NewHeadConfig):
+    objectives: ClassVar = {"medusa": MedusaObjectiveConfig, "medusa-2": Medusa2ObjectiveConfig}
+    separate_depths: ClassVar = True
+    files: ClassVar = "The files follow vLLM's layout of Medusa heads."
+
+    num_heads: int = 4
+    num_layers: int = 1  # residual layers of each head
+    draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
+    shared: bool = False  # all heads read one frozen copy of the target's LM head; false: each trains its own
+    bias: bool = True  # of the residual layers
+
+    def __post_init__(self) -> None:
+        for key in ("num_heads", "num_layers", "draft_vocab_size"):
+            at_least(f"head.{key}", getattr(self, key), 1)
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_heads
+
+    def for_target(self, target: TargetConfig) -> MedusaConfig:
+        return MedusaConfig(
+            target.vocab_size,
+            target.hidden_size,
+            self.num_heads,
+            self.num_layers,
+            draft_vocabulary(self.draft_vocab_size, target),
+            self.shared,
+            self.bias,
+        )

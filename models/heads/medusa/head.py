@@ -39,8 +39,6 @@ class MedusaBlock(nn.Module):
 class MedusaHead(Head):
     """`token_map` int64 [Vd] holds the target ids of a draft vocabulary that is smaller than the target's."""
 
-    name = "medusa"
-    config_class = MedusaConfig
     parallel = True
 
     config: MedusaConfig
@@ -131,3 +129,6 @@ class MedusaHead(Head):
         """Return vLLM's tensor names; token_map only where Vd < V."""
         truncated = self.config.draft_vocab_size < self.config.vocab_size
         return super().checkpoint_layout() | ({"token_map": ("token_map",)} if truncated else {})
+
+
+HEAD = MedusaHead

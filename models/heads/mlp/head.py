@@ -35,9 +35,6 @@ class ShiftedRMSNorm(nn.Module):
 class MlpHead(Head):
     """Each list holds one module per depth, or one in all if weights are tied (`proj`: the first and one more)."""
 
-    name = "mlp"
-    config_class = MlpConfig
-
     config: MlpConfig
 
     def __init__(self, config: MlpConfig) -> None:
@@ -71,9 +68,11 @@ class MlpHead(Head):
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
         """Draw all matrices from N(0, 1/sqrt(D)), the variance that `state_weight` and `embedding_weight` assume."""
-        if from_target:
-            raise ValueError("head.init_from_target=true: an MLP speculator starts from nothing of the target's")
+        assert not from_target, "it starts from nothing of the target's"
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 1 / math.sqrt(self.config.inner_dim), generator=generator)
+
+
+HEAD = MlpHead

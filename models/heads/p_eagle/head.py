@@ -18,8 +18,6 @@ from models.targets.llama import LlamaTarget
 class PEagleHead(Eagle3Head):
     """`mask_hidden` `[1, 1, A * Ht]` stands in for the target features, which rows past depth 0 do not have."""
 
-    name = "p-eagle"
-    config_class = PEagleConfig
     parallel = True
 
     config: PEagleConfig
@@ -36,3 +34,6 @@ class PEagleHead(Eagle3Head):
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
         super().initialise(target, from_target=from_target, seed=seed)
         self.mask_hidden.normal_(generator=torch.Generator().manual_seed(seed + 1))
+
+
+HEAD = PEagleHead

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
-from models.formats import eagle3
+from models.formats import eagle3, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.llama import read_layer
-from models.heads.base import HeadShape
+from models.heads.config import HeadShape
 from models.heads.eagle3.config import FLAGS, Eagle3Config
 from models.heads.layer_config import layer_json
 
@@ -127,3 +127,4 @@ FORMAT = Format(
     asks=frozenset({"layer_ids", "norm_output"}),
     states_tokens=False,
 )
+FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.formats.safeailab_eagle3 import KEYS as EAGLE3_KEYS
-from models.heads.eagle.config import EagleConfig
+from models.heads.config import EMBEDDING
+from models.heads.eagle.config import ARCHITECTURE, EagleConfig
+from models.heads.eagle3.formats import KEYS as EAGLE3_KEYS
 from models.heads.layer_config import layer_json
 
-EMBEDDING = "embed_tokens.weight"
 MODEL_TYPES = ("llama", "mistral", "qwen2")  # of the target; the layer is Llama's for all of them
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
@@ -27,10 +29,12 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     )
 
 
-def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+def read(
+    fields: Fields, shapes: Shapes, provided: ConversionOptions, architectures: tuple[str, ...] = ARCHITECTURES
+) -> ParsedConfig:
     notes: list[str] = []
     fields.only("model_type", *MODEL_TYPES)
-    fields.only("architectures", *([name] for name in ARCHITECTURES))
+    fields.only("architectures", *([name] for name in architectures))
     layer = llama.read_layer(fields, notes)
     if layer.num_layers != 1:
         raise ValueError(f"config.json: num_hidden_layers={layer.num_layers}: an EAGLE head has one layer")
@@ -66,4 +70,11 @@ FORMAT = Format(
     blame=((r"^fc\.bias", ("bias",)), (r"^fc", ("hidden_size",)), *llama.BLAME),
     losses=losses,
     states_tokens=False,
+)
+FORMATS = (FORMAT,)
+# our export differs in the architecture, by which vLLM knows EAGLE heads
+LAYOUT = replace(
+    FORMAT,
+    matches=lambda config, files: config.get("architectures") == [ARCHITECTURE],
+    read=partial(read, architectures=(ARCHITECTURE,)),
 )

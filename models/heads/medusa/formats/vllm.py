@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from models.fields import MAX_LAYERS, Fields
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
-from models.heads.base import HeadShape
+from models.formats.checkpoint import (
+    ConversionOptions,
+    Format,
+    ParsedConfig,
+    Shapes,
+    Verifier,
+    write_with_base_model,
+)
+from models.heads.config import HeadShape
 from models.heads.medusa.config import MedusaConfig
 
 SHARED, FIRST = "lm_head.weight", "lm_heads.0.weight"
@@ -70,21 +77,13 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     return {SHARED: f"{FIRST} in the source"}
 
 
-def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    config = checkpoint.config.to_json(**checkpoint.facts(needs_verifier=False))
-    del config["verifier"]
-    if checkpoint.verifier is not None:
-        config["base_model_name_or_path"] = checkpoint.verifier.name
-    return config
-
-
 FORMAT = Format(
     name="vllm-medusa",
     heads=("medusa",),
     weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
-    write=write,
+    write=write_with_base_model,
     prefixes=("medusa_heads.",),
     blame=(
         (r"^blocks.*\.bias", ("medusa_fc_bias",)),

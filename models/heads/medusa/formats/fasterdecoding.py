@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from models.fields import MAX_LAYERS, Fields
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
-from models.heads.base import HeadShape
+from models.heads.config import HeadShape
 from models.heads.medusa.config import MedusaConfig
 
 COUNTS = ("medusa_num_heads", "medusa_num_layers")

@@ -1,6 +1,7 @@
-"""Bounds on the keys of a config, declared with their defaults: `port: int = number(8000, low=0, high=65535)`.
+"""Checks of settings: errors name the key, its value and what is allowed. Knows nothing about the keys.
 
-A schema calls `check_fields` in `__post_init__`, and checks there what concerns several keys.
+Bounds are declared with their defaults, `port: int = number(8000, low=0, high=65535)`. A schema calls `check_fields` in
+`__post_init__`, and checks there what concerns several keys.
 """
 
 from __future__ import annotations
@@ -8,6 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
+
+
+def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+def at_least(key: str, value: float | None, low: float) -> None:
+    """Raise ValueError below `low`. None passes: for a key that may be null, null has its own meaning."""
+    if value is not None and not value >= low:  # written so that NaN fails
+        raise ValueError(f"{key}={value}: must be at least {low}")
 
 
 def bounded(default: Any, wanted: str, holds: Callable[[Any], bool]) -> Any:

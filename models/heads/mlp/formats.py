@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from models.fields import MAX_LAYERS, Fields
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
-from models.heads.base import HeadShape
+from models.formats.checkpoint import (
+    Checkpoint,
+    ConversionOptions,
+    Format,
+    ParsedConfig,
+    Shapes,
+    Verifier,
+    write_with_base_model,
+)
+from models.heads.config import HeadShape
 from models.heads.mlp.config import MlpConfig
 
 TOP_K = (5, 4, 3)
@@ -71,14 +79,6 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     return remarks
 
 
-def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    config = checkpoint.config.to_json(**checkpoint.facts(needs_verifier=False))
-    del config["verifier"]
-    if checkpoint.verifier is not None:
-        config["base_model_name_or_path"] = checkpoint.verifier.name
-    return config
-
-
 def losses(checkpoint: Checkpoint) -> list[str]:
     return ["vLLM 0.32 reads this config.json but serves no MLP speculator"]
 
@@ -89,7 +89,7 @@ FORMAT = Format(
     weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
-    write=write,
+    write=write_with_base_model,
     prefixes=("speculator.",),
     written_prefix="speculator.",
     blame=(
@@ -101,3 +101,4 @@ FORMAT = Format(
     incoming=incoming,
     losses=losses,
 )
+FORMATS, LAYOUT = (FORMAT,), FORMAT

@@ -1,7 +1,6 @@
-"""Medusa's objectives (arXiv 2401.10774): each head is compared with the target at its depth, deeper ones weigh less.
+"""Training head and target together, as Medusa-2 does (arXiv 2401.10774).
 
-Medusa-1: the target is frozen. Soft labels are its distribution, hard labels the tokens of the sequence.
-Medusa-2: after a first stage for the heads alone, the target is trained too, so that the heads predict it better;
+After a first stage for the heads alone, the target is trained too, so that the heads predict it better;
 self-distillation keeps it close to the original.
 """
 
@@ -16,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.heads.base import Head
+from models.heads.objectives import JointObjectiveConfig
 from models.lora import adapt
 from models.targets.llama import LlamaTarget
 from train.data.sequences import Batch
 from train.features.online import Features, target_features
-from train.objective_config import Medusa2ObjectiveConfig, MedusaObjectiveConfig
 from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.base import Objective, StepSums, slot_weights
@@ -32,28 +30,18 @@ LORA_ALPHA = 16.0  # the paper's
 LORA_RATE = 0.25  # the adapters' learning rate, as a share of the heads', which start from nothing
 
 
-class MedusaHeads(Objective):
-    config: MedusaObjectiveConfig
+class JointObjective(Objective):
+    """Trains the heads alone for the first part of a run, then also adapters of the target (models/lora.py).
 
-    @property
-    def loss(self) -> str:
-        return "label" if self.config.labels == "hard" else "kl"
-
-    def share(self, teacher: Teacher) -> Tensor:
-        return super().share(teacher) if self.config.labels == "hard" else teacher.in_vocab.float()
-
-
-class MedusaTogether(MedusaHeads):
-    """Medusa-2: trains the heads alone for the first part of a run, then also adapters of the target (models/lora.py).
-
-    The teacher is the unadapted target, both for the heads and for the adapted target. `target` must not be packed;
-    adapters are inserted in place, and nothing else of it is trained.
+    The teacher is the unadapted target, both for the heads and for the adapted target.
     """
 
-    config: Medusa2ObjectiveConfig
+    config: JointObjectiveConfig
+    target: LlamaTarget
 
-    def __init__(self, head: Head, config: Medusa2ObjectiveConfig, target: LlamaTarget, seed: int = 0) -> None:
-        super().__init__(head, config)
+    def adapt_target(self, target: LlamaTarget, seed: int = 0) -> None:
+        """Insert adapters in place; nothing else of `target`, which must not be packed, is trained. Call once."""
+        config = self.config
         adapt(target.layers, config.lora_on, rank=config.lora_rank, alpha=LORA_ALPHA, seed=seed)
         self.target = target
 

@@ -1,0 +1,97 @@
+"""What each head's config.py defines: the keys of `head=<name>`, and the shape that a config.json states.
+
+Imports no torch: command lines are read before it is needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omegaconf import MISSING
+
+from models.config import TargetConfig
+from models.heads.objectives import ObjectiveConfig
+
+if TYPE_CHECKING:
+    from models.formats.checkpoint import Format
+    from models.heads.base import Head
+
+
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # tensors that a head may share with its target
+PROVENANCE = "provenance.json"  # beside config.json and the weights of an exported head
+
+
+class HeadShape(ABC):
+    """The config of a head, as its config.json states it: one frozen dataclass per head, whose fields or properties
+    these are. Reading a config.json is up to the head's formats.
+    """
+
+    name: ClassVar[str]  # of the head
+    vocab_size: int  # of the target
+    target_hidden_size: int
+    hidden_size: int  # of the head's own states
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]  # hidden states that `fuse` takes, LAST for the final one
+    max_depth: int | None = None  # how many tokens it can draft; None: unbounded
+
+    @abstractmethod
+    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+        """Return config.json with every flag written out, because readers disagree on defaults."""
+
+
+@dataclass
+class HeadConfig:
+    """Keys that all heads share, and all there are for serving: an exported head brings its shape."""
+
+    name: str = MISSING
+    path: str | None = None  # an exported head; null: looked up by infer/options/exported_heads.py
+    allow_mismatch: bool = False  # load a head even if it was trained for another target
+
+    @property
+    def max_depth(self) -> int | None:
+        """Maximum tokens that a new head with these settings can draft; None: no bound."""
+        return None
+
+
+@dataclass
+class NewHeadConfig(HeadConfig, ABC):
+    """Hyper-parameters of a new head. The class also describes the kind of head, which is `HEADS[name]`."""
+
+    objectives: ClassVar[Mapping[str, type[ObjectiveConfig]]]  # that train it, by name; the first is the default
+    fuses_layers: ClassVar[bool] = False  # reads intermediate layers of the target, not its last hidden state
+    separate_depths: ClassVar[bool] = False  # depths share no weights, or not all
+    files: ClassVar[str]  # the model card's sentence on the exported files
+
+    init_from_target: bool = True  # initialise from the target's weights where the head can hold them
+    start_from: str | None = None  # an exported head of the same shape: training continues from its weights
+
+    @abstractmethod
+    def for_target(self, target: TargetConfig) -> HeadShape:
+        """Return the shape of a new head. Raises ValueError naming the key that does not fit the target."""
+
+    def make(self, target: TargetConfig) -> Head:
+        """Make a new head, without vocabulary or weights. Raises ValueError as `for_target` does."""
+        return self.module()(self.for_target(target))
+
+    @classmethod
+    def module(cls) -> type[Head]:
+        """Return the head's module, `HEAD` of head.py in its folder."""
+        return cls._import("head").HEAD
+
+    @classmethod
+    def formats(cls) -> tuple[Format, ...]:
+        """Return the checkpoint formats that hold it, `FORMATS` of formats.py in its folder."""
+        return cls._import("formats").FORMATS
+
+    @classmethod
+    def layout(cls) -> Format:
+        """Return the format that our export follows, `LAYOUT` of formats.py in its folder."""
+        return cls._import("formats").LAYOUT
+
+    @classmethod
+    def _import(cls, module: str) -> Any:
+        return import_module(f"{cls.__module__.rpartition('.')[0]}.{module}")

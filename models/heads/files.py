@@ -1,0 +1,147 @@
+"""Reads and writes exported heads: strictly checked, in formats that other software reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Verifier
+from models.formats.conversion import detect, read_checkpoint
+from models.formats.verifier import weights_of
+from models.heads import HEADS
+from models.heads.base import Head
+from models.heads.config import EMBEDDING, LM_HEAD, PROVENANCE
+from models.heads.layer_config import reaching
+from models.targets.llama import LlamaTarget
+from models.weights import load_into, split_merged
+
+
+def save_head(
+    head: Head,
+    folder: Path,
+    *,
+    verifier: str,
+    verifier_architecture: str,
+    speculative_tokens: int,
+    provenance: dict[str, Any],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write config.json, model.safetensors and provenance.json into an existing folder, weights in `dtype` if given.
+
+    `provenance` must hold `target_fingerprint`; `load_head` compares it with the target that the head is loaded for.
+    """
+    assert "target_fingerprint" in provenance
+    tensors = split_merged(head, head.checkpoint_layout(), head.merged_sizes())
+    if not getattr(head.config, "own_embedding", True):
+        tensors.pop(EMBEDDING, None)
+    if dtype is not None:
+        tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokens = min(speculative_tokens, head.config.max_depth or speculative_tokens)
+    config = head.config.to_json(
+        verifier=verifier, verifier_architecture=verifier_architecture, speculative_tokens=tokens
+    )
+    config["torch_dtype"] = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+
+
+def check_exported(folder: Path) -> None:
+    """Raise ValueError if `folder` holds no head; called before a large target is loaded in vain."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder}: no exported head (no config.json); train one with `python train/run.py`, or give head.path="
+        )
+
+
+def load_head(
+    folder: str | Path,
+    *,
+    name: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    target: LlamaTarget | None = None,
+    allow_mismatch: bool = False,
+) -> Head:
+    """Load a head for inference from our export, or any other format of models/formats that leaves nothing ambiguous.
+
+    Raises ValueError for what `read_head` refuses, and when the maps of the draft vocabulary are invalid.
+    """
+    folder = Path(folder)
+    checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
+    config, tensors = checkpoint.config, checkpoint.tensors
+    head = HEADS[checkpoint.head].module()(config)
+    for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
+        if shared in dict(head.named_parameters()) and shared not in tensors:
+            if target is None:
+                raise ValueError(
+                    f"{folder}: {shared} is not there, the head shares its target's; load it with a target"
+                )
+            tensors = tensors | {shared: read_target(target)}
+    load_into(head, tensors, head.checkpoint_layout(), source=str(folder))
+    _check_vocabulary(folder, head)
+    head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    if target is not None:
+        head.borrow(target)
+    return head
+
+
+def _full_lm_head(target: LlamaTarget) -> Tensor:
+    """Return the LM head `[V, H]`; from the checkpoint if this process holds only some of its rows, or fewer bits."""
+    weight = target.lm_head.unpacked_weight()
+    is_full = weight is not None and len(weight) == target.config.vocab_size
+    return weight if weight is not None and is_full else weights_of(target.folder)[LM_HEAD]()
+
+
+def read_head(
+    folder: Path, *, name: str | None = None, target: LlamaTarget | None = None, allow_mismatch: bool = False
+) -> Checkpoint:
+    """Read and check the files of a head. Of `target` only sizes and fingerprint are used, so it may lack weights.
+
+    Raises ValueError when the head is of another kind than `name`, when a tensor is missing, unexpected or misshapen,
+    when sizes do not fit `target`, or when the head was trained for another target (unless `allow_mismatch`).
+    """
+    check_exported(folder)
+    verifier = None
+    if target is not None:
+        sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
+        verifier = Verifier(target.path, target.config.architecture, *sizes)
+    checkpoint = read_checkpoint(detect(folder), folder, ConversionOptions(verifier))
+    if name is not None and checkpoint.head != name:
+        raise ValueError(f"head={name}: {folder} holds a head of another kind; say head={checkpoint.head}")
+    if target is None:
+        return checkpoint
+    _check_fingerprint(folder, checkpoint.provenance, target, allow_mismatch=allow_mismatch)
+    return replace(checkpoint, config=reaching(checkpoint.config, target.config.max_position_embeddings))
+
+
+def _check_vocabulary(folder: Path, head: Head) -> None:
+    """Raise ValueError for invalid maps: an offset read as an id, or the reverse, would silently draft nonsense."""
+    ids, size = head.target_ids, head.config.vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= size or ids.unique().numel() < ids.numel():
+        raise ValueError(
+            f"{folder}: the draft vocabulary does not map to as many of the target's {size} tokens; d2t holds offsets "
+            "(target id = draft id + d2t), token_map holds target ids"
+        )
+    t2d = getattr(head, "t2d", None)
+    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
+        raise ValueError(f"{folder}: d2t and t2d name different tokens; one of them is of another vocabulary")
+
+
+def _check_fingerprint(
+    folder: Path, provenance: Mapping[str, Any] | None, target: LlamaTarget, *, allow_mismatch: bool
+) -> None:
+    trained_for = (provenance or {}).get("target_fingerprint")
+    if trained_for and target.fingerprint and trained_for != target.fingerprint and not allow_mismatch:
+        raise ValueError(
+            f"{folder}: this head was trained for another target (fingerprint {trained_for}, this one has "
+            f"{target.fingerprint}); train it again, or accept a lower acceptance with head.allow_mismatch=true"
+        )
