@@ -18,11 +18,10 @@ from tests.train.conftest import STEPS, make_head
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, compute_features
 from train.objectives import alignment, teacher
-from train.objectives.base import StepSums
+from train.objectives.base import Objective, StepSums
 from train.objectives.draft_states import draft_states
 from train.objectives.losses.functions import SoftCrossEntropy
 from train.objectives.teacher import teach
-from train.objectives.ttt import TrainingTimeTest
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +34,11 @@ def features(engine: Engine, batch: Batch) -> Features:
     return compute_features(engine.target, batch, engine.target.config.default_aux_layers)
 
 
-def objective(head: Eagle3Head, **settings: object) -> TrainingTimeTest:
-    return TrainingTimeTest(head, TttConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
+def objective(head: Eagle3Head, **settings: object) -> Objective:
+    return Objective(head, TttConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
 
 
-def run(ttt: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
+def run(ttt: Objective, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
     targets = teach(target, features.hidden, batch, ttt.head.target_ids)
     return ttt(batch, features, targets, ttt.denominators(batch))
 
