@@ -107,11 +107,7 @@ class EngineConfig:
     head_weights: str = "same"  # the same for a head's; changes what is drafted, never the output
     kv_dtype: str = "same"  # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     threads: int | None = None  # CPU threads of a step, all ranks together; null: one or torch's default, as measured
-    graphs: str = "auto"  # CUDA graphs for decode and drafting: auto (on a GPU) | on | off; no token changes
-    graph_batches: list[int] | None = None  # captured batch sizes, others are padded; null: 1, 2, 4, ... max_batch
-    graph_rows: list[int] | None = None  # captured rows per request; null: 1, 2, 4, ... up to the largest draft
-    graph_context: int = 32768  # longest request in tokens that graphs serve; longer ones run without
-    rounds_ahead: int | None = None  # overlap: rounds launched before the last is read; null: 1 with GPU graphs, else 0
+    graphs: str = "auto"  # CUDA graphs of decode steps: auto (on a GPU) | on | off; no token changes
     tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
@@ -121,15 +117,6 @@ class EngineConfig:
         one_of("engine.head_weights", self.head_weights, WEIGHTS)
         one_of("engine.kv_dtype", self.kv_dtype, ("same", "fp8"))
         one_of("engine.graphs", self.graphs, ("auto", "on", "off"))
-        for key in ("graph_batches", "graph_rows"):
-            sizes = getattr(self, key)
-            if sizes is not None and (not sizes or min(sizes) < 1):
-                raise ValueError(f"engine.{key}={sizes}: a list of sizes from 1 on, [1,2,4,8]; null chooses them")
-        at_least("engine.graph_context", self.graph_context, 1)
-        if self.rounds_ahead not in (None, 0, 1):
-            raise ValueError(f"engine.rounds_ahead={self.rounds_ahead}: must be 0 or 1; null chooses")
-        if self.rounds_ahead and self.graphs == "off":
-            raise ValueError("engine.rounds_ahead=1: a round in flight is a graph, so not with engine.graphs=off")
         if self.graphs == "on" and self.tensor_parallel > 1:
             raise ValueError("engine.graphs=on: not with engine.tensor_parallel, whose ranks are led by the host")
         at_least("engine.max_batch", self.max_batch, 1)

@@ -55,18 +55,34 @@ class AttentionRows:
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, tree_mask, page_size, longest, rows, first)
 
+    @classmethod
+    def grid(
+        cls,
+        table: Tensor,
+        start: Tensor,
+        offset: Tensor,
+        *,
+        page_size: int,
+        longest: int,
+        tree_mask: Tensor | None = None,
+        first: int = 0,
+    ) -> AttentionRows:
+        """Make N rows of each of B requests, at places `start[b] + offset[n]`; the host does not wait for the device.
+
+        start `[B]`, offset `[N]`, tree_mask `[B, N]`, whose bit j stands for place `start[b] + j`; without it offsets
+        must be 0, 1, 2, ...
+        """
+        batch, width = len(start), len(offset)
+        request = torch.arange(batch, device=start.device).repeat_interleave(width)
+        words = None if tree_mask is None else tree_mask.flatten()
+        counts = (width,) * batch
+        return cls(table, request, start[request], offset.repeat(batch), words, page_size, longest, counts, first)
+
     def next(self) -> AttentionRows:
         """Return the next row of each chain, which also sees this one. Needs one row per request and no tree mask."""
         assert self.tree_mask is None
         assert len(self.counts) == len(self.request)
         return replace(self, committed=self.committed + 1, longest=self.longest + 1)
-
-    def kept(self, index: Tensor) -> AttentionRows:
-        """Return only the rows of the requests `index` `[K]`. Needs one row per request."""
-        assert len(self.counts) == len(self.request)
-        count = len(index)
-        per_row = {"request": self.request[:count], "offset": self.offset[:count], "counts": self.counts[:count]}
-        return replace(self, table=self.table[index], committed=self.committed[index], **per_row)
 
     @cached_property
     def places(self) -> Tensor:

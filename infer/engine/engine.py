@@ -29,8 +29,8 @@ from infer.engine.stats import EngineStats
 from infer.engine.step import StepRunner
 from infer.engine.threads import plan_threads
 from infer.engine.validation import Limits, check_request
-from infer.graphs.capture import Recorded, record_graphs
 from infer.graphs.overlap import Overlap
+from infer.graphs.step_graph import Recorded, record_graphs
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes
 from infer.kvcache.pool import KVPool
@@ -49,7 +49,7 @@ from infer.speculation.control.adaptive import ControllerState, make_controller
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiled_engine import ProfiledEngine
-from infer.speculation.proposers import build_proposers, head_proposer
+from infer.speculation.proposers import build_proposers
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
@@ -297,11 +297,9 @@ class Engine:
         self._draft_with(name)
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         adaptive = self.proposer_config.adaptive
-        self.graphs = record_graphs(
-            self.config, self._shard, self._runner, self._head, default, context=self.context, adaptive=adaptive
-        )
-        if self.graphs is not None and self.graphs.rounds:
-            parts = self.graphs.rounds, self._pool, self._scheduler, self.speculator, self._steps
+        self.graphs = record_graphs(self.config, self._runner, default, context=self.context, adaptive=adaptive)
+        if self.graphs is not None:
+            parts = self.graphs.graphs, self._pool, self._scheduler, self.speculator, self._steps
             self._steps.overlap = Overlap(*parts, context=self.context, timer=self._timer)
         if self._head is not None:
             self._head.confidence = None
@@ -405,13 +403,11 @@ class Engine:
         packed.to(device=self.device, dtype=self.dtype)
         packed.stack_layers()
         packed.pack(exact=self.config.exact, weight_format=self.config.head_format)
-        return head_proposer(packed, self.target.config.num_layers, self.proposer_config)
+        return HeadProposer(packed, self.target.config.num_layers, self.proposer_config)
 
     def _use_head(self, head: Head) -> None:
         """Pack a copy of `head`. The pool is rebuilt only if its KV layers differ from the previous head's."""
         before, self._head = self._head, self._packed(head)
-        if before is not None:
-            before.graphs = None  # which refer to it
         # another head's acceptance does not apply to this one
         self._controller_state = ControllerState(AcceptanceModel())
         if before is not None and before.kv_layers == self._head.kv_layers:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from infer.engine.isolation import INTERNAL, isolated
-from infer.engine.runner import Runner
+from infer.engine.runner import Decoded, HostBatch, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
 from infer.engine.threads import Threads, cpu_threads
@@ -24,7 +24,6 @@ from infer.sampling.stopping import cut
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
-from infer.speculation.verify import Verdict, verify
 from kernels.gather import gather_rows
 
 if TYPE_CHECKING:
@@ -97,30 +96,24 @@ class StepRunner:
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._speculator.propose(requests, budgets), requests)
         self.publish(requests)
-        lengths = tree.length.tolist()
+        lengths, depths = tree.length.tolist(), tree.depths()
         self.rows = sum(lengths)
-        aux, choices, verdicts = self.verify_drafts(requests, tree)
-        starts = [request.computed for request in requests]
-        if not tree.is_chain:
-            pairs = zip(starts, verdicts, strict=True)
-            places = [[start + node for node in verdict.path] for start, verdict in pairs]
-            self._pool.move(requests, places, starts)
-        depths = tree.depths()
+        decoded, choices = self.verify_drafts(requests, tree)
+        tokens, paths, accepted = decoded.token.tolist(), decoded.path.tolist(), decoded.depth.tolist()
         first_row = list(itertools.accumulate(lengths, initial=0))
-        drafts = tree.token.tolist()
         outputs, kept_rows, survivors, counts = [], [], [], []
         for b, request in enumerate(requests):
-            path = verdicts[b].path
-            path_rows = [first_row[b] + node for node in path]
-            tokens = [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus]
-            output = self.advance(request, tokens, VerifiedDraft(budgets[b], lengths[b] - 1, depths[b], path[1:]))
+            count = accepted[b] + 1
+            path_rows = [first_row[b] + node for node in paths[b][:count]]
+            draft = VerifiedDraft(budgets[b], lengths[b] - 1, depths[b], paths[b][1:count])
+            output = self.advance(request, tokens[b][:count], draft)
             outputs.append(self._scored(request, choices, path_rows, output))
             if request.finish_reason is None:
                 survivors.append(request)
-                counts.append(len(path))
+                counts.append(count)
                 kept_rows += path_rows
         if survivors:
-            self._commit_rows(survivors, counts, aux, kept_rows)
+            self._commit_rows(survivors, counts, decoded.aux, kept_rows)
         return outputs
 
     def advance(self, request: Request, tokens: list[int], draft: VerifiedDraft) -> StepOutput:
@@ -136,17 +129,13 @@ class StepRunner:
             stats.record(drafted=draft.nodes, depth=draft.depth, accepted=taken, emitted=len(emitted))
         return self.output(request, emitted, [index < accepted for index in range(len(emitted))])
 
-    def verify_drafts(
-        self, requests: list[Request], tree: DraftTree
-    ) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
-        """Verify the drafts. Returns features of every row, the target's choices, and a verdict per request.
+    def verify_drafts(self, requests: list[Request], tree: DraftTree) -> tuple[Decoded, Choices]:
+        """Verify the drafts. Returns the outcome, and the target's choice at every row.
 
         Writes KV only beyond the committed positions.
         """
-        rows = self._runner.verify(requests, tree, self._speculator.wants_features(requests))
-        choices = choose_rows(requests, tree.length.tolist(), rows.logits, rows.positions, tree)
-        rules = [request.rule for request in requests]
-        return rows.aux, choices, verify(requests, tree, choices, rules, self._rates)
+        batch = HostBatch(requests, self._pool, self._rates)
+        return self._runner.decode(tree, batch, self._speculator.wants_features(requests)), batch.choices
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
         for request in requests:

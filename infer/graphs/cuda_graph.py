@@ -1,8 +1,7 @@
 """CUDA graphs: a computation on static tensors, captured once and replayed by one launch.
 
-The caller chooses the captured sizes (`Buckets`); a step is padded to the next bucket, and one that fits no bucket runs
-without a graph. Without a GPU a replay calls the computation on the same tensors, so padding and copying can be tested
-anywhere.
+The caller pads its tensors to a captured size. Without a GPU a replay calls the computation on the same tensors, so
+padding and copying can be tested anywhere.
 """
 
 from __future__ import annotations
@@ -11,33 +10,12 @@ import bisect
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from tqdm import tqdm
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Captured sizes: requests and rows per request, ascending; at most `most` rows in all, `longest` keys per row."""
-
-    batches: tuple[int, ...]
-    rows: tuple[int, ...]
-    most: int
-    longest: int
-
-    def fit(self, requests: int, rows: int) -> tuple[int, int] | None:
-        """Return the smallest sizes that hold `requests` of `rows` rows each; None if there are none."""
-        batch, width = at_least(self.batches, requests), at_least(self.rows, rows)
-        return None if batch is None or width is None or batch * width > self.most else (batch, width)
-
-    def all(self) -> list[tuple[int, int]]:
-        """Return all sizes, largest first, so that smaller graphs can reuse the memory of larger ones."""
-        pairs = [(batch, rows) for batch in self.batches for rows in self.rows if batch * rows <= self.most]
-        return sorted(pairs, key=lambda pair: -pair[0] * pair[1])
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:

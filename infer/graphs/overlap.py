@@ -1,10 +1,11 @@
 """Overlap scheduling: the next round of the same requests is launched before the results of this one are read.
 
-While requests only decode and none of them needs the host, a round depends on nothing that the host learns from the
-previous round (infer/graphs/round_graphs.py). So while round r + 1 runs, the host reads round r, emits its tokens and
-determines which requests have finished. What r + 1 computes for a request that finished in r is discarded. Any other
-work (a prompt, a grammar, another draft length, a shortage of pages) waits until the round in flight has been drained,
-and is then done by ordinary steps.
+A round is a captured decode step. While requests only decode and none of them needs the host, a round depends on
+nothing that the host learns from the previous round (infer/graphs/step_graph.py). So while round r + 1 runs, the host
+reads round r, emits its tokens and determines which requests have finished. What r + 1 computes for a request that
+finished in r is discarded. Each request has its own draft budget, which may change from round to round. Any other work
+(a prompt, a grammar, a shortage of pages) waits until the round in flight has been drained, and is then done by
+ordinary steps.
 
 A round in flight writes only past the committed positions, so it changes no KV that another request could read. Pages
 of a finished request are reused only by a step, which begins after the round has been drained, or by a later round.
@@ -20,7 +21,7 @@ import torch
 
 from infer.engine.scheduler import Scheduler
 from infer.engine.step import StepRunner
-from infer.graphs.round_graphs import Launched, RoundGraphs
+from infer.graphs.step_graph import Launched, Outcome, StepGraphs
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
@@ -28,11 +29,11 @@ from infer.speculation.speculator import Speculator
 
 
 class Batch(NamedTuple):
-    """Requests that can run in these graphs without the host, and the draft budget that all of them share."""
+    """Requests that can run in these graphs without the host, and the draft budget of each."""
 
     requests: list[Request]
-    graphs: RoundGraphs
-    budget: Budget
+    graphs: StepGraphs
+    budgets: list[Budget]
 
 
 class Timed(NamedTuple):
@@ -66,7 +67,7 @@ class Overlap:
 
     def __init__(
         self,
-        graphs: Sequence[RoundGraphs],
+        graphs: Sequence[StepGraphs],
         pool: KVPool,
         scheduler: Scheduler,
         speculator: Speculator,
@@ -80,7 +81,7 @@ class Overlap:
         self._pool, self._scheduler = pool, scheduler
         self._speculator, self._steps, self._context, self._timer = speculator, steps, context, timer
         self._rows: list[Request | None] = []  # by row of the graph state; None once the request has finished
-        self._budget = NOTHING
+        self._budgets: list[Budget] = []  # likewise; of the next round
         self._in_flight: Launched | None = None
         self._read_at: float | None = None  # time at which the round before the one in flight was read
         self.timed: Timed | None = None  # of the last round read, if rounds were in flight before and after it
@@ -101,15 +102,18 @@ class Overlap:
                 return None
         elif batch is None or not self._continues(batch):
             return self.drain()
-        if not self._make_room(unread=1):
+        if not self._make_room(self._in_flight):
             return self.drain()
+        self._graphs.set_budgets(self._rows, self._budgets)
         results, self._in_flight = self._in_flight, self._graphs.launch()
         assert results is not None
-        batch_size = len(self._active)
-        outputs, unfinished = self._emit(results)
-        self._time(batch_size)
+        outcomes = results.read()
+        drafted = [outcome.drafted for request, outcome in zip(self._rows, outcomes, strict=False) if request]
+        outputs, unfinished = self._emit(outcomes, results.budgets)
+        self._time(len(drafted), len(drafted) + sum(drafted))
         for row, request, count in unfinished:
-            self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
+            if self._speculator.reads(request):
+                self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
         # The round in flight reads these features, so it fills the head's KV of these pages before any later reader.
         self._steps.publish([request for _, request, _ in unfinished])
         return outputs
@@ -119,12 +123,15 @@ class Overlap:
         results, self._in_flight, self._read_at = self._in_flight, None, None
         if results is None:
             return []
-        outputs, unfinished = self._emit(results)
+        outputs, unfinished = self._emit(results.read(), results.budgets)
         if unfinished:
-            rows = [self._graphs.features(row, count, behind=False) for row, _, count in unfinished]
-            self._steps.commit(
-                [request for _, request, _ in unfinished], [count for *_, count in unfinished], torch.cat(rows)
-            )
+            rows = [
+                self._graphs.features(row, count, behind=False)
+                for row, request, count in unfinished
+                if self._speculator.reads(request)
+            ]
+            features = torch.cat(rows) if rows else torch.empty(0, 0, device=self._pool.device)
+            self._steps.commit([request for _, request, _ in unfinished], [count for *_, count in unfinished], features)
         self._rows = []
         return outputs
 
@@ -139,15 +146,20 @@ class Overlap:
         requests = self._scheduler.running
         if not requests or self._scheduler.may_admit or any(map(needs_host, requests)):
             return None
-        steady = {self._speculator.steady_budget(request) for request in requests}
-        first = next(iter(steady))
-        if first is None or len(steady) > 1:
-            return None
-        drafter, budget = first
+        budgets, drafters = list[Budget](), set[str]()
+        for request in requests:
+            steady = self._speculator.steady_budget(request)
+            if steady is None:
+                return None
+            drafters.add(steady[0])
+            budgets.append(steady[1])
+        drafter = next(iter(sorted(drafters - {"none"})), "none")  # plain decoding is a draft of nothing
         graphs = self._by_drafter.get(drafter)
-        if graphs is None or budget not in graphs.budgets:
+        if graphs is None or len(drafters - {"none"}) > 1 or (drafter != "none" and not any(map(any, budgets))):
             return None
-        return Batch(list(requests), graphs, budget)
+        if any(budget.nodes > graphs.limit.nodes or budget.depth > graphs.limit.depth for budget in budgets):
+            return None
+        return Batch(list(requests), graphs, budgets)
 
     def _begin(self, batch: Batch) -> bool:
         """Load the state of these requests and launch their first round. False if no graph or too few pages fit."""
@@ -155,26 +167,32 @@ class Overlap:
         proposer = self._graphs.proposer
         if self._graphs.batch_for(len(requests)) is None:
             return False
-        if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
-            return False  # more unread features than a round can read; an ordinary step reads them
-        self._rows, self._budget = list[Request | None](requests), batch.budget
-        if not self._make_room(unread=0):
+        reading = [] if proposer is None else [request for request in requests if self._speculator.reads(request)]
+        if proposer is not None:
+            if not all(map(proposer.ready, reading)):
+                return False
+            if max(map(len, proposer.features(reading)), default=0) > self._graphs.width:
+                return False  # more unread features than a round can read; an ordinary step reads them
+        self._rows, self._budgets = list[Request | None](requests), batch.budgets
+        if not self._make_room(None):
             self._rows = []
             return False
         limits = [final_length(request, self._context) - 1 for request in requests]
-        self._graphs.load(requests, limits, batch.budget)
+        self._graphs.load(requests, limits, batch.budgets)
         if proposer is not None:
-            proposer.was_read(requests)
+            proposer.was_read(reading)
         self._in_flight = self._graphs.launch()
         return True
 
     def _continues(self, batch: Batch) -> bool:
-        """Return whether these are the requests in flight, in the same graphs, at the same budget and batch bucket."""
-        fits = self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
-        same = batch.graphs is self._graphs and batch.budget == self._budget
-        return fits and same and batch.requests == self._active
+        """Return whether these are the requests in flight, in the same graphs and batch bucket. Sets their budgets."""
+        if batch.graphs is not self._graphs or batch.requests != self._active:
+            return False
+        budgets = iter(batch.budgets)
+        self._budgets = [NOTHING if request is None else next(budgets) for request in self._rows]
+        return self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
 
-    def _time(self, batch: int) -> None:
+    def _time(self, batch: int, rows: int) -> None:
         """Set `timed` after a round of `batch` requests was read while the next one runs.
 
         The time between two such reads is the duration of a round, whatever else the host did meanwhile.
@@ -182,39 +200,46 @@ class Overlap:
         now, before = self._timer(), self._read_at
         self._read_at = now
         if before is not None:
-            self.timed = Timed(batch, batch * self._graphs.rows(self._budget), None, now - before)
+            self.timed = Timed(batch, rows, None, now - before)
 
     @property
     def _active(self) -> list[Request]:
         return [request for request in self._rows if request is not None]
 
-    def _make_room(self, *, unread: int) -> bool:
-        """Reserve pages for one more round after `unread` unread ones, without pre-empting any request.
+    def _make_room(self, unread: Launched | None) -> bool:
+        """Reserve pages for one more round after the `unread` one, without pre-empting any request.
 
         Returns False if the pool is short of pages, if rows would exceed the context of the graphs, or if every
         request finishes before that round.
         """
-        emitted, places = unread * (1 + self._budget.depth), self._speculator.places
-        for request in self._active:
-            final = final_length(request, self._context)
-            begins = min(len(request.tokens) + emitted, final)
+        for row, request in enumerate(self._rows):
+            if request is None:
+                continue
+            emitted = 0 if unread is None else 1 + unread.budgets[row].depth
+            begins = min(len(request.tokens) + emitted, final_length(request, self._context))
             if begins + self._graphs.reach > self._graphs.longest:
                 return False
-            if not self._pool.reserve(request, begins + places(request, self._budget)):
+            if not self._pool.reserve(request, begins + self._speculator.places(request, self._budgets[row])):
                 return False
-        return any(final_length(r, self._context) - len(r.tokens) > unread for r in self._active)
+        least = 0 if unread is None else 1
+        return any(final_length(r, self._context) - len(r.tokens) > least for r in self._active)
 
-    def _emit(self, results: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
+    def _emit(
+        self, outcomes: Sequence[Outcome], budgets: Sequence[Budget]
+    ) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
         """Emit a round's tokens. Returns outputs, and (row, request, new positions) of each unfinished request."""
         outputs: list[StepOutput] = []
         unfinished: list[tuple[int, Request, int]] = []
-        for row, (request, result) in enumerate(zip(self._rows, results.read(), strict=False)):
+        proposer = self._graphs.proposer
+        confidence = None if proposer is None else proposer.confidence
+        for row, (request, result, budget) in enumerate(zip(self._rows, outcomes, budgets, strict=False)):
             if request is None:
                 continue
             # As in an ordinary step, only as many drafted levels count as the request may still emit tokens.
             depth = min(result.depth, final_length(request, self._context) - len(request.tokens) - 1)
-            drafted = depth if self._budget.is_chain else result.drafted
-            draft = VerifiedDraft(self._budget, drafted, depth, result.path[:depth])
+            if confidence is not None and confidence.scoring and result.log_probs:
+                confidence.record(request, budget.depth, result.log_probs)
+            draft = VerifiedDraft(budget, depth if budget.is_chain else result.drafted, depth, result.path[:depth])
             outputs.append(self._steps.advance(request, result.tokens, draft))
             if request.finish_reason is None:
                 unfinished.append((row, request, len(result.tokens)))

@@ -118,23 +118,25 @@ class KVPool:
             self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
         request.pages += pages
 
-    def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Move the KV at places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in the target's layers.
+    def move(self, slots: Tensor, roots: Tensor, path: Tensor, depth: Tensor) -> None:
+        """Move the KV of each accepted path to the front of its tree, in the target's layers.
 
-        This brings an accepted path to the front of its tree. Sources ascend and none lies before its destination.
+        slots, roots `[B]`: the requests' rows of the block table, and the places of their roots. path `[B, W]`: nodes,
+        of which the first `depth[b]` + 1 are b's accepted path, ascending.
         """
-        pairs = [
-            (self._slot(request, source), self._slot(request, start + index))
-            for request, places, start in zip(requests, sources, starts, strict=True)
-            for index, source in enumerate(places)
-            if source != start + index
-        ]
-        if pairs:
-            source, destination = torch.tensor(pairs, device=self.device).T
-            self.layers.move(source, destination)
+        index = torch.arange(path.shape[1], device=path.device)
+        source, destination = torch.where(index <= depth[:, None], path, index), index.expand_as(path)
+        request = torch.arange(len(path), device=path.device)[:, None].expand_as(path)
+        if path.device.type == "cpu":  # elsewhere the host need not know which nodes stay where they are
+            moved = source != destination
+            source, destination, request = source[moved], destination[moved], request[moved]
+            if not len(source):
+                return
+        source, destination, request = (x.flatten().to(self.device) for x in (source, destination, request))
+        self.layers.move(*(self._slots(slots[request], roots[request] + node) for node in (source, destination)))
 
-    def _slot(self, request: Request, place: int) -> int:
-        return request.pages[place // self.page_size] * self.page_size + place % self.page_size
+    def _slots(self, rows: Tensor, places: Tensor) -> Tensor:
+        return self.table[rows, places // self.page_size] * self.page_size + places % self.page_size
 
     def invariants(self, running: Sequence[Request]) -> None:
         """Assert that every page is free, cached or held, and that block tables match. For tests: checks all pages."""
@@ -157,49 +159,16 @@ class KVPool:
         `bases`: the place at which each request's layers begin, a multiple of the page size. Places in the result
         count from there.
         """
-        table, starts = self._tables(requests, starts, bases)
-        size = self.page_size
+        size, slots = self.page_size, torch.tensor([request.slot for request in requests], device=self.device)
+        if bases is None or not any(bases):
+            table, starts = self.table.index_select(0, slots), list(starts)
+        else:
+            table = self.block_tables(slots, torch.tensor(bases, device=self.device))
+            starts = [start - base for start, base in zip(starts, bases, strict=True)]
         return AttentionRows.blocks(table, starts, list(counts), page_size=size, tree_mask=tree_mask, first=first)
 
-    def level(
-        self,
-        requests: Sequence[Request],
-        starts: Sequence[int],
-        offsets: Tensor,
-        tree_mask: Tensor,
-        *,
-        first: int = 0,
-        bases: Sequence[int] | None = None,
-    ) -> AttentionRows:
-        """Address N rows of each request, at places `starts[b] + offsets[n]`.
-
-        Bit j of the tree mask `tree_mask` `[B, N]` stands for place `starts[b] + j`.
-        """
-        table, starts = self._tables(requests, starts, bases)
-        count, width = tree_mask.shape
-        request = torch.arange(count, device=self.device).repeat_interleave(width)
-        committed = torch.tensor(starts, device=self.device).repeat_interleave(width)
-        longest = max(starts) + MAX_NODES
-        return AttentionRows(
-            table,
-            request,
-            committed,
-            offsets.repeat(count),
-            tree_mask.flatten(),
-            self.page_size,
-            longest,
-            (width,) * count,
-            first,
-        )
-
-    def _tables(
-        self, requests: Sequence[Request], starts: Sequence[int], bases: Sequence[int] | None
-    ) -> tuple[Tensor, list[int]]:
-        """Return the requests' page ids `[B, P]` and places `starts`, both relative to `bases`."""
-        slots = torch.tensor([request.slot for request in requests], device=self.device)
-        table = self.table.index_select(0, slots)
-        if bases is None or not any(bases):
-            return table, list(starts)
-        skipped = torch.tensor(bases, device=self.device)[:, None] // self.page_size
-        columns = (torch.arange(table.shape[1], device=self.device) + skipped).clamp(max=table.shape[1] - 1)
-        return table.gather(1, columns), [start - base for start, base in zip(starts, bases, strict=True)]
+    def block_tables(self, slots: Tensor, bases: Tensor) -> Tensor:
+        """Return the page ids `[B, P]` of the block-table rows `slots` `[B]`, from the places `bases` `[B]` on."""
+        table = self.table[slots]
+        columns = torch.arange(table.shape[1], device=table.device) + bases[:, None] // self.page_size
+        return table.gather(1, columns.clamp(max=table.shape[1] - 1))

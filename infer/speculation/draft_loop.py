@@ -1,229 +1,280 @@
-"""Drafts with a head on tensors of fixed sizes, without the host: what draft graphs and round graphs capture.
+"""Drafts with a head: chains and trees, level by level, by the head's own operations or by one C call per level.
 
-The rows that a head has not read yet are padded. The KV of a request's padding rows lies after that of its own rows and
-is overwritten, in order, before any row attends to it; padding requests use the null block.
+Both loops draft the same tokens. A level of a recurrent head is one forward over the nodes that are grown. A parallel
+head has the logits of all depths after the first forward: Medusa from the target's state alone, P-EAGLE from one mask
+slot per further depth, in rows that follow the committed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kvcache.pool import KVPool
-from infer.request import Request
-from infer.sampling.batch import choice_parameters
-from infer.speculation.proposers.head import HeadProposer
-from infer.speculation.proposers.parallel_head import ParallelHeadProposer
-from infer.speculation.tree_shapes import Children, Run, grow
-from kernels.choose import ChoiceParameters, choose
+from infer.speculation.early_exit import EarlyExit, HostExit
+from infer.speculation.tree import MAX_NODES
+from infer.speculation.tree_shapes import Children, Grown, Run, TreeShape, grow
+from kernels.choose import ChoiceParameters, choose, choose_best
+from kernels.draft import NativeChains, NativeDraft, NativeTrees
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
-
-NUMBERS = 11  # per request: slot, first, last, root, base, top_k, 2 seed halves; fp64 temperature, top_p, min_p
+from models.heads.base import Head
 
 
 class Unread(NamedTuple):
-    """The inputs of a draft for B requests.
+    """What a head has not read yet of B requests: R rows, grouped by request.
 
-    Row j of W is the head's slot `first + j - 1`: the token at position `first + j` and the features of the position
-    before it.
+    A row is a slot of the head: a token and the features of the position before it. Rows after a request's last slot,
+    which holds the root, are spare: the mask slots of a parallel head, or padding. Spare rows write their KV after that
+    of the slots, where it is overwritten in order before a row attends to it.
     """
 
-    ids: Tensor  # [B, W]
-    features: Tensor  # [B, W, F]
-    slot: Tensor  # [B] row of the block table
-    first: Tensor  # [B] place of row 0 in the head's KV layers
-    last: Tensor  # [B] the last row that is not padding; it holds the root
+    ids: Tensor  # [R]
+    features: Tensor  # [R, F]
+    slots: Tensor  # [R] rotary positions
+    rows: AttentionRows | None  # their addresses, from each request's base on; None for a head without KV
+    ends: Tensor  # [B] index of the row that holds the root
     root: Tensor  # [B] the root's position
     base: Tensor  # [B] the head's KV begins at this place, a multiple of the page size
-    parameters: ChoiceParameters
+    parameters: ChoiceParameters | None  # [B]
 
 
-class Inputs:
-    """Holds `Unread` for up to `batch` requests of `width` rows in tensors at fixed addresses.
+class Chains(NamedTuple):
+    """Drafted chains: the first `length[b]` target ids of each row count."""
 
-    The host fills them while nothing runs that reads them.
+    token: Tensor  # [B, D]
+    length: Tensor  # [B]
+    log_probs: Tensor | None = None  # [B, D] of the tokens, under the noise that they were chosen with, if scored
+
+
+Adjust = Callable[[Tensor, Sequence[Tensor]], Tensor]  # (logits [B, Vd], tokens [B] of each level before) -> logits
+
+
+class DraftLoop(Protocol):
+    """Runs a head over its unread rows and drafts from the last of them."""
+
+    def read(self, unread: Unread) -> object:
+        """Only write the head's KV of the unread rows."""
+        ...
+
+    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: HostExit | None = None) -> Chains:
+        """Draft chains of up to `depths` `[B]` tokens each, `deepest` being the greatest depth."""
+        ...
+
+    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+        """Grow trees of this shape down to the depth `deepest`."""
+        ...
+
+
+def fused(head: Head, features: Tensor) -> Tensor:
+    """Return the states `[R, S]` that depth 0 of the head reads, from the features of all aux layers `[R, F]`."""
+    return head.fuse(features.chunk(len(head.config.aux_layers), dim=-1))
+
+
+class TorchLoop:
+    """Drafts by the head's own operations, on any device.
+
+    The host does not wait for results unless `early_exit` or `adjust` does, so a CUDA graph can capture a draft.
+    `attend` makes the attention of rows in the head's KV layers; None for a head without KV.
     """
 
-    def __init__(
-        self, pool: KVPool, batch: int, width: int, features: int, dtype: torch.dtype, *, pinned: bool
-    ) -> None:
-        self._pool, self._width = pool, width
-        size = batch * (width + NUMBERS)
-        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        self._device = torch.zeros(size, dtype=torch.int64, device=pool.device)
-        self.features = torch.zeros(batch, width, features, dtype=dtype, device=pool.device)
+    def __init__(self, head: Head, attend: Callable[[AttentionRows], Attention] | None) -> None:
+        self._head, self._attend, self.draft_ids = head, attend, head.target_ids
+        with torch.no_grad():
+            self._mask_slot = head.mask_slot()
 
-    def of(self, batch: int, *, restricts: bool) -> Unread:
-        """Return `Unread` of the first `batch` requests. Must be called inside the function that is captured."""
-        ids, numbers = self._fields(self._device, batch)
-        slot, first, last, root, base, top_k, low, high = numbers[:8]
-        temperature, top_p, min_p = numbers[8:].view(torch.float64).float()
-        parameters = ChoiceParameters(temperature, top_k, top_p, min_p, low, high, restricts)
-        return Unread(ids, self.features[:batch], slot, first, last, root, base, parameters)
+    def spare_rows(self, deepest: int) -> int:
+        """Return how many spare rows a request needs for drafts of this depth."""
+        return 0 if self._mask_slot is None else deepest - 1
 
-    def fill(
+    def read(self, unread: Unread) -> Tensor:
+        """Run the head over the unread rows; return the state of each request's last slot `[B, S]`."""
+        ends = unread.ends
+        if unread.rows is None:  # without KV only the last slot matters
+            return self._step(unread.ids[ends], fused(self._head, unread.features[ends]), unread.slots[ends], None, 0)
+        return self._step(unread.ids, fused(self._head, unread.features), unread.slots, unread.rows, 0)[ends]
+
+    def chain(
         self,
-        batch: int,
-        requests: Sequence[Request] = (),
-        features: Sequence[Tensor] = (),
-        bases: Sequence[int] = (),
-    ) -> bool:
-        """Write the requests, with `features[b]` `[n, F]` of their last positions, and padding up to `batch`.
+        unread: Unread,
+        depths: Tensor,
+        deepest: int,
+        early_exit: EarlyExit | None = None,
+        adjust: Adjust | None = None,
+    ) -> Chains:
+        """As in DraftLoop; `adjust` may change the logits that a level chooses from."""
+        logits_at = self._parallel(unread, deepest) if self._head.parallel else self._recurrent(unread)
+        active, length = depths > 0, torch.zeros_like(depths)
+        drafted, scores = list[Tensor](), list[Tensor]()
+        for level in range(deepest):
+            logits = logits_at(level, drafted)
+            if adjust is not None:
+                logits = adjust(logits, drafted)
+            positions = unread.root + level  # slot i drafts the token that the target chooses at position i + 1
+            kept, continuing = active, active & (depths > level + 1)
+            if early_exit is None:
+                drafted.append(self.choice(logits, positions, unread.parameters))
+            else:
+                token, log_probs = self.best(logits, positions, unread.parameters, 1)
+                drafted.append(token[:, 0])
+                scores.append(log_probs[:, 0])
+                worth_row, worth_level = early_exit(level, scores[-1], active)
+                kept, continuing = kept & worth_row, continuing & worth_level
+            length, active = length + kept, continuing
+            if early_exit is not None and early_exit.on_host and not bool(active.any()):
+                break
+        return Chains(torch.stack(drafted, dim=1), length, torch.stack(scores, dim=1) if scores else None)
 
-        Returns whether a row uses top-k, top-p or min-p.
-        """
-        ids, numbers = self._fields(self._host, batch)
-        ids.zero_()
-        numbers.zero_()
-        numbers[0] = self._pool.null_row
-        numbers[1] = 1
-        fractions = numbers[8:].view(torch.float64)
-        fractions[1] = 1.0  # top-p
-        for b, (request, rows, base) in enumerate(zip(requests, features, bases, strict=True)):
-            count = len(rows)
-            start = request.computed - count
-            ids[b, :count] = torch.tensor(request.tokens[start + 1 : start + count + 1])
-            numbers[:5, b] = torch.tensor([request.slot, start + 1, count - 1, len(request.tokens) - 1, base])
-        p = choice_parameters(requests, torch.device("cpu"), drafting=True)
-        if p is not None:
-            filled = slice(len(requests))
-            numbers[5, filled], numbers[6, filled], numbers[7, filled] = p.top_k, p.seed_low, p.seed_high
-            fractions[0, filled], fractions[1, filled], fractions[2, filled] = p.temperature, p.top_p, p.min_p
-        size = batch * (self._width + NUMBERS)
-        self._device[:size].copy_(self._host[:size], non_blocking=True)
-        if features and self.features.shape[-1]:
-            index = [b * self._width + row for b, rows in enumerate(features) for row in range(len(rows))]
-            into = self.features.flatten(0, 1)
-            into.index_copy_(0, torch.tensor(index, device=self._pool.device), torch.cat(list(features)))
-        return p is not None and p.restricts
+    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+        grown = self._growing_parallel if self._head.parallel else self._growing
+        return grow(shape, deepest, unread.root, *grown(unread, deepest))
 
-    def _fields(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        ids, numbers = flat[: batch * (self._width + NUMBERS)].split([batch * self._width, batch * NUMBERS])
-        return ids.view(batch, self._width), numbers.view(NUMBERS, batch)
+    def choice(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
+        """Return the head's choice `[R]` (target ids), under the noise of the target's choice at the same position."""
+        return self.draft_ids[choose(logits, parameters, positions, self.draft_ids)]
+
+    def best(
+        self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
+        count = min(count, logits.shape[1])
+        columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
+        return self.draft_ids[columns], values
+
+    def _step(self, ids: Tensor, state: Tensor, slots: Tensor, rows: AttentionRows | None, depth: int) -> Tensor:
+        attention = no_attention if self._attend is None or rows is None else self._attend(rows)
+        return self._head.step(ids, state, slots, attention, depth)
+
+    # ---- the logits of each level of a chain ----------------------------------------------------------------------
+
+    def _recurrent(self, unread: Unread) -> Callable[[int, Sequence[Tensor]], Tensor]:
+        state, rows = self.read(unread), None
+
+        def logits_at(level: int, drafted: Sequence[Tensor]) -> Tensor:
+            nonlocal state, rows
+            if level:
+                rows = rows.next() if rows is not None else self._after_root(unread, torch.zeros_like(unread.root[:1]))
+                state = self._step(drafted[-1], state, unread.root + level - 1, rows, level)
+            return self._head.logits(state, level)
+
+        return logits_at
+
+    def _parallel(self, unread: Unread, deepest: int) -> Callable[[int, Sequence[Tensor]], Tensor]:
+        logits = self._all_logits(unread, deepest)
+        return lambda level, _: logits[:, level]
+
+    def _all_logits(self, unread: Unread, deepest: int) -> Tensor:
+        """Return a parallel head's logits `[B, deepest, Vd]`."""
+        if self._mask_slot is None:
+            return self._head.all_logits(self.read(unread), deepest)
+        assert unread.rows is not None
+        mask_id, mask_state = self._mask_slot
+        spare = torch.arange(len(unread.ids), device=unread.ids.device) > unread.ends[unread.rows.request]
+        state = torch.where(spare[:, None], mask_state, fused(self._head, unread.features))
+        states = self._step(unread.ids.masked_fill(spare, mask_id), state, unread.slots, unread.rows, 0)
+        index = unread.ends[:, None] + torch.arange(deepest, device=unread.ids.device)
+        return self._head.logits(states[index.flatten()], 0).unflatten(0, index.shape)  # all depths share one LM head
+
+    def _after_root(self, unread: Unread, offset: Tensor, tree_mask: Tensor | None = None) -> AttentionRows | None:
+        """Address nodes of each request at `offset` `[N]` from the place after the root's slot; tree_mask `[B, N]`."""
+        rows = unread.rows
+        if rows is None:
+            return None
+        return AttentionRows.grid(
+            rows.table,
+            unread.root + 1 - unread.base,
+            offset,
+            page_size=rows.page_size,
+            longest=rows.longest + (1 if tree_mask is None else MAX_NODES),
+            tree_mask=tree_mask,
+            first=rows.first,
+        )
+
+    # ---- callbacks of `grow` --------------------------------------------------------------------------------------
+
+    def _growing(self, unread: Unread, deepest: int) -> tuple[Children, Run]:
+        """Each node attends to its own ancestors."""
+        start, batch, device = unread.root[:, None], len(unread.root), unread.root.device
+        state = self.read(unread)[:, None]  # [B, M, S] of the nodes that a level is grown from
+        tree_mask = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M]
+        run_before = 0
+
+        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+            width = state.shape[1]
+            owner = torch.arange(batch, device=device).repeat_interleave(width)
+            positions = (start + level - 1).expand(-1, width).flatten()
+            logits = self._head.logits(state.flatten(0, 1), level - 1)
+            parameters = unread.parameters and unread.parameters.rows(owner)
+            tokens, values = self.best(logits, positions, parameters, fan_out)
+            return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
+
+        def run(level: int, parent: Tensor, token: Tensor) -> None:
+            nonlocal state, tree_mask, run_before
+            above = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
+            slots = (start + level - 1).expand_as(parent).flatten()
+            offset = run_before + torch.arange(parent.shape[1], device=device)
+            tree_mask = tree_mask.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offset)
+            run_before += parent.shape[1]
+            rows = self._after_root(unread, offset, tree_mask)
+            state = self._step(token.flatten(), above, slots, rows, level).unflatten(0, parent.shape)
+
+        return children, run
+
+    def _growing_parallel(self, unread: Unread, deepest: int) -> tuple[Children, Run]:
+        """All nodes of a level have the same children, whatever was drafted before."""
+        logits = self._all_logits(unread, deepest)
+
+        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+            tokens, values = self.best(logits[:, level - 1], unread.root + level - 1, unread.parameters, fan_out)
+            return tokens[:, None], values[:, None]
+
+        return children, lambda level, parent, token: None
 
 
-class DraftLoop:
-    """Runs a head over its unread rows and drafts with it, each depth from the one before.
+class NativeLoop:
+    """Drafts by one C call per level (kernels/draft.py). Chains that end leave the batch; nothing may be restricted.
 
-    `longest`: bound on the number of keys that a row attends to.
+    `caches`: of the head's KV layers.
     """
 
-    def __init__(self, proposer: HeadProposer, pool: KVPool, longest: int) -> None:
-        self._proposer, self._head, self._pool, self._longest = proposer, proposer.module, pool, longest
+    def __init__(self, head: Head, native: NativeDraft, caches: Sequence[Tensor]) -> None:
+        self._head, self._native, self._caches = head, native, caches
 
-    def chain(self, unread: Unread, depth: int) -> Tensor:
-        """Draft chains; return target ids `[B, depth]`."""
-        table, drafted = self._table(unread), list[Tensor]()
-        state = self._read(unread, table)
-        draft_ids = self._proposer.draft_ids
-        for level in range(depth):
-            if level:
-                rows = self._rows(unread, table, unread.root + level, torch.zeros_like(unread.root), 1)
-                state = self._head.step(drafted[-1], state, unread.root + level - 1, self._attention(rows), level)
-            # slot i drafts the token that the target chooses at position i + 1
-            logits = self._head.logits(state, level)
-            drafted.append(draft_ids[choose(logits, unread.parameters, unread.root + level, draft_ids)])
-        return torch.stack(drafted, dim=1)
+    def read(self, unread: Unread) -> None:
+        NativeChains(self._native, *self._inputs(unread, 0), self._caches, None, 0).read()
 
-    def tree(self, unread: Unread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draft trees as deep as the shape allows; return what infer.speculation.tree_shapes.grow does."""
-        shape = self._proposer.shape
-        assert shape is not None
-        return grow(shape, shape.depth, unread.root, *self._growing(unread))
+    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: HostExit | None = None) -> Chains:
+        levels = NativeChains(self._native, *self._inputs(unread, deepest), self._caches, unread.parameters, deepest)
+        drafts: list[list[int]] = [[] for _ in depths]
+        limits, active = depths.tolist(), list(range(len(depths)))
+        for level in range(deepest):
+            tokens, values = levels.draft(return_log_probs=early_exit is not None)
+            decisions = None if early_exit is None or values is None else early_exit.decide(active, values)
+            places = list[int]()  # of the chains that go on
+            for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
+                if decisions is None or decisions[place].keep:
+                    drafts[row].append(token)
+                if limits[row] > level + 1 and (decisions is None or decisions[place].continue_):
+                    places.append(place)
+            if not places:
+                break
+            if len(places) < len(active):
+                levels.keep(places)
+                active = [active[place] for place in places]
+        width = max(map(len, drafts))
+        token = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts])
+        return Chains(token, torch.tensor([len(draft) for draft in drafts]))
 
-    def _growing(self, unread: Unread) -> tuple[Children, Run]:
-        table = self._table(unread)
+    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+        limits = {"width": shape.width, "count": max(map(shape.fan_out, range(1, deepest + 1))), "places": shape.rows}
+        inputs = self._inputs(unread, deepest)
+        trees = NativeTrees(self._native, *inputs, self._caches, unread.parameters, deepest, **limits)
+        return grow(shape, deepest, unread.root, trees.children, trees.run)
 
-        def address(offsets: Tensor, tree_mask: Tensor) -> AttentionRows:
-            width = tree_mask.shape[1]
-            places = (unread.root + 1).repeat_interleave(width)
-            return self._rows(unread, table, places, offsets.repeat(len(unread.root)), width, tree_mask.flatten())
-
-        return self._proposer.growing(self._read(unread, table), unread.root, unread.parameters, address)
-
-    def _read(self, unread: Unread, table: Tensor) -> Tensor:
-        """Run the head over the unread rows; return each request's last state `[B, S]`."""
-        index = torch.arange(len(unread.root), device=unread.root.device)
-        if not self._proposer.kv_layers:  # without KV only the last row matters
-            state = self._fuse(unread.features[index, unread.last])
-            return self._head.step(
-                unread.ids[index, unread.last], state, unread.first + unread.last - 1, no_attention, 0
-            )
-        state = self._run(unread, table, unread.ids, self._fuse(unread.features.flatten(0, 1)))
-        return state[index, unread.last]
-
-    def _run(self, unread: Unread, table: Tensor, ids: Tensor, state: Tensor) -> Tensor:
-        """Run depth 0 of the head over ids `[B, N]` and fused states `[B * N, S]`, from each `first` place on."""
-        batch, width = ids.shape
-        offset = torch.arange(width, device=ids.device)
-        rows = self._rows(unread, table, unread.first.repeat_interleave(width), offset.repeat(batch), width)
-        positions = (unread.first[:, None] + offset - 1).flatten()
-        return self._head.step(ids.flatten(), state, positions, self._attention(rows), 0).unflatten(0, (batch, width))
-
-    def _fuse(self, features: Tensor) -> Tensor:
-        return self._head.fuse(features.chunk(len(self._head.config.aux_layers), dim=-1))
-
-    def _table(self, unread: Unread) -> Tensor:
-        """Return the requests' block tables `[B, P]` from their bases on."""
-        table = self._pool.table[unread.slot]
-        columns = torch.arange(table.shape[1], device=table.device) + unread.base[:, None] // self._pool.page_size
-        return table.gather(1, columns.clamp(max=table.shape[1] - 1))
-
-    def _rows(
-        self, unread: Unread, table: Tensor, place: Tensor, offset: Tensor, width: int, tree_mask: Tensor | None = None
-    ) -> AttentionRows:
-        """Address `width` rows of each request at `place + offset`, both `[B * width]`."""
-        batch = len(unread.root)
-        request = torch.arange(batch, device=place.device).repeat_interleave(width)
-        committed = place - unread.base.repeat_interleave(width)
-        size, counts = self._pool.page_size, (width,) * batch
-        return AttentionRows(table, request, committed, offset, tree_mask, size, self._longest, counts, first=1)
-
-    def _attention(self, rows: AttentionRows) -> Attention:
-        return self._proposer.attend(rows) if self._proposer.kv_layers else no_attention
-
-
-class ParallelDraftLoop(DraftLoop):
-    """Drafts with a head that predicts every depth in one forward."""
-
-    _proposer: ParallelHeadProposer
-
-    def chain(self, unread: Unread, depth: int) -> Tensor:
-        logits = self._all_logits(unread, depth)
-        positions = unread.root[:, None] + torch.arange(depth, device=unread.root.device)
-        owner = torch.arange(len(unread.root), device=unread.root.device).repeat_interleave(depth)
-        draft_ids = self._proposer.draft_ids
-        chosen = choose(logits.flatten(0, 1), unread.parameters.rows(owner), positions.flatten(), draft_ids)
-        return draft_ids[chosen].view(-1, depth)
-
-    def _growing(self, unread: Unread) -> tuple[Children, Run]:
-        assert self._proposer.shape is not None
-        logits = self._all_logits(unread, self._proposer.shape.depth)
-        return self._proposer.growing_parallel(logits, unread.root, unread.parameters)
-
-    def _all_logits(self, unread: Unread, depth: int) -> Tensor:
-        """Return the logits `[B, depth, Vd]`."""
-        table, slot = self._table(unread), self._proposer.mask_slot
-        if slot is None:
-            return self._head.all_logits(self._read(unread, table), depth)
-        # The last row is followed by one mask slot per further depth; rows beyond are padding.
-        mask_id, mask_state = slot
-        row = torch.arange(unread.ids.shape[1] + depth - 1, device=unread.ids.device)
-        masked = row > unread.last[:, None]
-        ids = F.pad(unread.ids, (0, depth - 1)).masked_fill(masked, mask_id)
-        state = F.pad(self._fuse(unread.features), (0, 0, 0, depth - 1))
-        state = torch.where(masked[..., None], mask_state, state)
-        states = self._run(unread, table, ids, state.flatten(0, 1))
-        index = unread.last[:, None] + torch.arange(depth, device=unread.ids.device)
-        wanted = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
-        return self._head.logits(wanted.flatten(0, 1), 0).unflatten(0, index.shape)
-
-
-def draft_loop(proposer: HeadProposer, pool: KVPool, longest: int) -> DraftLoop:
-    kind = ParallelDraftLoop if isinstance(proposer, ParallelHeadProposer) else DraftLoop
-    return kind(proposer, pool, longest)
+    def _inputs(self, unread: Unread, deepest: int) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
+        """Return the first level's inputs: all unread rows, none of them spare."""
+        assert unread.rows is not None
+        assert int(unread.root.max()) + 1 + deepest <= len(self._native.parts.rotary[0])
+        return unread.ids, fused(self._head, unread.features), unread.slots, unread.rows

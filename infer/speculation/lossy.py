@@ -14,7 +14,6 @@ At temperature 0 `block` and `typical` are the exact rule. Their arithmetic is i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kernels.acceptance import coin
 
@@ -24,18 +23,12 @@ from kernels.acceptance import coin
 DRAFTS = 0x5BD1E995
 
 
-@dataclass(frozen=True)
-class Verdict:
-    path: list[int]  # accepted nodes, the root first
-    bonus: int  # the bonus token, which follows them
-
-
-def synthetic(rates: Sequence[float], drafted: int, choice: Sequence[int], seed: int, root: int) -> Verdict:
-    """Accept the i-th drafted token of a chain with probability `rates[i]`, given that all before it were accepted.
+def synthetic(rates: Sequence[float], drafted: int, seed: int, root: int) -> int:
+    """Return how many tokens of a chain are accepted: the i-th with probability `rates[i]`, if all before it were.
 
     Past the last rate nothing is accepted.
     """
     accepted = 0
     while accepted < min(drafted, len(rates)) and coin(seed, root, accepted + 1) < rates[accepted]:
         accepted += 1
-    return Verdict(list(range(accepted + 1)), choice[accepted])
+    return accepted

@@ -17,10 +17,10 @@ MAX_NODES = 64  # bits of a node's tree mask, `ancestors`
 
 
 @cache
-def chain_fields(width: int) -> tuple[Tensor, Tensor, Tensor]:
+def chain_fields(width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return parents, depths and ancestors of a chain, `[N]` each."""
-    node = torch.arange(width, dtype=torch.int32)
-    tree_mask = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1
+    node = torch.arange(width, dtype=torch.int32, device=device)
+    tree_mask = (torch.ones((), dtype=torch.int64, device=device) << (node.long() + 1).clamp(max=63)) - 1
     if width == MAX_NODES:
         tree_mask[-1] = -1  # all 64 bits
     return node - 1, node, tree_mask
@@ -41,25 +41,26 @@ class DraftTree:
     ancestors: Tensor  # [B, N] int64
     length: Tensor  # [B] int64
     is_chain: bool = False  # every node's parent is the node before it
+    padded: bool = False  # the target runs all N entries of every row, those past `length` too
+    max_depth: int = MAX_NODES - 1  # upper bound on the depth of any node
     # By row, the distributions over target ids `[K, V]` that its drafted tokens were drawn from, for block verification
     draft_probs: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def chains(cls, roots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftTree:
         """Build one chain per request: the root followed by its drafted tokens, possibly none."""
-        lengths = [1 + len(draft) for draft in drafts]
-        width = max(lengths)
+        lengths = [len(draft) for draft in drafts]
+        rows = [[*draft] + [0] * (max(lengths) - len(draft)) for draft in drafts]
+        return cls.chain(torch.tensor(roots), torch.tensor(rows, dtype=torch.int64), torch.tensor(lengths))
+
+    @classmethod
+    def chain(cls, roots: Tensor, drafted: Tensor, counts: Tensor, *, padded: bool = False) -> DraftTree:
+        """Build one chain per request, of its root `[B]` and the first `counts` `[B]` of `drafted` `[B, D]`."""
+        width = 1 + drafted.shape[1]
         assert width <= MAX_NODES
-        rows = [[root, *draft] + [0] * (width - 1 - len(draft)) for root, draft in zip(roots, drafts, strict=True)]
-        parent, depth, tree_mask = (field.expand(len(rows), width) for field in chain_fields(width))
-        return cls(
-            token=torch.tensor(rows),
-            parent=parent,
-            depth=depth,
-            ancestors=tree_mask,
-            length=torch.tensor(lengths),
-            is_chain=True,
-        )
+        parent, depth, tree_mask = (x.expand(len(roots), width) for x in chain_fields(width, roots.device))
+        token = torch.cat([roots[:, None], drafted], dim=1)
+        return cls(token, parent, depth, tree_mask, 1 + counts, is_chain=True, padded=padded)
 
     @classmethod
     def from_parents(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
@@ -78,7 +79,9 @@ class DraftTree:
         return cls.assemble(token, parent, length)
 
     @classmethod
-    def assemble(cls, token: Tensor, parent: Tensor, length: Tensor, *, deepest: int | None = None) -> DraftTree:
+    def assemble(
+        cls, token: Tensor, parent: Tensor, length: Tensor, *, deepest: int | None = None, padded: bool = False
+    ) -> DraftTree:
         """Build a tree from a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything.
 
         Given `deepest`, a bound on the depth of all nodes, the host does not wait for the tensors' device.
@@ -96,7 +99,8 @@ class DraftTree:
             depth = depth + depth.gather(1, reach)
             ancestors = ancestors | ancestors.gather(1, reach)
             reach = reach.gather(1, reach)
-        return cls(token, parent.int(), depth, ancestors | 1, length)
+        max_depth = MAX_NODES - 1 if deepest is None else deepest
+        return cls(token, parent.int(), depth, ancestors | 1, length, padded=padded, max_depth=max_depth)
 
     @classmethod
     def stack(cls, trees: Sequence[DraftTree], rows: Sequence[Sequence[int]]) -> DraftTree:
@@ -143,8 +147,8 @@ class DraftTree:
         return torch.arange(self.token.shape[1], device=self.token.device) < self.length[:, None]
 
     def rows(self, field: Tensor) -> Tensor:
-        """Return the entries of a field `[B, N]` that belong to nodes, request by request: `[R]`."""
-        return field.flatten() if self.full else field[self.inside]
+        """Return the entries of a field `[B, N]` that the target runs, request by request: `[R]`."""
+        return field.flatten() if self.padded or self.full else field[self.inside]
 
     @cached_property
     def full(self) -> bool:
@@ -166,3 +170,16 @@ class DraftTree:
         """Return the nodes from the root to `node` in one request, both included."""
         mask = int(self.ancestors[row, node])
         return [index for index in range(self.token.shape[1]) if mask >> index & 1]
+
+    def paths(self, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the path to the node `last[b]` of each row, `[B, W]`, and its depth `[B]`.
+
+        The first `depth[b]` + 1 nodes are the path, ascending; the rest are other nodes.
+        """
+        batch, width = self.token.shape
+        node = torch.arange(width, device=last.device)
+        if self.is_chain:
+            return node.expand(batch, width), last
+        inside = self.ancestors.gather(1, last[:, None]) >> node & 1
+        path = torch.where(inside > 0, node, node + width).sort(dim=1).indices
+        return path[:, : 1 + self.max_depth], self.depth.gather(1, last[:, None])[:, 0].long()

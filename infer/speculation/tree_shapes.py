@@ -151,12 +151,12 @@ def tree_shape(config: ProposerConfig) -> TreeShape | None:
 
 Children = Callable[[int, int], tuple[Tensor, Tensor]]
 Run = Callable[[int, Tensor, Tensor], None]
+# All candidates: token `[B, C]`, parent `[B, C]` (candidate index, -1 = root), level `[C]` from 1, score `[B, C]`.
+Grown = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def grow(
-    shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grow the trees of B requests at once; return token, parent, level and score as `propose_best` takes them.
+def grow(shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run) -> Grown:
+    """Grow the trees of B requests at once; return all candidates.
 
     roots `[B]`. `children(level, R)` returns tokens and log-probabilities `[B, M, R]` of the best children of each of
     the M nodes that were run last (at first the root); M = 1 where all nodes of a level have the same children.
@@ -187,33 +187,25 @@ def grow(
     return token, parent, torch.cat(levels), score
 
 
-def propose_best(
-    roots: Sequence[int], token: Tensor, parent: Tensor, level: Tensor, score: Tensor, budgets: Sequence[Budget]
-) -> DraftTree:
-    """Return the tree of the best candidates, best first. token, parent (candidate index, -1 = root), score `[B, C]`;
-    level `[C]` from 1.
-
-    Keeps at most `budgets[b].nodes` nodes, none deeper than `budgets[b].depth`. No candidate may score higher than its
-    parent or precede it.
-    """
-    device = token.device
-    nodes = torch.tensor([budget.nodes for budget in budgets], device=device)
-    depth = torch.tensor([budget.depth for budget in budgets], device=device)
-    score = score.masked_fill(level > depth[:, None], -torch.inf)
-    width = int(torch.minimum((score > -torch.inf).sum(1), nodes).max())
-    fields = best_nodes(torch.tensor(roots, device=device), token, parent, score, nodes, width)
+def propose_best(roots: Sequence[int], grown: Grown, budgets: Sequence[Budget]) -> DraftTree:
+    """Return, on the host, the trees of the best candidates within each budget."""
+    level, score = grown[2:]
+    rows = [(*budget, root) for budget, root in zip(budgets, roots, strict=True)]
+    nodes, depth, root = torch.tensor(rows, device=score.device).T
+    candidates = ((score > -torch.inf) & (level <= depth[:, None])).sum(1)
+    fields = best_nodes(root, grown, nodes, depth, int(torch.minimum(candidates, nodes).max()))
     return DraftTree.assemble(*(field.cpu() for field in fields))
 
 
-def best_nodes(
-    roots: Tensor, token: Tensor, parent: Tensor, score: Tensor, nodes: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token, parent `[B, 1 + width]` and length `[B]` of the trees of the `nodes[b]` <= `width` best candidates.
+def best_nodes(roots: Tensor, grown: Grown, nodes: Tensor, depth: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return token, parent `[B, 1 + width]` and length `[B]` of the trees of the best candidates, best first.
 
-    Their roots are `roots` `[B]`; candidates of score -inf are left out. Nodes are in descending order of score, in
-    which parents come first. The host does not wait for the device.
+    A tree has the root `roots[b]` and at most `nodes[b]` <= `width` candidates, none deeper than `depth[b]`; those of
+    score -inf are left out. No candidate may score higher than its parent or precede it, so parents come first. The
+    host does not wait for the device.
     """
-    best = score.sort(dim=1, descending=True, stable=True)
+    token, parent, level, score = grown
+    best = score.masked_fill(level > depth[:, None], -torch.inf).sort(dim=1, descending=True, stable=True)
     values, chosen = best.values[:, :width], best.indices[:, :width]
     rank = torch.arange(chosen.shape[1], device=token.device)
     count = ((rank < nodes[:, None]) & (values > -torch.inf)).sum(1)

@@ -11,7 +11,6 @@ from infer.engine.isolation import together
 from infer.request import Request
 from infer.sampling.choose import Choices
 from infer.speculation import lossy
-from infer.speculation.lossy import Verdict
 from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, typical_mask
 from kernels.verify import accept
@@ -28,21 +27,19 @@ def verify(
     requests: Sequence[Request],
     tree: DraftTree,
     choices: Choices,
-    rules: Sequence[str],
+    choice: Tensor,
     rates: Sequence[float] = (),
-) -> list[Verdict]:
-    """Return one verdict per request. `rates`: the acceptance rates of synthetic acceptance."""
-    lengths, width = tree.length.tolist(), tree.token.shape[1]
-    tokens, chosen, first = choices.token.tolist(), list[list[int]](), 0
-    for length in lengths:
-        chosen.append(tokens[first : first + length] + [-1] * (width - length))
-        first += length
-    grid = torch.tensor(chosen)  # [B, N]
+) -> Tensor:
+    """Return the last accepted node of each request, `[B]`, by its request's rule.
+
+    `choice` `[B, N]`: the target's choice at every node, in which the bonus tokens of rules that draw their own are
+    written. `rates`: the acceptance rates of synthetic acceptance.
+    """
     row_by_id = {request.request_id: b for b, request in enumerate(requests)}
 
     def active_rows(rule: str, subset: Sequence[Request]) -> list[int]:
         rows = [row_by_id[request.request_id] for request in subset if not request.failed]
-        return [b for b in rows if rules[b] == rule]
+        return [b for b in rows if requests[b].rule == rule]
 
     def by_typical(subset: Sequence[Request]) -> Tensor | None:
         typical = active_rows("typical", subset)
@@ -53,18 +50,13 @@ def verify(
         return dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
 
     typical_mask, verified = together(requests, by_typical), together(requests, by_block)
-    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid, typical_mask).tolist()
-    verdicts = []
-    for b, (request, rule) in enumerate(zip(requests, rules, strict=True)):
-        if rule == "synthetic":
-            verdicts.append(lossy.synthetic(rates, lengths[b] - 1, chosen[b], request.seed, request.computed))
-        elif b in verified:
-            accepted, bonus = verified[b]
-            verdicts.append(Verdict(list(range(accepted + 1)), bonus))
-        else:
-            path = list(range(last[b] + 1)) if tree.is_chain else tree.path(b, last[b])
-            verdicts.append(Verdict(path, chosen[b][last[b]]))
-    return verdicts
+    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice, typical_mask)
+    for b, (accepted, bonus) in verified.items():
+        last[b], choice[b, accepted] = accepted, bonus
+    for b, request in enumerate(requests):
+        if request.rule == "synthetic":
+            last[b] = lossy.synthetic(rates, int(tree.length[b]) - 1, request.seed, request.computed)
+    return last
 
 
 def verify_blocks(

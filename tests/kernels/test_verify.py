@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,14 +106,25 @@ def test_rows_and_depths_are_those_of_the_nodes(cases):
     assert chain.depths() == [len(tokens) - 1 for tokens, _ in cases]
 
 
-def test_some_of_several_chains_go_on():
+@pytest.mark.parametrize("tree_mask", [None, torch.tensor([[1, 3], [1, 2], [1, 3]])])
+def test_rows_laid_out_in_a_grid(tree_mask):
     table = torch.arange(12).view(3, 4)
-    rows = AttentionRows.blocks(table, [5, 9, 2], [1, 1, 1], page_size=4)
-    for survivors in ([0, 2], [1], [0, 1, 2], None):
-        after = (rows if survivors is None else rows.kept(torch.tensor(survivors))).next()
-        chains = [0, 1, 2] if survivors is None else survivors
-        rebuilt = AttentionRows.blocks(table[chains], [[6, 10, 3][b] for b in chains], [1] * len(chains), page_size=4)
-        for name in ("table", "request", "committed", "offset", "places", "slots"):
-            assert torch.equal(getattr(after, name), getattr(rebuilt, name)), name
-        assert after.counts == rebuilt.counts
-        assert after.longest >= rebuilt.longest
+    mask = None if tree_mask is None else tree_mask.flatten()
+    rows = AttentionRows.blocks(table, [5, 9, 2], [2, 2, 2], page_size=4, tree_mask=mask)
+    grid = AttentionRows.grid(
+        table, torch.tensor([5, 9, 2]), torch.arange(2), page_size=4, longest=rows.longest, tree_mask=tree_mask
+    )
+    for name in ("table", "request", "committed", "offset", "places", "slots"):
+        assert torch.equal(getattr(grid, name), getattr(rows, name)), name
+    assert grid.counts == rows.counts
+    assert mask is None or torch.equal(grid.tree_mask, mask)
+
+
+def test_the_next_row_of_each_chain():
+    table = torch.arange(12).view(3, 4)
+    after = AttentionRows.blocks(table, [5, 9, 2], [1, 1, 1], page_size=4).next()
+    rebuilt = AttentionRows.blocks(table, [6, 10, 3], [1, 1, 1], page_size=4)
+    for name in ("table", "request", "committed", "offset", "places", "slots"):
+        assert torch.equal(getattr(after, name), getattr(rebuilt, name)), name
+    assert after.counts == rebuilt.counts
+    assert after.longest >= rebuilt.longest

@@ -60,7 +60,7 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
             seen.append(row.clone())
         return torch.tensor(tokens)
 
-    proposer.propose, proposer.choice = propose, forced_choice
+    proposer.propose, proposer.loop.choice = propose, forced_choice
     proposer._native = None  # which would choose the tokens itself; its drafts are the same (test_levels.py)
     (completion,) = engine.generate([prompt], params)
     assert prompt + completion.token_ids == sequence

@@ -10,9 +10,8 @@ from infer.engine import Engine
 from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.confidence import ExitDecision
-from infer.speculation.proposers.levels import StepByStep
+from infer.speculation.draft_loop import NativeLoop, TorchLoop
 from kernels.cpu.library import library
-from kernels.draft import NativeChains, NativeTrees
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
@@ -36,26 +35,73 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this
 
 
 class Both:
-    """Drafts chains in one C call per level and step by step, into the same slots. Differences are noted, since the
-    engine would continue without a drafter that raises.
+    """Drafts by C and then by the head's own operations, from the same rows into the same slots. Differences are noted,
+    since the engine would continue without a drafter that raises.
     """
 
-    def __init__(self, native, plain, caches, notes):
-        self.native, self.plain, self._caches, self._notes = native, plain, caches, notes
+    def __init__(self, proposer, notes):
+        self._native, self._plain, self._pool, self._notes = proposer._native, proposer.loop, proposer._pool, notes
+        self._caches = self._native._caches
+        assert isinstance(self._native, NativeLoop)
+        assert isinstance(self._plain, TorchLoop)
 
-    def draft(self, *, return_log_probs):
-        tokens, values = self.native.draft(return_log_probs=return_log_probs)
+    def read(self, unread):
+        self._native.read(unread)
+
+    def chain(self, unread, depths, deepest, early_exit=None):
+        decisions = None if early_exit is None else Decisions(early_exit)
+        drafted = self._native.chain(unread, depths, deepest, decisions)
+        slots = self._slots_of(unread, drafted.length)
+        copies = [cache[:, :, slots].clone() for cache in self._caches]
+        for cache in self._caches:
+            cache[:, :, slots] = 0
+        again = self._plain.chain(unread, depths, deepest, decisions)
+        same = torch.equal(drafted.length, again.length) and (decisions is None or decisions.agree)
+        for row, count in enumerate(drafted.length.tolist()):
+            same = same and torch.equal(drafted.token[row, :count], again.token[row, :count])
+        same = same and all(torch.equal(a, b[:, :, slots]) for a, b in zip(copies, self._caches, strict=True))
+        counts = [int((drafted.length > level).sum()) for level in range(deepest)]
+        self._notes += [(count, same) for count in counts if count]
+        return drafted
+
+    def _slots_of(self, unread, length):
+        """Return the slots of the unread rows, and of the drafted tokens that were run."""
+        slots = [unread.rows.slots]
+        for row, count in enumerate(length.tolist()):
+            places = torch.arange(1, max(count, 1)) + unread.root[row] - unread.base[row]
+            page = unread.rows.table[row, places // self._pool.page_size]
+            slots.append(page * self._pool.page_size + places % self._pool.page_size)
+        return torch.cat(slots)
+
+    def tree(self, unread, shape, deepest):
+        grown = self._native.tree(unread, shape, deepest)
         copies = [cache.clone() for cache in self._caches]
-        plain_tokens, expected = self.plain.draft(return_log_probs=return_log_probs)
-        same = tokens == plain_tokens and all(torch.equal(a, b) for a, b in zip(copies, self._caches, strict=True))
-        if return_log_probs:
-            same = same and values == pytest.approx(expected, abs=1e-3) and max(values) <= 1e-6
-        self._notes.append((len(tokens), same))
-        return tokens, values
+        again = self._plain.tree(unread, shape, deepest)
+        same = all(map(torch.equal, grown, again)) and all(map(torch.equal, copies, self._caches))
+        self._notes.append((len(unread.root), same))
+        return grown
 
-    def keep(self, places):
-        self.native.keep(places)
-        self.plain.keep(places)
+
+class Decisions:
+    """An early exit that decides once, and then as it did before; the log-probabilities must then be the same too."""
+
+    on_host, agree = True, True
+
+    def __init__(self, early_exit):
+        self._early_exit, self._levels = early_exit, []
+
+    def decide(self, active, values):
+        decided = self._early_exit.decide(active, values)
+        self._levels.append((active, values, decided))
+        return decided
+
+    def __call__(self, level, log_probs, active):
+        rows, values, decided = self._levels[level]
+        self.agree = self.agree and active.nonzero()[:, 0].tolist() == rows and max(values) <= 1e-6
+        self.agree = self.agree and log_probs[rows].tolist() == pytest.approx(values, abs=1e-3)
+        both = torch.zeros(2, len(active), dtype=torch.bool)
+        both[:, rows] = torch.tensor([(one.keep, one.continue_) for one in decided]).T
+        return both[0], both[1]
 
 
 @pytest.fixture(scope="module")
@@ -80,60 +126,11 @@ def serve(folder, kind, dtype, weights, shape=None, **settings):
 
 
 def compare(engine):
-    """Draft every chain in both ways; the list returned gets, per level, the number of chains and whether all agree."""
-    proposer, notes = engine._head, []
-    assert proposer._native is not None
-    levels = proposer._levels
-
-    def both(requests, deepest):
-        native = levels(requests, deepest)
-        assert isinstance(native, NativeChains)
-        saved, proposer._native = proposer._native, None
-        plain = levels(requests, deepest)
-        proposer._native = saved
-        assert isinstance(plain, StepByStep)
-        return Both(native, plain, proposer._caches, notes)
-
-    proposer._levels = both
-    return notes
-
-
-class BothTrees:
-    """As `Both`, for trees: `run` runs a level's nodes, `children` returns their best children."""
-
-    def __init__(self, native, plain, caches, notes):
-        self.native, self.plain, self._caches, self._notes = native, plain, caches, notes
-
-    def children(self, level, fan_out):
-        tokens, values = self.native[0](level, fan_out)
-        copies = [cache.clone() for cache in self._caches]
-        if level > 1:
-            self.plain[1](*self._next)
-        plain_tokens, expected = self.plain[0](level, fan_out)
-        same = torch.equal(tokens, plain_tokens) and torch.equal(values, expected)
-        self._notes.append((len(tokens), same and all(map(torch.equal, copies, self._caches))))
-        return tokens, values
-
-    def run(self, level, parent, token):
-        self._next = level, parent.clone(), token.clone()
-        self.native[1](level, parent, token)
-
-
-def compare_trees(engine):
-    """As `compare`, for every level of every tree."""
-    proposer, notes = engine._head, []
-    assert proposer._native is not None
-    growing = proposer._growing
-
-    def both(requests, budgets):
-        native = growing(requests, budgets)
-        saved, proposer._native = proposer._native, None
-        trees = BothTrees(native, growing(requests, budgets), proposer._caches, notes)
-        proposer._native = saved
-        assert isinstance(native[0].__self__, NativeTrees)
-        return trees.children, trees.run
-
-    proposer._growing = both
+    """Draft everything in both ways; the list returned gets, per level or tree, the number of requests and whether all
+    agree.
+    """
+    notes = []
+    engine._head._native = Both(engine._head, notes)
     return notes
 
 
@@ -142,7 +139,7 @@ def prompts_of(count):
     return [torch.randint(1, 384, (5 + 13 * b,), generator=generator).tolist() for b in range(count)]
 
 
-def check(engine, compare):
+def check(engine):
     """Check texts of several lengths, greedy and sampled."""
     prompts = prompts_of(4)
     params = [
@@ -164,7 +161,7 @@ def check(engine, compare):
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     engine = serve(folder, kind, dtype, weights)
-    check(engine, compare)
+    check(engine)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
 )
 def test_in_one_call_a_level_it_grows_the_same_trees(folder, kind, shape, dtype, threads):
     engine = serve(folder, kind, dtype, "int8" if shape == "beam" else "same", TREES[shape], threads=threads)
-    check(engine, compare_trees)
+    check(engine)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -198,7 +195,7 @@ def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder,
         proposer.module.step = lambda *args, states=states, run=run: states.append(args) or run(*args)
         engine.generate(prompts_of(4), SamplingParams(max_tokens=2, ignore_eos=True))
         assert bool(states) is not native
-        caches.append([cache.clone() for cache in proposer._caches])
+        caches.append([cache.clone() for cache in proposer._pool.layers.caches[proposer._first_layer :]])
     assert any(cache.any() for cache in caches[0])
     assert all(map(torch.equal, *caches))
 
@@ -233,13 +230,13 @@ def test_a_head_that_was_woken_within_a_text(folder):
     engine, bases = serve(folder, "eagle3", torch.float32, "same"), set()
     notes, proposer = compare(engine), engine._head
     engine.speculator._on_admission = lambda request, load: setattr(request, "drafter_state", DrafterState.NONE)
-    levels = proposer._levels
+    unread_rows = proposer._unread_rows
 
-    def noted(requests, deepest):
+    def noted(requests, **options):
         bases.update(proposer.bases(requests))
-        return levels(requests, deepest)
+        return unread_rows(requests, **options)
 
-    proposer._levels = noted
+    proposer._unread_rows = noted
     engine.generate(prompts_of(4), SamplingParams(max_tokens=90, ignore_eos=True))
     assert all(same for _, same in notes)
     assert len(bases - {0}) > 1
@@ -249,21 +246,17 @@ def test_a_head_that_was_woken_within_a_text(folder):
 
 def test_what_looks_at_logits_goes_step_by_step(folder):
     engine = serve(folder, "eagle3", torch.float32, "same")
-    kinds, levels = [], engine._head._levels
-
-    def noted(requests, deepest):
-        item = levels(requests, deepest)
-        kinds.append(type(item))
-        return item
-
-    engine._head._levels = noted
+    kinds = []
+    for loop in (engine._head._native, engine._head.loop):
+        chain, kind = loop.chain, type(loop)
+        loop.chain = lambda *args, chain=chain, kind=kind: (kinds.append(kind), chain(*args))[1]
     for item, kind in (
-        ({}, NativeChains),
-        ({"temperature": 1.0}, NativeChains),
-        ({"temperature": 1.0, "top_k": 5}, StepByStep),
-        ({"temperature": 1.0, "min_p": 0.1}, StepByStep),
-        ({"temperature": 1.0, "acceptance": "block"}, StepByStep),
-        ({"grammar": Grammar("regex", "(ab)+")}, StepByStep),
+        ({}, NativeLoop),
+        ({"temperature": 1.0}, NativeLoop),
+        ({"temperature": 1.0, "top_k": 5}, TorchLoop),
+        ({"temperature": 1.0, "min_p": 0.1}, TorchLoop),
+        ({"temperature": 1.0, "acceptance": "block"}, TorchLoop),
+        ({"grammar": Grammar("regex", "(ab)+")}, TorchLoop),
     ):
         kinds.clear()
         engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos="grammar" not in item, **item))

@@ -104,12 +104,12 @@ class Lives(RuleBasedStateMachine):
     def listen(self) -> None:
         """Count the rows of each step, and how often requests begin with pages of others."""
         self.rows = 0
-        runner, pool = self.engine._runner, self.engine._pool
-        verify, prefill, adopt, fork = runner.verify, runner.prefill, pool.adopt, pool.fork
+        steps, runner, pool = self.engine._steps, self.engine._runner, self.engine._pool
+        verify, prefill, adopt, fork = steps.verify_drafts, runner.prefill, pool.adopt, pool.fork
 
-        def counted_verify(requests, tree, *rest):
+        def counted_verify(requests, tree):
             self.rows += int(tree.length.sum())
-            return verify(requests, tree, *rest)
+            return verify(requests, tree)
 
         def counted_prefill(requests, chunks, *rest):
             self.rows += sum(chunks)
@@ -123,7 +123,7 @@ class Lives(RuleBasedStateMachine):
             self.seen["forked"] += 1
             fork(parent, child)
 
-        runner.verify, runner.prefill, pool.adopt, pool.fork = (
+        steps.verify_drafts, runner.prefill, pool.adopt, pool.fork = (
             counted_verify,
             counted_prefill,
             counted_adopt,

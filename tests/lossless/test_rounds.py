@@ -5,6 +5,7 @@ On a CPU a round runs when it is launched, which is before the host has read the
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
@@ -12,17 +13,16 @@ from functools import partial
 import pytest
 import torch
 
-from infer.config import EngineConfig
-from infer.graphs.round_graphs import Launched, RoundGraphs
+from infer.graphs.step_graph import Launched, StepGraphs
 from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.control.planner import Controller
+from infer.speculation.control.planner import AsAllowed, Controller
 from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
-from tests.lossless.test_controller import Switch
+from tests.lossless.test_controller import AtAnyPrice, Switch
 
 EAGLE3 = "eagle3, whole vocabulary"
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -30,14 +30,14 @@ SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
 CUT = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.01)
 PROMPTS = [[5, 6, 7], [9] * 17, list(range(10, 50)), [8], [5, 6, 7] * 4]
 PARAMS = [GREEDY, SAMPLED, CUT, replace(GREEDY, max_tokens=7), replace(SAMPLED, max_tokens=33)]
-AHEAD = {"graphs": "on", "rounds_ahead": 1, "threads": 1}
+AHEAD = {"graphs": "on", "threads": 1}
 
 
 @pytest.fixture
 def rounds(monkeypatch):
     """Count the rounds launched and read, and as "late" those read after the next one had been launched."""
     counts: Counter[str] = Counter()
-    launch, read = RoundGraphs.launch, Launched.read
+    launch, read = StepGraphs.launch, Launched.read
 
     def counted_launch(self):
         counts["launched"] += 1
@@ -48,7 +48,7 @@ def rounds(monkeypatch):
         counts["late"] += counts["launched"] > counts["read"]
         return read(self)
 
-    monkeypatch.setattr(RoundGraphs, "launch", counted_launch)
+    monkeypatch.setattr(StepGraphs, "launch", counted_launch)
     monkeypatch.setattr(Launched, "read", counted_read)
     return counts
 
@@ -65,11 +65,59 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     assert rounds["late"] > 10
     assert rounds["launched"] == rounds["read"]
     engine._pool.invariants([])
-    engine.config.rounds_ahead = 0
+    engine.config.graphs = "off"
     engine.set_proposer(proposer)
     rounds.clear()
     assert [(completion.token_ids, completion.stats) for completion in engine.generate(PROMPTS, PARAMS)] == ahead
     assert not rounds
+
+
+@pytest.mark.parametrize("shape", [None, {"tree_width": 3, "tree_nodes": 10}])
+@pytest.mark.parametrize("head", [EAGLE3, "mlp", "medusa", "p-eagle, one layer"])
+def test_each_request_has_its_own_budget(make_small_engine, rounds, head, shape):
+    """Drafts of several lengths, and none for one request, in one round."""
+    params = [replace(item, max_draft_tokens=depth) for item, depth in zip(PARAMS, (None, 1, 2, None, 3), strict=True)]
+    params[0] = replace(params[0], speculate=False)
+    results = []
+    for graphs in ("on", "off"):
+        engine = make_small_engine(proposer="head", head=head, shape=shape, max_batch=6, **AHEAD | {"graphs": graphs})
+        completions = engine.generate(PROMPTS, params)
+        drafted = [0 if shape else item.stats.drafted for item in completions]  # the last trees are larger in rounds
+        results.append([(item.token_ids, item.stats.accepted_by_position) for item in completions] + drafted)
+        assert (rounds["late"] > 10) == (graphs == "on")
+        rounds.clear()
+        engine._pool.invariants([])
+    assert results[0] == results[1]
+    assert len({len(item.stats.drafted_by_position) for item in completions}) > 3
+
+
+class Changing(AsAllowed):
+    """Grants every request another budget in every step."""
+
+    def __init__(self) -> None:
+        self.rng, self.depths = random.Random(3), dict[str, int]()
+
+    def plan(self, decoding, load, candidates) -> None:
+        self.depths = {name: self.rng.randrange(4) for name in decoding}
+
+    def budget(self, request_id, allowed):
+        return allowed.within(self.depths.get(request_id, 0))
+
+
+def test_budgets_change_between_rounds(make_small_engine, make_plain, rounds, monkeypatch):
+    engine, loads, load = make_small_engine(proposer="head", max_batch=6, **AHEAD), [], StepGraphs.load
+    monkeypatch.setattr(StepGraphs, "load", lambda self, *args: (loads.append(self), load(self, *args))[1])
+    engine.speculator.planner = Changing()
+    drafts = record_verified(engine)
+    params = [replace(item, max_tokens=40) for item in PARAMS]
+    plain = make_plain(small=True)
+    assert ids(engine.generate(PROMPTS, params)) == [
+        plain(*item).token_ids for item in zip(PROMPTS, params, strict=True)
+    ]
+    assert rounds["late"] > 20
+    assert len(loads) < 10  # rounds go on while budgets change
+    assert all(len({nodes for nodes, *_ in of_request}) > 2 for of_request in drafts.values())
+    engine._pool.invariants([])
 
 
 @pytest.mark.parametrize(
@@ -83,9 +131,9 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
 )
 def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head, shape):
     """`verified` receives the drafts of ordinary steps, except for the last ones, which rounds draft to full depth."""
-    engine, reports = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD), []
+    engine, reports = make_engine(head=head, shape=shape, max_batch=4, **AHEAD), []
     for ahead in (1, 0):
-        engine.config.rounds_ahead = ahead
+        engine.config.graphs = "on" if ahead else "off"
         engine.set_proposer("head")
         reports.append(record_verified(engine))
         for params in (plain.GREEDY, plain.SAMPLED):
@@ -164,7 +212,7 @@ def test_pages_are_known_by_the_same_features(make_small_engine, rounds):
     """Pages are published with the same features, from which later requests resume, though the host is a round late."""
     runs = []
     for ahead in (1, 0):
-        engine = make_small_engine(proposer="head", page_size=4, **AHEAD | {"rounds_ahead": ahead})
+        engine = make_small_engine(proposer="head", page_size=4, **AHEAD | {"graphs": "on" if ahead else "off"})
         publish, calls = engine._pool.pages.publish, []
         engine._pool.pages.publish = lambda *args, publish=publish, calls=calls: (calls.append(args), publish(*args))
         engine.generate(PROMPTS[:1], replace(SAMPLED, max_tokens=40))
@@ -202,12 +250,27 @@ def test_what_the_host_has_a_hand_in_goes_step_by_step(make_small_engine, rounds
     engine = make_small_engine(proposer="head", max_batch=2, **AHEAD)
     for options in ({"logprobs": 0}, {"presence_penalty": 0.1}, {"min_tokens": 2}, {"acceptance": "typical"}):
         engine.generate(PROMPTS[:1], replace(SAMPLED, **options))
-    engine.generate(PROMPTS[:1], replace(GREEDY, max_draft_tokens=2))
-    engine.generate(PROMPTS[:1], replace(GREEDY, speculate=False))
     assert not rounds
     engine.set_proposer("ngram")
     engine.generate(PROMPTS[:1], GREEDY)
     assert not rounds
+
+
+@pytest.mark.parametrize("head", ["eagle", "mlp", "p-eagle, one layer"])
+def test_chains_exit_early_in_rounds(make_small_engine, make_plain, rounds, monkeypatch, tmp_path, head):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = make_small_engine(head=head, max_batch=6, **AHEAD)
+    engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
+    engine.speculator.planner = planner = AtAnyPrice(seed=2)
+    engine._head.confidence = planner.confidence
+    params = [replace(item, max_tokens=40) for item in PARAMS]
+    plain = make_plain(small=True)
+    assert ids(engine.generate(PROMPTS, params)) == [
+        plain(*item).token_ids for item in zip(PROMPTS, params, strict=True)
+    ]
+    assert rounds["late"] > 20
+    assert {1, 2} <= planner.depths
+    assert planner.confidence.errors is not None
 
 
 @pytest.mark.parametrize("proposer", ["head", "ngram", "draft_model"])
@@ -308,20 +371,3 @@ def test_lives_with_rounds_ahead(make_small_engine, make_plain, rounds, request)
     test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 100)
     assert all(seen[name] > 0 for name in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
     assert rounds["late"] > 50
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rounds_ahead": 2}, "engine.rounds_ahead=2: must be 0 or 1"),
-        ({"rounds_ahead": 1, "graphs": "off"}, "engine.rounds_ahead=1: .* engine.graphs=off"),
-    ],
-)
-def test_what_cannot_be_asked_for(options, message):
-    with pytest.raises(ValueError, match=message):
-        EngineConfig(**options)
-
-
-def test_no_rounds_without_graphs(make_small_engine):
-    with pytest.raises(ValueError, match="engine.rounds_ahead=1: rounds are graphs"):
-        make_small_engine(rounds_ahead=1)

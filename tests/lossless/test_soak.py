@@ -155,7 +155,7 @@ def test_soak(make_small_engine, make_plain, request):
     soak = Soak(engine, random.Random(SEED), now)
     warm_up_row_counts(engine)
     for width in range(1, MAX_NODES + 1):
-        chain_fields(width)  # cached by width: a chain of a new width is no leak
+        chain_fields(width, torch.device("cpu"))  # cached by width: a chain of a new width is no leak
     with faults.failed_requests() as failed:
         soak.serve(count // 4, plain)
         assert_nothing_left(engine)

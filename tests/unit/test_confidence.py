@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+import torch
 
 from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
@@ -13,6 +14,7 @@ from infer.speculation.control.acceptance_model import LATE, AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
 from infer.speculation.control.planner import Controller
+from infer.speculation.early_exit import TensorExit, exit_terms
 from tests.drafts import chain
 from tests.unit.test_controller import chains, make_costs, with_rates
 
@@ -106,3 +108,43 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert controller.forecast.errors == confidence.errors
     controller.forget("0")
     assert confidence._drafts == {}
+
+
+@pytest.mark.parametrize("priced", [False, True])
+def test_a_device_decides_as_the_host(priced):
+    """`TensorExit` is the rule of `score` without the host: chains of several depths, one of them not scored."""
+    rng, batch = random.Random(5), [make_request(str(index), temperature=index % 2) for index in range(6)]
+    batch[2] = make_request("2", acceptance="block")
+    depths, seen = [4, 3, 4, 1, 2, 4], set()
+    confidence = Confidence(with_rates([0.9, 0.7, 0.8, 0.6]))
+    for _ in range(60):
+        confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
+        exits = TensorExit(exit_terms(confidence, batch, depths, DEPTH))
+        confidence.start(batch, depths)
+        active = list(range(len(batch)))
+        for level in range(DEPTH):
+            log_probs = [-(rng.random() ** 4) * 5 for _ in batch]
+            decisions = confidence.score([batch[index] for index in active], [log_probs[index] for index in active])
+            mask = torch.zeros(len(batch), dtype=torch.bool)
+            mask[active] = True
+            keep, continues = (x[active].tolist() for x in exits(level, torch.tensor(log_probs), mask))
+            wanted = [depths[index] > level + 1 for index in active]  # else the loop ends the chain itself
+            assert keep == [decision.keep for decision in decisions]
+            going = [a and b for a, b in zip(continues, wanted, strict=True)]
+            assert going == [decision.continue_ and b for decision, b in zip(decisions, wanted, strict=True)]
+            seen.update(zip(keep, going, strict=True))
+            active = [index for index, goes in zip(active, going, strict=True) if goes]
+            if not active:
+                break
+    assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True), (True, False)})
+
+
+def test_what_was_decided_on_a_device_is_learnt_from():
+    told, asked, request = Confidence(with_rates([0.8])), Confidence(with_rates([0.8])), make_request()
+    values = [-0.1, -0.7, -0.2]
+    draft(asked, request, values)
+    told.prices = Prices(0.9, 0.9, 0.9)
+    told.record(request, 3, values)
+    assert told.prices == Prices(0.9, 0.9, 0.9)
+    assert told.update("0", 3, 2) == asked.update("0", 3, 2)
+    assert told._maps[False].weights == asked._maps[False].weights

@@ -39,10 +39,12 @@ def propose(candidates, budget):
     paths, parents, levels, scores = zip(*candidates, strict=True)
     tree = propose_best(
         [99],
-        torch.tensor([[path[-1] for path in paths]]),
-        torch.tensor([parents]),
-        torch.tensor(levels),
-        torch.tensor([scores]),
+        (
+            torch.tensor([[path[-1] for path in paths]]),
+            torch.tensor([parents]),
+            torch.tensor(levels),
+            torch.tensor([scores]),
+        ),
         [budget],
     )
     nodes = range(1, int(tree.length[0]))

@@ -34,6 +34,14 @@ class Prices(NamedTuple):
     level: float
 
 
+class ExitTerms(NamedTuple):
+    """What decides on a chain, up to its log-probabilities, for decisions on a device (early_exit.py)."""
+
+    slope: float  # b
+    offsets: list[float]  # a logit(h) + d at each depth
+    following: list[float]  # by depth, the probability by history that a token after a right one is right too
+
+
 class ExitDecision(NamedTuple):
     """Whether a drafted token is worth its row, and whether one more after it is worth drafting."""
 
@@ -101,10 +109,33 @@ class Confidence:
         self.counts = []
         for request, depth in zip(requests, depths, strict=True):
             self._drafts.pop(request.request_id, None)
-            params = request.params
-            if params.proposer in (None, DRAFTER) and params.acceptance != "block":
-                history = self._acceptance.chances(request.request_id, DRAFTER, depth, next_bucket(request))
-                self._drafts[request.request_id] = Drafted(params.temperature > 0, history)
+            draft = self._begin(request, depth)
+            if draft is not None:
+                self._drafts[request.request_id] = draft
+
+    def _begin(self, request: Request, depth: int) -> Drafted | None:
+        params = request.params
+        if params.proposer not in (None, DRAFTER) or params.acceptance == "block":
+            return None
+        history = self._acceptance.chances(request.request_id, DRAFTER, depth, next_bucket(request))
+        return Drafted(params.temperature > 0, history)
+
+    def terms(self, request: Request, depth: int) -> ExitTerms | None:
+        """Return the terms of a chain of at most `depth` tokens; None if it is not to be scored."""
+        draft = self._begin(request, depth) if self.scoring and depth else None
+        if draft is None:
+            return None
+        history, slope, constant = self._maps[draft.sampled].weights
+        conditional = [draft.conditional(place) for place in range(depth)]
+        return ExitTerms(slope, [history * logit(value) + constant for value in conditional], [*conditional[1:], 0.0])
+
+    def record(self, request: Request, depth: int, log_probabilities: Sequence[float]) -> None:
+        """Take the tokens of a chain whose length was decided by its `terms`, to learn from them in `update`."""
+        prices, self.prices = self.prices, None
+        self.start([request], [depth])
+        for value in log_probabilities:
+            self.score([request], [value])
+        self.prices = prices
 
     def score(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[ExitDecision]:
         """Score one more drafted token of each request, from its log-probability. A chain's first is always kept."""

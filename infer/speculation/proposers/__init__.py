@@ -12,11 +12,9 @@ from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.proposers.ngram import NgramProposer
-from infer.speculation.proposers.parallel_head import ParallelHeadProposer
 from infer.speculation.proposers.suffix import SuffixProposer
 from infer.speculation.proposers.synthetic import SyntheticProposer
 from infer.speculation.tree import MAX_NODES
-from models.heads.base import Head
 
 
 def build_proposers(
@@ -41,9 +39,3 @@ def build_proposers(
         depth = max(limit.depth for _, limit in sources)
         proposers["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
     return proposers
-
-
-def head_proposer(head: Head, first_layer: int, config: ProposerConfig) -> HeadProposer:
-    """Return the proposer for this head. Raises ValueError if `config` asks for more than the head can draft."""
-    kind = ParallelHeadProposer if head.parallel else HeadProposer
-    return kind(head, first_layer, config)

@@ -37,7 +37,7 @@ def test_speculation_changes_no_token(kernels_used, make_small_engine):  # noqa:
     expected = [ids(plain.generate([prompt], params))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     # accepted chains, and trees with graphs
     drafts = {"draft_model": None, "head": {"tree": "beam:3x4:6"}}
-    graphs = {"draft_model": {}, "head": {"graphs": "on", "graph_batches": [2], "graph_rows": [7]}}
+    graphs = {"draft_model": {}, "head": {"graphs": "on"}}
     for proposer, shape in drafts.items():
         engine = make_small_engine(
             torch.float32, proposer, shape, threads=1, prefill_chunk=16, max_batch=2, **graphs[proposer]

@@ -1,0 +1,288 @@
+"""CUDA graphs of decode steps: draft, forward, choose, verify and commit in one launch, on state kept on the device.
+
+A graph captures the drafts of a head's loop and `Runner.decode`, the same body as that of steps that the host runs. It
+serves a batch size, and drafts at most the largest budget: how much each request drafts is a tensor. A step writes the
+inputs of the next one (ids and features of the accepted path, the root) in place, to the tensors from which it read its
+own. So steps of the same requests can follow each other without the host, which gets each step's results by a small
+asynchronous copy and reads them later (overlap.py).
+
+The host's changes between steps are in stream order: a page added to a block table, a budget or a dropped row takes
+effect in the steps launched after the change and in none before. On a CPU a step runs when it is launched: the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infer.config import EngineConfig
+from infer.engine.runner import Decoded, Runner
+from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling
+from infer.graphs.step_state import UNREAD, GraphBatch, StepState
+from infer.kvcache.memory import MIB
+from infer.parallel.target_worker import Shard
+from infer.request import Request
+from infer.speculation.budget import NOTHING, Budget
+from infer.speculation.early_exit import TensorExit, exit_terms, num_terms
+from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.tree import DraftTree
+from infer.speculation.tree_shapes import best_nodes
+from kernels.triton import in_use
+
+MAX_CONTEXT = 32768  # tokens of the longest request that graphs serve; attention is launched for as many keys
+FIELDS = 3  # columns of a result row before its tokens: drafted nodes, depth of the deepest, accepted tokens
+
+
+class Outcome(NamedTuple):
+    """Result of a step for one request."""
+
+    tokens: list[int]  # accepted tokens and the bonus token
+    drafted: int  # number of nodes, the root excluded
+    depth: int  # of the deepest node
+    path: list[int]  # accepted nodes, the root excluded
+    log_probs: list[float]  # of a chain's drafted tokens, where it may exit early
+
+
+class Launched(NamedTuple):
+    """Results of a step being copied to the host. Read them before the second step after it reuses the buffer."""
+
+    host: Tensor  # [B, FIELDS + 2 W]: the columns above, then tokens and path, which begins with the root
+    log_probs: Tensor  # [B, D], D = 0 without early exit
+    arrived: torch.cuda.Event | None
+    budgets: Sequence[Budget]  # of the requests, by row
+
+    def read(self) -> list[Outcome]:
+        """Wait for the step and return the outcome of each row."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        width, outcomes = (self.host.shape[1] - FIELDS) // 2, list[Outcome]()
+        for row, values in zip(self.host.tolist(), self.log_probs.tolist(), strict=True):
+            drafted, deepest, accepted = row[:FIELDS]
+            tokens, path = row[FIELDS : FIELDS + accepted + 1], row[FIELDS + width + 1 : FIELDS + width + accepted + 1]
+            outcomes.append(Outcome(tokens, drafted, deepest, path, values[:drafted]))
+        return outcomes
+
+
+class StepGraphs:
+    """One graph per batch size and use of top-k, top-p or min-p; without a `proposer` nothing is drafted.
+
+    `limit`: the largest budget of a request. `longest`: bound on the number of keys that a row attends to. `most_rows`:
+    of all requests in a verify. `early_exit`: chains exit early if the proposer's `confidence` says so.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        proposer: HeadProposer | None,
+        limit: Budget,
+        batches: Sequence[int],
+        longest: int,
+        most_rows: int,
+        memory: GraphMemory,
+        *,
+        early_exit: bool,
+    ) -> None:
+        self._runner, self._memory, self.proposer, self.limit, self.longest = runner, memory, proposer, limit, longest
+        shape = self._shape = None if proposer is None else proposer.shape
+        self._most_nodes = limit.nodes if shape is None else min(limit.nodes, shape.most)
+        self._aux = () if proposer is None else proposer.aux_layers
+        self.width = 1 + limit.depth  # longest path, which the head reads next
+        spare = 0 if proposer is None else proposer.loop.spare_rows(limit.depth)
+        widest = 1 + self._most_nodes
+        # Places past the committed tokens that a step may write to, padding rows included.
+        self.reach = self.width + max(widest, spare, 0 if shape is None else 1 + shape.rows)
+        self.batches = tuple(batch for batch in batches if batch * widest <= most_rows)
+        self.most_rows = widest * max(self.batches, default=0)
+        size, batch = 0 if proposer is None else proposer.feature_size, max(self.batches, default=0)
+        pinned, dtype = memory.pool is not None, runner.shard.dtype
+        self._scored = limit.depth if early_exit and proposer is not None and shape is None else 0  # levels
+        terms = num_terms(self._scored)
+        self._state = StepState(runner.pool, batch, self.width, spare, size, terms, dtype, pinned=pinned)
+        self._results = torch.zeros(batch, FIELDS + 2 * self.width, dtype=torch.int64, device=runner.pool.device)
+        self._log_probs = torch.zeros(batch, self._scored, device=runner.pool.device)
+        self._host = torch.zeros(UNREAD, *self._results.shape, dtype=torch.int64, pin_memory=pinned)
+        self._host_log_probs = torch.zeros(UNREAD, *self._log_probs.shape, pin_memory=pinned)
+        self._graphs: dict[tuple[int, bool], Graph[None]] = {}
+        self._key, self._turn, self._budgets = (0, False), 0, list[Budget]()
+
+    @property
+    def drafter(self) -> str:
+        return "none" if self.proposer is None else self.proposer.name
+
+    def recordings(self) -> list[Callable[[], object]]:
+        """Return the captures, largest first, so that smaller graphs can reuse the memory of larger ones."""
+        return [partial(self._record, batch, restricts) for batch in self.batches[::-1] for restricts in (False, True)]
+
+    def batch_for(self, requests: int) -> int | None:
+        """Return the batch size of the graph that holds so many requests; None if there is none."""
+        return at_least(self.batches, requests)
+
+    def load(self, requests: Sequence[Request], limits: Sequence[int], budgets: Sequence[Budget]) -> None:
+        """Load the state of these requests, whose roots go no further than `limits[b]`. Nothing may be in flight."""
+        batch, drafts = self.batch_for(len(requests)), self.proposer
+        assert batch is not None
+        # Under the exact rule drafting uses the noise of the target's sampling, so both have the same parameters.
+        assert all(request.rule == "exact" for request in requests)
+        if drafts is None:
+            features, bases = [self._state.features.new_zeros(1, 0)] * len(requests), [0] * len(requests)
+        else:
+            nothing = self._state.features.new_zeros(1, drafts.feature_size)
+            features = [drafts.features([r])[0] if drafts.tracks(r) else nothing for r in requests]
+            bases = drafts.bases(requests)
+        self._key = batch, self._state.load(batch, requests, features, bases, limits)
+        self._budgets = []
+        self.set_budgets(requests, budgets)
+
+    def set_budgets(self, requests: Sequence[Request | None], budgets: Sequence[Budget]) -> None:
+        """Set how much is drafted in each row from the next launch on; None for a finished request."""
+        confidence = self.proposer.confidence if self.proposer is not None and self._scored else None
+        if confidence is None and self._budgets == budgets:
+            return
+        self._budgets = list(budgets)
+        terms = exit_terms(confidence, requests, [budget.depth for budget in budgets], self._scored)
+        self._state.set_budgets(budgets, terms, self._turn)
+
+    def launch(self) -> Launched:
+        self._graphs[self._key]()
+        batch, self._turn = self._key[0], (self._turn + 1) % UNREAD
+        host = self._host[self._turn, :batch]
+        host.copy_(self._results[:batch], non_blocking=True)
+        log_probs = self._host_log_probs[self._turn, :batch]
+        log_probs.copy_(self._log_probs[:batch], non_blocking=True)
+        arrived = None
+        if self._memory.pool is not None:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Launched(host, log_probs, arrived, self._budgets)
+
+    def leave(self, row: int) -> None:
+        """Stop the row of a finished request: its root no longer advances.
+
+        Its block-table row is already zeroed, so later steps write its KV to the null block.
+        """
+        self._state.limit[row] = 0
+
+    def features(self, row: int, count: int, *, behind: bool) -> Tensor:
+        """Return features `[count, F]` that the last launched step committed, or with `behind` the step before."""
+        return (self._state.before if behind else self._state.features)[row, :count]
+
+    def _record(self, batch: int, restricts: bool) -> None:
+        self._state.load(batch)
+
+        def run() -> None:
+            rows = self._state.of(batch, self.longest, restricts=restricts)
+            tree = self._draft(rows)
+            decoded = self._runner.decode(tree, rows, self._aux)
+            self._commit(rows, tree, decoded)
+
+        self._graphs[batch, restricts] = Graph(run, self._memory)
+
+    def _draft(self, rows: GraphBatch) -> DraftTree:
+        root, proposer = rows.root_tokens, self.proposer
+        if proposer is None:
+            return DraftTree.chain(root, root[:, None][:, :0], torch.zeros_like(root), padded=True)
+        unread = rows.unread(kv=bool(proposer.kv_layers))
+        if self._shape is None:
+            early_exit = TensorExit(rows.exit_terms) if self._scored else None
+            chains = proposer.loop.chain(unread, rows.depth, self.limit.depth, early_exit)
+            if chains.log_probs is not None:
+                self._log_probs[: len(root)] = chains.log_probs
+            return DraftTree.chain(root, chains.token, chains.length, padded=True)
+        grown = proposer.loop.tree(unread, self._shape, self._shape.depth)
+        fields = best_nodes(root, grown, rows.nodes, rows.depth, self._most_nodes)
+        return DraftTree.assemble(*fields, deepest=self.limit.depth, padded=True)
+
+    def _commit(self, rows: GraphBatch, tree: DraftTree, decoded: Decoded) -> None:
+        """Write the results, and the next step's inputs in place."""
+        (batch, width), state = decoded.path.shape, self._state
+        results = self._results[:batch]
+        results[:, 0] = tree.length - 1
+        results[:, 1] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
+        results[:, 2] = decoded.depth
+        results[:, FIELDS : FIELDS + width] = rows.ids[:, :width] = decoded.token
+        results[:, FIELDS + self.width : FIELDS + self.width + width] = decoded.path
+        if decoded.aux:
+            features = torch.cat(decoded.aux, dim=-1).unflatten(0, (batch, -1))
+            if not tree.is_chain:
+                features = features.gather(1, decoded.path[..., None].expand(-1, -1, features.shape[-1]))
+            state.before[:batch] = rows.features[:, : self.width]
+            rows.features[:, :width] = features
+        rows.first.copy_(rows.roots + 1)
+        rows.last.copy_(decoded.depth)
+        rows.roots.copy_(torch.minimum(rows.roots + decoded.depth + 1, rows.limit))
+
+
+class Recorded(NamedTuple):
+    count: int
+    bytes: int  # of GPU memory, out of the planned workspace of a step
+    graphs: tuple[StepGraphs, ...]  # for one drafter each, or plain decoding
+
+    def __str__(self) -> str:
+        return f"{self.count} graphs of decode steps, {self.bytes / MIB:.0f} MiB"
+
+
+def wants_graphs(config: EngineConfig, shard: Shard) -> bool:
+    if config.graphs == "off" or (config.graphs == "auto" and shard.device.type != "cuda"):
+        return False
+    reason = unsupported_reason(shard)
+    if reason and config.graphs == "on":
+        raise ValueError(f"engine.graphs=on: {reason}; engine.graphs=auto runs without")
+    return reason is None
+
+
+def unsupported_reason(shard: Shard) -> str | None:
+    """Return why the target's steps cannot be captured; None if they can."""
+    if shard.target.config.experts is not None:
+        return "which experts this target runs is decided by the host"
+    if shard.ranks > 1:
+        return "the ranks of a divided target are led by the host"
+    if shard.device.type == "cuda" and not in_use(shard.device):
+        return "the torch forms of the kernels ask the host for sizes (HEADWAY_KERNELS)"
+    if not has_kernel(shard, *shard.target.heads):
+        return "attention of this target's sizes has no kernel"
+    return None
+
+
+def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Return whether attention of these sizes runs without the host reading sizes back from the device."""
+    if shard.device.type != "cuda":
+        return True
+    from kernels.triton.attention import supported
+
+    return supported(num_heads, num_kv_heads, head_dim, shard.dtype)
+
+
+def record_graphs(
+    config: EngineConfig,
+    runner: Runner,
+    default: tuple[Proposer, Budget],
+    *,
+    context: int,
+    adaptive: bool,
+) -> Recorded | None:
+    """Capture the steps that need no host: drafts of the `default` proposer, if it is a head, and plain decoding.
+
+    Plain steps are captured if nothing is drafted, or with `adaptive`. Returns None if nothing is captured. Raises
+    ValueError if engine.graphs=on is impossible.
+    """
+    shard, (proposer, limit) = runner.shard, default
+    if not wants_graphs(config, shard):
+        return None
+    memory, batches, longest = GraphMemory(shard.device), doubling(config.max_batch), min(context, MAX_CONTEXT)
+    drafters = list[tuple[HeadProposer | None, Budget]]()
+    if isinstance(proposer, HeadProposer):
+        part = proposer.module.attention
+        if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
+            drafters.append((proposer, limit))
+    if adaptive or isinstance(proposer, NoProposer):
+        drafters.append((None, NOTHING))
+    sizes = batches, longest, config.max_rows, memory
+    graphs = tuple(StepGraphs(runner, *one, *sizes, early_exit=adaptive) for one in drafters)
+    work = [recording for one in graphs for recording in one.recordings()]
+    return Recorded(len(work), memory.record(work, "decode steps"), graphs) if work else None
