@@ -72,7 +72,7 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     assert not rounds
 
 
-@pytest.mark.parametrize("shape", [None, {"tree_width": 3, "tree_nodes": 10}])
+@pytest.mark.parametrize("shape", [None, {"tree": "beam:3x4:10"}])
 @pytest.mark.parametrize("head", [EAGLE3, "mlp", "medusa", "p-eagle, one layer"])
 def test_each_request_has_its_own_budget(make_small_engine, rounds, head, shape):
     """Drafts of several lengths, and none for one request, in one round."""
