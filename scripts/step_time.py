@@ -60,7 +60,7 @@ def plot_costs(table: CostTable, file: str) -> None:
     figure = Figure(figsize=(4.5 * (1 + len(table.drafts)), 3.8), layout="constrained")
     panels = figure.subplots(1, 1 + len(table.drafts), squeeze=False)[0]
     titles = ["verify", *(f"drafting, {name.replace('_', ' ')}" for name in table.drafts)]
-    for axes, title, curves in zip(panels, titles, (table.verify, *table.drafts.values()), strict=True):
+    for axes, title, curves in zip(panels, titles, (table.steps, *table.drafts.values()), strict=True):
         for batch, curve in zip(table.batches, curves, strict=True):
             sizes = [size / batch for size in curve.sizes] if title == "verify" else curve.sizes
             axes.plot(sizes, [1000 * value for value in curve.seconds], marker="o", markersize=3, label=str(batch))

@@ -1,9 +1,36 @@
-"""Made-up results of verifying drafts."""
+"""Made-up results of verifying drafts, what was learnt from them, and costs."""
 
 from __future__ import annotations
 
+import random
+
 from infer.speculation.budget import Budget, VerifiedDraft
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.batch_plan import Candidate
+from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 
 
 def chain(depth: int, accepted: int) -> VerifiedDraft:
     return VerifiedDraft(Budget(depth, depth), depth, depth, range(1, accepted + 1))
+
+
+def make_costs(row: float, draft: float, fixed: float = 11.0) -> CostModel:
+    """Return costs in ms: a step takes `fixed` plus `row` per row, drafting `draft` per level."""
+    batches = (1, 4, 16)
+    steps = tuple(Curve((b, 8.0 * b), (fixed + row * b, fixed + 8 * row * b)) for b in batches)
+    drafts = tuple(Curve((1.0, 4.0), (draft, 4 * draft)) for _ in batches)
+    return CostModel(CostTable(batches, steps, {"head": drafts}))
+
+
+def chains(count: int, depth: int) -> list[Candidate]:
+    return [Candidate(str(index), "head", Budget(depth, depth)) for index in range(count)]
+
+
+def with_rates(rates: list[float]) -> AcceptanceModel:
+    """Return an acceptance model with much evidence that request i's drafts are right at `rates[i]` at every depth."""
+    acceptance, rng = AcceptanceModel(), random.Random(0)
+    for index, rate in enumerate(rates):
+        for _ in range(300):
+            right = next((place for place in range(4) if rng.random() > rate), 4)
+            acceptance.record(str(index), "head", chain(4, right), 0.0)
+    return acceptance

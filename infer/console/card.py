@@ -108,21 +108,13 @@ def describe_costs(table: CostTable | None) -> Sequence[Row]:
     def milliseconds(seconds: Iterable[float]) -> str:
         return " / ".join(f"{1000 * value:.1f}" for value in seconds)
 
-    plain = milliseconds(table.verify[index].seconds[0] + table.around[index] for index in shown)
+    plain = milliseconds(table.steps[index].seconds[0] for index in shown)
     rows = [("step", f"{plain} ms at {at} requests")]
     for name, curves in table.drafts.items():
         drafting = milliseconds(curves[index].seconds[-1] for index in shown)
         rows.append((f"drafting, {name.replace('_', ' ')}", f"{drafting} ms, {curves[0].sizes[-1]:g} deep for all"))
-    beyond, tokens = table.beyond, 1000
     for name, each in table.reads.items():
-        rows.append(
-            (f"reading, {name.replace('_', ' ')}", f"{1000 * tokens * each:.2g} ms for {tokens} tokens of a prompt")
-        )
-    added = (beyond.first, beyond.further, *beyond.levels.values())
-    if any(added):
-        labels = ("a request", "a further row", *(f"a level of {name.replace('_', ' ')}" for name in beyond.levels))
-        each = ", ".join(f"{1000 * tokens * value:.2g} ms {label}" for value, label in zip(added, labels, strict=True))
-        rows.append((f"{tokens} tokens of context", f"add {each}"))
+        rows.append((f"reading, {name.replace('_', ' ')}", f"{1e6 * each:.2g} ms for 1000 tokens of a prompt"))
     return rows
 
 

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from infer.request import DrafterState, Phase, Request
 from infer.speculation.budget import NOTHING, Budget, Grant, Grants, VerifiedDraft
-from infer.speculation.control.acceptance_model import buckets_ahead, next_bucket
 from infer.speculation.control.batch_plan import Candidate
-from infer.speculation.control.planner import AsAllowed, Planner
+from infer.speculation.control.planner import PLAN_STEPS, AsAllowed, Planner
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.tree import DraftTree
 
 log = logging.getLogger(__name__)
-
-# Share of a load that must be decoding for a plan; otherwise more requests are about to join than a plan would outlast.
-MIN_DECODE_SHARE = 0.75
-MIN_WARM_UPS = 4  # tracking starts only if a request has at least this many times its drafter's warm-up in tokens left
-IDLE_STEPS = 16  # after every so many steps in a row without a draft, a drafter may release the request
 
 
 def stateful(proposer: Proposer) -> Sequence[Proposer]:
@@ -92,8 +86,8 @@ class Speculator:
     def plan(self, decoding: Sequence[Request], load: int) -> None:
         """Plan the drafts of the next step. `load` counts the decoding requests and those about to join them."""
         names = tuple(request.request_id for request in decoding)
-        due = self.planner.needs_candidates(names, load)
-        self.planner.plan(names, load, self._candidates(decoding, load) if due else None)
+        due = self.planner.needs_candidates(names)
+        self.planner.plan(names, self._candidates(decoding, load) if due else None)
 
     def grant(self, decoding: Sequence[Request], admissible: Sequence[Request], load: int) -> Grants:
         """Return the budget of each decoding request in this step; start and stop tracking requests accordingly.
@@ -151,7 +145,7 @@ class Speculator:
 
     def verified(self, request: Request, draft: VerifiedDraft) -> None:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
-        self.planner.record_draft(request.request_id, self.name_for(request), next_bucket(request), draft)
+        self.planner.record_draft(request.request_id, self.name_for(request), request.params.temperature > 0, draft)
 
     def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         """Record what a step without prefill took; see `Planner.record_step`."""
@@ -163,29 +157,32 @@ class Speculator:
         depth = limit.depth if depth is None else max(0, min(limit.depth, depth))
         return NOTHING if depth == 0 else Budget(depth if limit.is_chain else limit.nodes, depth)
 
-    def _should_track(self, name: str, request: Request, load: int, unread: int = 0) -> bool:
-        return self.planner.should_track(name, self._limits[name], load, buckets_ahead(request), unread)
+    def _should_track(self, request: Request, load: int, unread: int = 0) -> bool:
+        candidate = self._candidate(request)
+        candidate = candidate._replace(allowed=self._limits[candidate.drafter])
+        tokens = request.remaining - (0 if request.drafter_state is DrafterState.FULL else candidate.warm_up)
+        return self.planner.should_track(candidate, load, tokens, unread)
 
     def _candidates(self, decoding: Sequence[Request], load: int) -> list[Candidate]:
         """Return those of these requests that may be drafted for.
 
-        Empty while so many are about to join that drafting will not pay with them: during a burst of prompts only few
-        requests decode, and only for a moment.
+        Empty if more are about to join with which drafting will not pay: during a burst of prompts only few requests
+        decode, and only for a moment.
         """
-        if load * MIN_DECODE_SHARE > len(decoding) and not any(
-            self._should_track(self.default, request, load) for request in decoding
-        ):
+        joining = load > len(decoding)
+        if joining and not any(self._should_track(request, load) for request in decoding if self.budget(request).nodes):
             return []
-        allowed = ((request, self.budget(request)) for request in decoding)
-        return [self._candidate(request, budget, load) for request, budget in allowed if budget.nodes]
+        candidates = [(request, self._candidate(request)) for request in decoding]
+        return [
+            candidate._replace(worth_tracking=candidate.ready or self._should_track(request, load))
+            for request, candidate in candidates
+            if candidate.allowed.nodes
+        ]
 
-    def _candidate(self, request: Request, allowed: Budget, load: int) -> Candidate:
-        name, ready = self._drafter(request), self._is_ready(request)
-        worth_tracking = not ready and request.remaining >= MIN_WARM_UPS * self._proposers[name].warm_up
-        worth_tracking = worth_tracking and self._should_track(name, request, load)
-        return Candidate(
-            request.request_id, name, allowed, ready, next_bucket(request), worth_tracking, len(request.tokens)
-        )
+    def _candidate(self, request: Request) -> Candidate:
+        name = self._drafter(request)
+        warm_up = 0 if self._is_ready(request) else 1 + self._proposers[name].warm_up
+        return Candidate(request.request_id, name, self.budget(request), request.params.temperature > 0, warm_up)
 
     def _on_admission(self, request: Request, load: int) -> None:
         """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
@@ -197,7 +194,7 @@ class Speculator:
         if not self._keeps_state(name):
             return
         tracked = self._tracked.setdefault(name, set())
-        pays = self._should_track(name, request, load, len(request.tokens))
+        pays = self._should_track(request, load, len(request.tokens))
         request.drafter_state = DrafterState.FULL if pays else DrafterState.NONE
         (tracked.add if pays else tracked.discard)(request.request_id)
         parent = request.parent
@@ -239,8 +236,8 @@ class Speculator:
             return granted if self._is_ready(request) else NOTHING
         if request.drafter_state is not DrafterState.NONE:
             self._idle[request_id] = self._idle.get(request_id, 0) + 1
-            idle_too_long = self._idle[request_id] % IDLE_STEPS == 0
-            if idle_too_long and not self._should_track(name, request, load):
+            idle_too_long = self._idle[request_id] % PLAN_STEPS == 0
+            if idle_too_long and not self._should_track(request, load):
                 self.release(request)
                 request.drafter_state = DrafterState.NONE
         return NOTHING

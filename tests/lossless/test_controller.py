@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,8 @@ import pytest
 from infer.config import ProposerConfig
 from infer.request import DrafterState, SamplingParams
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
-from infer.speculation.control.acceptance_model import AcceptanceBucket, AcceptanceModel
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import AsAllowed, Controller
@@ -31,12 +31,10 @@ class AtRandom(AsAllowed):
         self.rng, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
-    def should_track(
-        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
-    ) -> bool:
+    def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         return self.rng.random() < self.pays
 
-    def plan(self, decoding, load, candidates) -> None:
+    def plan(self, decoding, candidates) -> None:
         self.quiet -= 1
         if self.quiet < -20:
             self.quiet = self.rng.choice([3, KEPT_ROWS + 9])
@@ -90,10 +88,10 @@ class AtAnyPrice(AsAllowed):
         self.rng, self.confidence = random.Random(seed), Confidence(AcceptanceModel())
         self.depths: set[int] = set()
 
-    def plan(self, decoding, load, candidates) -> None:
+    def plan(self, decoding, candidates) -> None:
         self.confidence.prices = Prices(*(self.rng.random() ** 3 for _ in range(3)))
 
-    def record_draft(self, request_id: str, drafter: str, bucket: AcceptanceBucket, draft: VerifiedDraft) -> None:
+    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
         self.confidence.update(request_id, draft.depth, len(draft.path))
         self.depths.add(draft.depth)
 
@@ -126,9 +124,7 @@ class Switch(AsAllowed):
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed if self.pays else NOTHING
 
-    def should_track(
-        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
-    ) -> bool:
+    def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         return self.pays
 
 
@@ -184,17 +180,14 @@ def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_e
 
 
 @pytest.mark.parametrize(("proposer", "shape"), [("head", "chain"), ("head", "tree"), ("combined", "chain")])
-def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypatch, proposer, shape):
-    monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.3)
+def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, proposer, shape):
     long = replace(GREEDY, max_tokens=300)
     engine = make_engine(proposer=proposer, shape=SHAPES[shape], max_batch=4)
     curve = Curve((1.0, 2.0), (0.005, 0.01))
-    costs = CostModel(
-        CostTable((1, 4), (curve, curve), (0.0, 0.0), {proposer: (curve, curve)})
-    )  # cost proportional to rows
-    controller = Controller(costs, AcceptanceModel({proposer: [0.0]}))
+    costs = CostModel(CostTable((1, 4), (curve, curve), {proposer: (curve, curve)}))  # proportional to rows
+    controller = Controller(costs, AcceptanceModel({proposer: [0.0]}), probe_share=0.3)
     record_step = controller.record_step  # with the made-up duration of a step, whatever this machine takes
-    controller.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, 0.0, 0.005)
+    controller.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, 0.0, 0.005 * rows)
     engine.speculator.planner = controller
     names = [engine.add(prompt, long) for prompt in prompts[2:5]]
     requests = [engine.request(name) for name in names]
@@ -219,10 +212,10 @@ def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, promp
     counts = []
 
     class Watch(Switch):
-        def needs_candidates(self, decoding, load) -> bool:
+        def needs_candidates(self, decoding) -> bool:
             return True
 
-        def plan(self, decoding, load, candidates) -> None:
+        def plan(self, decoding, candidates) -> None:
             counts.append((len(decoding), len(candidates)))
 
     engine.speculator.planner = watch = Watch()
@@ -290,16 +283,15 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     costs, table = controller.costs, controller.costs.table
     assert table.batches == (1, 2, 4, 8)
     assert set(table.drafts) == {"head"}
-    assert all(seconds > 0 for curve in (*table.verify, *table.drafts["head"]) for seconds in curve.seconds)
-    assert table.verify[3].sizes[0] == 8.0
-    assert 0 < table.reads["head"] < table.verify[0].seconds[0]
+    assert all(seconds > 0 for curve in (*table.steps, *table.drafts["head"]) for seconds in curve.seconds)
+    assert table.steps[3].sizes[0] == 8.0
+    assert 0 < table.reads["head"] < table.steps[0].seconds[0]
     assert engine._head.confidence is controller.confidence is not None
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
-    assert engine._controller_state.acceptance._requests == {}
 
-    flat = tuple(Curve(c.sizes, (0.2,) * len(c.sizes)) for c in table.verify)
+    flat = tuple(Curve(c.sizes, (0.2,) * len(c.sizes)) for c in table.steps)
     free = {"head": tuple(Curve(c.sizes, (0.0,) * len(c.sizes)) for c in table.drafts["head"])}
-    controller.costs = CostModel(replace(table, verify=flat, drafts=free))  # drafting pays
+    controller.costs = CostModel(replace(table, steps=flat, drafts=free))  # drafting pays
     timer.tick = 0.1  # scoring a chain is a small part of such long steps
     for _ in range(100):
         controller.acceptance.record("another", "head", chain(4, 4), 4.0)

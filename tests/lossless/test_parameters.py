@@ -94,9 +94,10 @@ def controlled(engine: Engine) -> Engine:
     drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
     acceptance = AcceptanceModel()
     engine.speculator.planner = Controller(
-        CostModel(CostTable((1, 24), curves, (0.0, 0.0), dict.fromkeys(engine.proposer_names, drafts))),
+        CostModel(CostTable((1, 24), curves, dict.fromkeys(engine.proposer_names, drafts))),
         acceptance,
         Confidence(acceptance),
+        probe_share=0.3,
     )
     if engine._head is not None and engine._head.exits_early:
         engine._head.confidence = engine.speculator.planner.confidence
@@ -105,8 +106,7 @@ def controlled(engine: Engine) -> Engine:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("name", ENGINES)
-def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, monkeypatch, name, adaptive):
-    monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.3)
+def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, name, adaptive):
     engine = make_small_engine(max_batch=24, **ENGINES[name])
     engine = controlled(engine) if adaptive else engine
     completions = engine.generate([prompt for _, prompt, _ in cases], [params for _, _, params in cases])

@@ -313,12 +313,11 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
 
 def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rounds, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.15)
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
     curve = Curve((1.0, 2.0), (0.005, 0.01))  # cost proportional to rows
-    costs = CostModel(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
-    engine.speculator.planner = controller = Controller(costs, AcceptanceModel({"head": [0.0]}))
+    costs = CostModel(CostTable((1, 4), (curve, curve), {"head": (curve, curve)}))
+    engine.speculator.planner = controller = Controller(costs, AcceptanceModel({"head": [0.0]}), probe_share=0.15)
     record_step = controller.record_step
     controller.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, drafting, 0.005 * rows)
     params = replace(GREEDY, max_tokens=150)

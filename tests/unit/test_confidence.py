@@ -10,13 +10,12 @@ import torch
 
 from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
-from infer.speculation.control.acceptance_model import LATE, AcceptanceModel
+from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
 from infer.speculation.control.planner import Controller
 from infer.speculation.early_exit import TensorExit, exit_terms
-from tests.drafts import chain
-from tests.unit.test_controller import chains, make_costs, with_rates
+from tests.drafts import chain, chains, make_costs, with_rates
 
 DEPTH = 4
 
@@ -94,7 +93,9 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     confidence = Confidence(acceptance)
     controller = Controller(make_costs(row=0.5, draft=0.3), acceptance, confidence)
     candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
-    controller.plan(("0", "1", "2"), 3, candidates)
+    controller.plan(("0", "1", "2"), candidates)
+    controller.record_step(3, 3, 0.0, controller.costs.plain(3))  # the first step shows what a plain one costs
+    controller.plan(("0", "1", "2"), candidates)
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
     speed, prices = controller.current.speed, confidence.prices
     assert prices is not None
@@ -102,7 +103,7 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
     draft(confidence, make_request("0"), [-0.1] * 3)
-    controller.record_draft("0", "head", LATE, chain(3, 3))
+    controller.record_draft("0", "head", False, chain(3, 3))
     assert confidence.errors is not None
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors

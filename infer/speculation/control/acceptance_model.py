@@ -2,127 +2,61 @@
 
 Chains by depth: depth j is reached if every shallower draft of the path was right, so the probability that a draft is
 accepted down to it is the product of the conditional acceptance rates. Trees by rank: nodes are in the order of their
-drafter's scores, and how often the r-th of them was on the accepted path tells what a tree of any size yields. Each
-rate is a share of recent hits, shrunk towards the drafter's rate while the request has little evidence. Evidence
-decays, so that a change of content is noticed.
+drafter's scores, and how often the r-th of them was on the accepted path tells what a tree of any size yields.
 
-Each acceptance bucket has separate evidence: sampled tokens are predicted less often than greedy ones, and those at the
-beginning of an output less often than later ones. Drafts are tried where outputs begin and given up where they fail, so
-without ages a drafter would be judged by its worst tokens alone.
+Each rate is a share of recent hits. A request's rates are shrunk towards its drafter's, and these towards what training
+measured. Greedy and sampled drafts have separate evidence, since sampled tokens are predicted less often.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
-from infer.request import Request
 from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
 
-UNKNOWN = 0.5  # conditional acceptance rate of a drafter without evidence
-REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.995  # decay of evidence per draft: of a request, and of a drafter
-BIAS_DECAY = 0.98  # the same for the calibration that is displayed
-# The drafter's rate counts like this many drafts of the request. With a quarter of it a few misses in a row, which
-# chance alone produces in any sampled text, put an end to its drafts (LOG.md).
-REQUEST_WEIGHT = 16.0
-UNKNOWN_WEIGHT = 4.0  # number of drafts that UNKNOWN counts like
-# The rates measured in training count like this many drafts. The first drafts after a prompt, of a whole batch at once,
-# are worse than those within the model's output, and would otherwise put an end to drafting.
-PRIOR_WEIGHT = 32.0
-AGES = (16, 32)  # numbers of emitted tokens at which the next age begins
-# Prior of a tree's rank without evidence, as a share of the rank before it; the prior of the first rank is the
-# acceptance rate of the first token of any draft.
-NEXT_RANK = 0.8
+# Conditional acceptance rate of a drafter without evidence: as likely right as wrong.
+UNKNOWN = 0.5
+# Drafts that a prior counts like; with a quarter, chance alone ends drafting (LOG.md, 2026-11-23, "Two misses").
+PRIOR_WEIGHT = 16.0
+# Decay of evidence per draft: a request's content changes within some 30 drafts; a drafter's rate is that of some 200,
+# of many requests (LOG.md, 2026-11-23, the same entry).
+REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.995
 
 
-class AcceptanceBucket(NamedTuple):
-    """Acceptance bucket: drafts that are right about equally often."""
+class Evidence(NamedTuple):
+    """What evidence is kept apart by."""
 
-    sampled: bool = False
-    age: int = len(AGES)
-
-    @classmethod
-    def of(cls, temperature: float, emitted: int) -> AcceptanceBucket:
-        return cls(temperature > 0, bisect_right(AGES, emitted))
-
-    @classmethod
-    def counts(cls, temperature: float, emitted: int, end: int) -> dict[AcceptanceBucket, int]:
-        """Return how many of an output's tokens from `emitted` to `end` are in each bucket."""
-        edges = [emitted, *(age for age in AGES if emitted < age < end), end]
-        return {cls.of(temperature, first): last - first for first, last in pairwise(edges)}
-
-
-LATE = AcceptanceBucket()  # greedy drafts at the last age
-LOOKAHEAD = 256  # tokens: few outputs reach max_tokens
-
-
-def next_bucket(request: Request) -> AcceptanceBucket:
-    """Return the acceptance bucket of the tokens that are drafted next for the request."""
-    return AcceptanceBucket.of(request.params.temperature, request.output_length)
-
-
-def buckets_ahead(request: Request) -> dict[AcceptanceBucket, int]:
-    """Return how many tokens the request may still emit in each acceptance bucket, up to LOOKAHEAD."""
-    begin = request.output_length
-    return AcceptanceBucket.counts(request.params.temperature, begin, min(request.params.max_tokens, begin + LOOKAHEAD))
+    drafter: str
+    sampled: bool
+    chain: bool
 
 
 @dataclass
-class Shares:
-    """By depth, decayed counts of drafts that reached it, and of those that were right there."""
+class Rates:
+    """By depth of a chain or rank of a tree from 0, decayed counts of drafts that tried it, and that were right there.
+
+    Evidence on depths and ranks that a draft left out decays too.
+    """
 
     decay: float
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
 
-    def record(self, depth: int, accepted: int) -> None:
-        """Record a draft of this depth, of which the first `accepted` tokens were right."""
-        reached = min(depth, accepted + 1)
-        missing = reached - len(self.tried)
-        if missing > 0:
-            self.tried += [0.0] * missing
-            self.right += [0.0] * missing
-        for place in range(reached):
-            self.tried[place] = self.decay * self.tried[place] + 1.0
-            self.right[place] = self.decay * self.right[place] + (place < accepted)
-
-    def conditional(self, depth: int, prior: Sequence[float], weight: float) -> list[float]:
-        rates = []
-        for place in range(depth):
-            tried, right = (self.tried[place], self.right[place]) if place < len(self.tried) else (0.0, 0.0)
-            towards = prior[place] if place < len(prior) else (prior[-1] if prior else UNKNOWN)
-            rates.append((right + weight * towards) / (tried + weight))
-        return rates
-
-
-@dataclass
-class Ranks:
-    """By rank from 0, decayed counts of drafts that had such a node, and of those where it was accepted."""
-
-    decay: float
-    tried: list[float] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)
-
-    def record(self, nodes: int, path: Sequence[int]) -> None:
-        """Record a draft of this many nodes, of which those of `path` were accepted.
-
-        The evidence on ranks that the draft left out decays too.
-        """
-        missing = nodes - len(self.tried)
-        if missing > 0:
-            self.tried += [0.0] * missing
-            self.right += [0.0] * missing
-        self.tried = [self.decay * count + (rank < nodes) for rank, count in enumerate(self.tried)]
-        self.right = [self.decay * count for count in self.right]
+    def record(self, tried: int, path: Sequence[int]) -> None:
+        """Record a draft whose first `tried` nodes are evidence; those in `path`, counted from 1, were accepted."""
+        missing = [0.0] * (tried - len(self.tried))
+        self.tried = [self.decay * count + (place < tried) for place, count in enumerate(self.tried + missing)]
+        self.right = [self.decay * count for count in self.right + missing]
         for node in path:
             self.right[node - 1] += 1.0
 
-    def chance(self, rank: int, prior: float, weight: float) -> float:
-        tried, right = (self.tried[rank], self.right[rank]) if rank < len(self.tried) else (0.0, 0.0)
-        return (right + weight * prior) / (tried + weight)
+    def rate(self, place: int, prior: float) -> float:
+        tried, right = (self.tried[place], self.right[place]) if place < len(self.tried) else (0.0, 0.0)
+        return (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 
 
 class AcceptanceModel:
@@ -133,90 +67,58 @@ class AcceptanceModel:
 
     def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
         self._priors = dict(priors or {})
-        self._drafters: dict[tuple[str, AcceptanceBucket], Shares] = {}
-        self._requests: dict[tuple[str, str, AcceptanceBucket], Shares] = {}
-        # The same for trees, by rank.
-        self._drafters_ranks: dict[tuple[str, AcceptanceBucket], Ranks] = {}
-        self._requests_ranks: dict[tuple[str, str, AcceptanceBucket], Ranks] = {}
+        self._drafters: dict[Evidence, Rates] = {}
+        self._requests: dict[str, dict[Evidence, Rates]] = {}
         self._expected = self._emitted = 0.0
-        # Probabilities cached until the next `record`: of chains by depth, of trees by rank.
-        self._chances_cache: dict[tuple[str, str, int, AcceptanceBucket], tuple[float, ...]] = {}
-        self._ranks_cache: dict[tuple[str, str, Budget, AcceptanceBucket], tuple[float, ...]] = {}
 
     def record(
-        self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, bucket: AcceptanceBucket = LATE
+        self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, sampled: bool = False
     ) -> None:
         """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
-        self._chances_cache.clear()
-        self._ranks_cache.clear()
-        accepted = len(draft.path)
-        self._drafters.setdefault((drafter, bucket), Shares(DRAFTER_DECAY)).record(draft.depth, accepted)
-        self._requests.setdefault((request_id, drafter, bucket), Shares(REQUEST_DECAY)).record(draft.depth, accepted)
-        if not draft.asked.is_chain:
-            self._drafters_ranks.setdefault((drafter, bucket), Ranks(DRAFTER_DECAY)).record(draft.nodes, draft.path)
-            self._requests_ranks.setdefault((request_id, drafter, bucket), Ranks(REQUEST_DECAY)).record(
-                draft.nodes, draft.path
-            )
-        self._expected = BIAS_DECAY * self._expected + expected
-        self._emitted = BIAS_DECAY * self._emitted + accepted
+        key, accepted = Evidence(drafter, sampled, draft.asked.is_chain), len(draft.path)
+        tried, path = draft.nodes, draft.path
+        if key.chain:
+            tried, path = min(draft.depth, accepted + 1), range(1, accepted + 1)
+        self._drafters.setdefault(key, Rates(DRAFTER_DECAY)).record(tried, path)
+        self._requests.setdefault(request_id, {}).setdefault(key, Rates(REQUEST_DECAY)).record(tried, path)
+        self._expected = DRAFTER_DECAY * self._expected + expected
+        self._emitted = DRAFTER_DECAY * self._emitted + accepted
 
-    def gains(self, request_id: str, drafter: str, allowed: Budget, bucket: AcceptanceBucket = LATE) -> list[float]:
-        """Return the expected number of accepted tokens for each of the `candidate_budgets` of what is allowed."""
-        if allowed.is_chain:
-            return [*accumulate(self.chances(request_id, drafter, allowed.depth, bucket))]
-        sums = [*accumulate(self.ranks(request_id, drafter, allowed, bucket))]
+    def gains(self, request_id: str, drafter: str, allowed: Budget, sampled: bool = False) -> list[float]:
+        """Return the expected number of accepted tokens for each of the `candidate_budgets` of what is allowed.
+
+        Of a request that is unknown, "" for instance: by what is known of the drafter.
+        """
+        sums = [*accumulate(self._chances(request_id, drafter, allowed, sampled))]
         return [sums[budget.nodes - 1] for budget in candidate_budgets(allowed)]
 
-    def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, bucket: AcceptanceBucket = LATE) -> float:
+    def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, sampled: bool = False) -> float:
         """Return how many tokens of this draft are expected to be accepted."""
-        if draft.asked.is_chain:
-            return sum(self.chances(request_id, drafter, draft.depth, bucket))
-        return sum(self.ranks(request_id, drafter, draft.asked, bucket)[: draft.nodes])
+        nodes = draft.depth if draft.asked.is_chain else draft.nodes
+        return sum(self._chances(request_id, drafter, draft.asked, sampled)[:nodes])
 
-    def chances(self, request_id: str, drafter: str, depth: int, bucket: AcceptanceBucket = LATE) -> tuple[float, ...]:
-        """Return, for each depth from 1 to `depth`, the probability that a draft is accepted down to it."""
-        key = request_id, drafter, depth, bucket
-        if key not in self._chances_cache:
-            self._chances_cache[key] = self._chances(*key)
-        return self._chances_cache[key]
+    def chances(self, request_id: str, drafter: str, depth: int, sampled: bool = False) -> tuple[float, ...]:
+        """Return, for each depth from 1 to `depth`, the probability that a chain is accepted down to it."""
+        return tuple(self._chances(request_id, drafter, Budget(depth, depth), sampled))
 
-    def ranks(
-        self, request_id: str, drafter: str, budget: Budget, bucket: AcceptanceBucket = LATE
-    ) -> tuple[float, ...]:
-        """Return, by rank in a tree drafted under this budget, the probability that the node is accepted."""
-        key = request_id, drafter, budget, bucket
-        if key not in self._ranks_cache:
-            self._ranks_cache[key] = self._ranks(*key)
-        return self._ranks_cache[key]
-
-    def _ranks(self, request_id: str, drafter: str, budget: Budget, bucket: AcceptanceBucket) -> tuple[float, ...]:
-        drafter_ranks = self._drafters_ranks.get((drafter, bucket)) or Ranks(DRAFTER_DECAY)
-        request_ranks = self._requests_ranks.get((request_id, drafter, bucket))
-        chances: list[float] = []
-        for rank in range(budget.nodes):
-            prior = NEXT_RANK * chances[-1] if chances else self.chances("", drafter, 1, bucket)[0]
-            chances.append(drafter_ranks.chance(rank, prior, UNKNOWN_WEIGHT))
-        if request_ranks is not None:
-            chances = [request_ranks.chance(rank, chance, REQUEST_WEIGHT) for rank, chance in enumerate(chances)]
-        return tuple(chances)
-
-    def _chances(self, request_id: str, drafter: str, depth: int, bucket: AcceptanceBucket) -> tuple[float, ...]:
-        drafter_shares = self._drafters.get((drafter, bucket)) or Shares(DRAFTER_DECAY)
-        measured = () if bucket.sampled else self._priors.get(drafter, ())
-        prior = drafter_shares.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
-        request_shares = self._requests.get((request_id, drafter, bucket))
-        conditional = prior if request_shares is None else request_shares.conditional(depth, prior, REQUEST_WEIGHT)
-        chances, chance = [], 1.0
-        for share in conditional:
-            chance *= share
-            chances.append(chance)
-        return tuple(chances)
+    def _chances(self, request_id: str, drafter: str, budget: Budget, sampled: bool) -> list[float]:
+        """Return the probability that each node of a draft under this budget is accepted."""
+        key = Evidence(drafter, sampled, budget.is_chain)
+        measured = (() if sampled else self._priors.get(drafter, ())) or (UNKNOWN,)
+        of_drafter, of_request = self._drafters.get(key), self._requests.get(request_id, {}).get(key)
+        rates: list[float] = []
+        for place in range(budget.nodes):
+            if key.chain:
+                prior = measured[min(place, len(measured) - 1)]
+            else:  # by Zipf's law from one rank to the next
+                prior = rates[-1] * place / (place + 1) if place else measured[0]
+            rates.append(of_drafter.rate(place, prior) if of_drafter else prior)
+        if of_request is not None:
+            rates = [of_request.rate(place, rate) for place, rate in enumerate(rates)]
+        return [*accumulate(rates, mul)] if key.chain else rates
 
     def forget(self, request_id: str) -> None:
-        self._requests = {key: value for key, value in self._requests.items() if key[0] != request_id}
-        self._requests_ranks = {key: value for key, value in self._requests_ranks.items() if key[0] != request_id}
-        self._chances_cache = {key: value for key, value in self._chances_cache.items() if key[0] != request_id}
-        self._ranks_cache = {key: value for key, value in self._ranks_cache.items() if key[0] != request_id}
+        self._requests.pop(request_id, None)
 
     @property
     def bias(self) -> float:

@@ -14,10 +14,9 @@ import torch
 from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import DRAFTER, Confidence
-from infer.speculation.control.cost_model import CostModel, CostTable
+from infer.speculation.control.cost_model import CostModel, CostTable, guessed_cost_model
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiler import Measurable, Unmeasured, kept_table, measure
-from infer.speculation.control.trials import guessed_cost_model
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import cache_folder, processor
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infer.request import Request
-from infer.speculation.control.acceptance_model import AcceptanceModel, next_bucket
+from infer.speculation.control.acceptance_model import DRAFTER_DECAY, AcceptanceModel
 
 DRAFTER = "head"  # the proposer whose chains are scored
-LEARNS = 0.05  # step size of the gradient descent
-CERTAIN = 7.0  # logits are clipped to this magnitude
-ERROR_DECAY = 0.999  # decay per token
+LEARNS = 0.05  # step size of the gradient descent (LOG.md, 2026-11-21, "How sure a draft is")
+MIN_CHANCE = 1e-3  # probabilities nearer to 0 and 1 count as this near: fewer drafts than 1,000 support none
 
 
 class Prices(NamedTuple):
@@ -50,15 +49,15 @@ class ExitDecision(NamedTuple):
 
 
 def logit(chance: float) -> float:
-    chance = min(max(chance, 1e-6), 1 - 1e-6)
-    return max(-CERTAIN, min(CERTAIN, math.log(chance / (1 - chance))))
+    chance = min(max(chance, MIN_CHANCE), 1 - MIN_CHANCE)
+    return math.log(chance / (1 - chance))
 
 
 class Calibration:
     """The map from (logit h, logit c, 1) to a probability."""
 
     def __init__(self) -> None:
-        self.weights = (0.5, 0.5, 0.0)
+        self.weights = (0.5, 0.5, 0.0)  # at first, the geometric mean of both odds
 
     def chance(self, features: Sequence[float]) -> float:
         score = sum(weight * value for weight, value in zip(self.weights, features, strict=True))
@@ -117,7 +116,7 @@ class Confidence:
         params = request.params
         if params.proposer not in (None, DRAFTER) or params.acceptance == "block":
             return None
-        history = self._acceptance.chances(request.request_id, DRAFTER, depth, next_bucket(request))
+        history = self._acceptance.chances(request.request_id, DRAFTER, depth, params.temperature > 0)
         return Drafted(params.temperature > 0, history)
 
     def terms(self, request: Request, depth: int) -> ExitTerms | None:
@@ -181,9 +180,9 @@ class Confidence:
         calibration, chances = self._maps[draft.sampled], draft.chances[:depth]
         for place, (chance, plain) in enumerate(zip(chances, draft.history, strict=False)):
             emitted = place < accepted
-            self._tokens = ERROR_DECAY * self._tokens + 1
-            self._error = ERROR_DECAY * self._error + (chance - emitted) ** 2
-            self._plain_error = ERROR_DECAY * self._plain_error + (plain - emitted) ** 2
+            self._tokens = DRAFTER_DECAY * self._tokens + 1
+            self._error = DRAFTER_DECAY * self._error + (chance - emitted) ** 2
+            self._plain_error = DRAFTER_DECAY * self._plain_error + (plain - emitted) ** 2
             if place <= accepted:
                 calibration.learn(draft.features[place], draft.right[place], emitted)
         return sum(chances)

@@ -2,42 +2,32 @@
 
 A step emits one token per request plus, for every drafted node, its probability of being accepted
 (acceptance_model.py); its cost is that of its drafts and its rows (cost_model.py). Depth and rows are chosen for the
-whole batch to maximise tokens per second. The plan decides how many tokens a step emits, never which.
+whole batch to maximise tokens per second (batch_plan.py). The plan decides how many tokens a step emits, never which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_budgets
-from infer.speculation.control.acceptance_model import AcceptanceBucket, AcceptanceModel
-from infer.speculation.control.baseline_probe import BaselineProbe
-from infer.speculation.control.batch_plan import MIN_GAIN, Candidate, Plan, best_plan, drafted_for, with_new_requests
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.batch_plan import Candidate, Plan, best_plan
 from infer.speculation.control.confidence import DRAFTER, Confidence, Prices
-from infer.speculation.control.cost_model import CostModel
-from infer.speculation.control.trials import TRIAL_SHARE, TRIAL_STEPS
+from infer.speculation.control.cost_model import SETTLES_S, CostModel
 
-# What tracking (keeping features) adds to a step without drafts, as a share of a plain step of one request; hardly more
-# for several requests.
-TRACKING_COST = 0.05
-# By how much the speedup of drafting for a whole batch is overestimated, per other request in it: perhaps only few of
-# them are drafted for, while features of all are kept.
-BATCH_PENALTY = 0.01
-PLAN_STEPS = 16  # steps that a plan stays in force while the batch hardly changes
-UPDATE_S = 0.01  # seconds between steps that update the cost model: an update takes 1 % of the shortest steps
-CACHE_S = 0.2  # seconds for which the cost of drafting for a whole batch is cached
-MIN_LEFT = 0.75  # share of the requests it was made for that must be left for a plan to stay in force
-# Scoring chains for an early exit costs the host this many seconds per token, and saves about this share of a step.
-SCORING_S, SCORING_SAVES = 100e-6, 0.05
-PROBE_SHARE = 0.005  # share of the time without drafts that may go into probing whether they would pay again
-# Steps of a probe of a request that its drafter does not track: its KV begins at the next page boundary, and the
-# drafter must see some tokens before it drafts.
-TRACKING_STEPS = 40
+PLAN_STEPS = 16  # that a plan stays in force; twice as many adapt too late (LOG.md, 2026-11-23, "Two to six rows")
+# Expected gain over plain decoding above which drafts go on. They begin above twice as much, since a change between the
+# two costs caches and drafter state: with 4 % no cell of the sweeps was slower than plain (LOG.md, 2026-11-24).
+GAIN = 0.02
+# Share of the time that may go into probes of what is not in use. A tenth of what a sweep can tell from noise.
+PROBE_SHARE = 0.005
+# What tracking a request adds to a plain step, as a share of one of one request (LOG.md, 2026-11-23, "A fast hour").
+TRACKING_SHARE = 0.05
+# Seconds of a step per scored token above which early exit saves more than scoring costs: it saves 5 % of a step, a
+# score takes the host 0.1 ms (LOG.md, 2026-11-23, "Two to six rows", "Host").
+SCORED_TOKEN_S = 2e-3
 
 
 class Forecast(NamedTuple):
@@ -55,24 +45,21 @@ class Planner(Protocol):
         """The current forecast; None from a planner that makes none."""
         ...
 
-    def needs_candidates(self, decoding: tuple[str, ...], load: int) -> bool:
-        """Return whether the next call of `plan`, with the same arguments, needs to be told the candidates."""
+    def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
+        """Return whether the next call of `plan`, with the same requests, needs to be told the candidates."""
         ...
 
-    def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
-        """Plan the next step of the `decoding` requests; their number will soon be `load`.
+    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
+        """Plan the next step of the `decoding` requests.
 
         `candidates`: those of them that may be drafted for, None unless `needs_candidates`.
         """
         ...
 
-    def should_track(
-        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
-    ) -> bool:
+    def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         """Return whether tracking a request without history is worth its cost at this batch size.
 
-        `ahead` is how many tokens it has yet to emit in each acceptance bucket, `unread` how many its drafter must read
-        first.
+        `tokens` is how many it may yet emit with drafts, `unread` how many its drafter must read first.
         """
         ...
 
@@ -82,10 +69,12 @@ class Planner(Protocol):
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
 
-    def record_draft(self, request_id: str, drafter: str, bucket: AcceptanceBucket, draft: VerifiedDraft) -> None: ...
+    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
+        """Record the outcome of a request's draft in this step, which may be empty."""
+        ...
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record a step without prefill.
+        """Record a step without prefill, after its drafts.
 
         `drafting`: its seconds in the proposers, None if they cannot be told from the rest; `seconds`: in all.
         """
@@ -101,15 +90,13 @@ class AsAllowed:
     def forecast(self) -> Forecast | None:
         return None
 
-    def needs_candidates(self, decoding: tuple[str, ...], load: int) -> bool:
+    def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
         return False
 
-    def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
+    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
         pass
 
-    def should_track(
-        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
-    ) -> bool:
+    def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         return True
 
     def skips(self, request_id: str) -> bool:
@@ -118,7 +105,7 @@ class AsAllowed:
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed
 
-    def record_draft(self, request_id: str, drafter: str, bucket: AcceptanceBucket, draft: VerifiedDraft) -> None:
+    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
         pass
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
@@ -137,215 +124,183 @@ class NoDrafts(AsAllowed):
 
 @dataclass
 class Probe:
-    """A trial of drafting for one request, or of tracking it so that it can be drafted for, while no other is."""
+    """A trial of what the plan in force does not do: drafting for one request, or plain steps for all."""
 
-    request_id: str
-    budget: Budget
-    steps: int  # that are left
+    candidate: Candidate | None  # None: of plain steps
+    steps: int  # that it lasts at most
 
 
 class Controller:
-    """Plans by expected speed; a plan stays in force for a few steps, or until the batch changes much.
+    """Plans by expected speed; a plan stays in force for a few steps, or until a request joins those drafted for.
 
-    With `confidence` a plan only decides which requests get chains; the length of each follows from the probabilities
-    of its tokens.
+    Probes find out whether another plan would pay. They earn their time: a small share of all steps, and the tokens
+    that probes themselves gain. With `confidence` a plan only decides which requests get chains; the length of each
+    follows from the probabilities of its tokens.
     """
 
-    def __init__(self, costs: CostModel, acceptance: AcceptanceModel, confidence: Confidence | None = None) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        acceptance: AcceptanceModel,
+        confidence: Confidence | None = None,
+        *,
+        probe_share: float = PROBE_SHARE,
+    ) -> None:
         self.costs, self.acceptance, self.confidence = costs, acceptance, confidence
+        self._probe_share = probe_share
         self.current = Plan({}, 0, 0.0, 0.0)
-        self._decoding: tuple[str, ...] = ()
-        self._candidates: Sequence[Candidate] = ()
-        self._age = 0
+        self._age = PLAN_STEPS  # steps that the plan in force has lasted
+        self._planned: frozenset[str] = frozenset()  # requests that decoded when it was made
         self._probe: Probe | None = None
-        self._credit = 0.0  # seconds that may be spent on probes
-        self._due: tuple[Candidate, float] | None = None  # request of the next probe, and its price in seconds
-        self._turn = 0
-        self._baseline = BaselineProbe(costs.knows_plain)
-        self._quiet_s = 0.0  # seconds of plain steps since the last plan
-        self._unlearnt_s = 0.0  # seconds of steps since the cost model was last updated
-        # Arguments of `drafted_for` that yield the requests drafted for in the last step: of these the drafter has
-        # little left to read.
-        self._before: tuple[Sequence[Candidate], Mapping[str, Budget]] = (), {}
-        # Seconds of a step in which a whole batch is drafted for alike, one per budget; cached for CACHE_S, since
-        # they are needed for every new request.
-        self._seconds: dict[tuple[str, Budget, int], list[float]] = {}
-        self._cached_s = 0.0
+        self._credit_s, self._turn = 0.0, 0  # time earned for probes; whose turn is next
+        self._plain_s = SETTLES_S  # seconds of plain steps since the last speculative one
+        self._depths: dict[str, list[int]] = {}  # by drafter, of the drafts in this step
+        self._speedups: dict[tuple[str, Budget, bool, int], float] = {}  # expected by the plan in force's evidence
 
-    def needs_candidates(self, decoding: tuple[str, ...], load: int) -> bool:
-        return self._outdated(decoding, load) or self._has_new(decoding)
+    # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
-        outdated = candidates is not None and self._outdated(decoding, load)
+    def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
+        joined = bool(self.current.budgets or not self._planned) and not self._planned.issuperset(decoding)
+        return self._age + 1 >= PLAN_STEPS or joined
+
+    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
         self._age += 1
-        if self._cached_s >= CACHE_S:
-            self._seconds.clear()
-            self._cached_s = 0.0
-        self._baseline.next_step(self.current.speedup)
-        if outdated:
-            assert candidates is not None
-            self._decoding, self._candidates, self._age = decoding, candidates, 0
-            if candidates:
-                self.costs.set_context([candidate.context for candidate in candidates])
-            if not self.current.budgets:  # corrections learnt at another load would go stale now
-                self.costs.decay(self._quiet_s)
-            self._quiet_s = 0.0
+        self._depths.clear()
+        if self._probe is not None:
+            self._probe.steps -= 1
+            ended = self._probe.candidate is not None and self._probe.candidate.request_id not in decoding
+            if ended or self._probe.steps <= 0:
+                self._probe = None
+        if candidates is not None:
+            self._age, self._planned = 0, frozenset(decoding)
+            self._speedups.clear()
             planned = [] if self.costs.guessed else [c for c in candidates if c.ready or c.worth_tracking]
-            batch, depth = len(decoding), self.current.depth
-            self.current = best_plan(batch, planned, self.costs, self.acceptance, depth, self._start_margin(batch))
-            if self.confidence is not None and self.current.budgets:
-                self._enable_early_exit(self.confidence)
-        elif candidates is not None and self._has_new(decoding):
-            self.current = with_new_requests(self.current, self._candidates, candidates)
-            self._decoding, self._candidates = decoding, candidates
-        self._probe = self._next_probe(decoding)
-        if self.confidence is not None and not self.current.budgets:
-            self.confidence.prices, self.confidence.scoring = None, True
+            self.current = best_plan(len(decoding), planned, self.costs, self.acceptance, self._margin)
+            if self.current.budgets and self._plain_s:  # whether they keep what older ones promised is soon seen
+                self._age = PLAN_STEPS - PLAN_STEPS // 4
+            if self.confidence is not None:
+                self._price_early_exit(self.confidence, candidates)
+            if self._probe is not None and (self._probe.candidate is None) != bool(self.current.budgets):
+                self._probe = None
+            if self._probe is None and candidates:
+                self._probe = self._next_probe(candidates)
 
-    def _has_new(self, decoding: tuple[str, ...]) -> bool:
-        """Return whether the plan in force drafts, and requests have joined that it does not cover."""
-        return bool(self.current.budgets) and not set(decoding) <= set(self._decoding)
+    @property
+    def _margin(self) -> float:
+        """Hysteresis: drafts begin only if they promise clearly more than is required of those under way."""
+        return GAIN if self.current.budgets else 2 * GAIN
 
-    def _outdated(self, decoding: tuple[str, ...], load: int) -> bool:
-        """Return whether a new plan is due.
-
-        It is if the plan is old, if too few of its requests are left and no others come in their place, or if too many
-        requests have joined that it does not cover.
-        """
-        if self._age + 1 >= PLAN_STEPS:
-            return True
-        if decoding == self._decoding:
-            return False
-        before = len(self._decoding)
-        if max(len(decoding), load) < MIN_LEFT * before:
-            return True
-        num_covered = min(before, len(decoding))
-        if self.current.budgets:
-            num_covered = len(set(decoding) & set(self._decoding))
-        return num_covered < MIN_LEFT * len(decoding)
-
-    def should_track(
-        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
-    ) -> bool:
-        plain, saved_s = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
-        tracking_cost = TRACKING_COST * self.costs.plain(1) / self.costs.plain(batch)
-        min_speedup = 1 + MIN_GAIN + self._start_margin(batch)
-        for tokens, speedup in zip(ahead.values(), self._speedups(drafter, allowed, batch, ahead), strict=True):
-            # The cost of plain steps was learnt with tracked requests.
-            gain = speedup / (1 + tracking_cost + BATCH_PENALTY * (batch - 1))
-            saved_s += tokens * plain * (1 - 1 / gain if gain > min_speedup else -tracking_cost)
-        return saved_s > 0
-
-    def _start_margin(self, batch: int) -> float:
-        """Return the additional margin (hysteresis) by which drafting must beat plain decoding before it starts.
-
-        Within the lifetime of a plan drafting must recover the cost of switching back to plain steps; otherwise
-        alternating between the two would be slower than either.
-        """
-        if self.current.budgets or not batch:
-            return 0.0
-        return self._baseline.switch_s / (PLAN_STEPS * self.costs.plain(batch))
-
-    def _speedups(
-        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int]
-    ) -> list[float]:
-        """Return the speedup over plain decoding for each bucket in `ahead`, at the best budget for the whole batch.
-
-        All requests are assumed to be drafted for alike. The others are anywhere in their outputs, so they gain this
-        request's average over all of `ahead`.
-        """
-        key = drafter, allowed, batch
-        if key not in self._seconds:
-            budgets = candidate_budgets(allowed)
-            rows = batch * np.array([1.0 + budget.nodes for budget in budgets])
-            drafting = np.array([self.costs.draft(drafter, batch, budget.depth) for budget in budgets])
-            self._seconds[key] = (self.costs.verify(batch, rows) + drafting).tolist()
-        seconds, tokens = self._seconds[key], ahead.values()
-        # Accepted tokens by bucket and budget. For so few numbers lists are faster than arrays.
-        sums = [self.acceptance.gains("", drafter, allowed, bucket) for bucket in ahead]
-        others = [sum(map(mul, tokens, level)) / sum(tokens) for level in zip(*sums, strict=True)]
-        plain = self.costs.plain(batch) / batch
-        return [
-            max((batch + n + (batch - 1) * m) / s for n, m, s in zip(gains, others, seconds, strict=True)) * plain
-            for gains in sums
-        ]
+    def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
+        _, drafter, allowed, sampled, *_ = candidate
+        key = drafter, allowed, sampled, batch
+        plain = self.costs.plain(batch)
+        if key not in self._speedups:  # all are assumed to be drafted for alike
+            gains = self.acceptance.gains("", drafter, allowed, sampled)
+            self._speedups[key] = plain * max(
+                (1 + gain) / (self.costs.verify(batch, batch * (1 + n)) + self.costs.draft(drafter, batch, depth))
+                for (n, depth), gain in zip(candidate_budgets(allowed), gains, strict=True)
+            )
+        speedup = self._speedups[key]
+        saved_s = tokens * plain / batch * (1 - 1 / speedup)
+        return speedup > 1 + self._margin and saved_s > self.costs.read(drafter, unread)
 
     def skips(self, request_id: str) -> bool:
-        drafts = request_id in self.current.budgets or (self._probe and self._probe.request_id == request_id)
-        return self._baseline.probing or not drafts
+        if self._probe is not None:
+            return self._probe.candidate is None or self._probe.candidate.request_id != request_id
+        return request_id not in self.current.budgets
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         if self.skips(request_id):
             return NOTHING
-        granted = self.current.budgets.get(request_id, NOTHING)
-        if self._probe is not None and self._probe.request_id == request_id:
-            granted = self._probe.budget
+        probed = self._probe.candidate if self._probe is not None else None
+        granted = self.current.budgets[request_id] if probed is None else probed.allowed
         return Budget(min(granted.nodes, allowed.nodes), min(granted.depth, allowed.depth))
 
-    def record_draft(self, request_id: str, drafter: str, bucket: AcceptanceBucket, draft: VerifiedDraft) -> None:
-        if draft.depth:
-            accepted, expected = len(draft.path), None
-            if self.confidence is not None:
-                expected = self.confidence.update(request_id, draft.depth, accepted)
-            if expected is None:
-                expected = self.acceptance.expected(request_id, drafter, draft, bucket)
-            self.acceptance.record(request_id, drafter, draft, expected, bucket)
-            if self._probe is not None:  # accepted tokens earn time for further probes; more than expected, a new plan
-                batch = len(self._decoding)
-                self._credit += accepted * self.costs.plain(batch) / batch
-                self._age = PLAN_STEPS if accepted > expected else self._age
-                self._probe.steps = min(self._probe.steps, TRIAL_STEPS) if self.costs.guessed else 0
+    def _price_early_exit(self, confidence: Confidence, candidates: Sequence[Candidate]) -> None:
+        """Leave the length of planned chains to early exit: raise their budgets to all that is allowed.
+
+        Also sets the prices of a row and of a level. If scoring costs more than it saves, it is turned off instead.
+        """
+        confidence.scoring, confidence.prices = True, None
+        plan, batch, costs = self.current, len(self._planned), self.costs
+        scored = {c.request_id: c.allowed for c in candidates if c.drafter == DRAFTER and c.request_id in plan.budgets}
+        if not plan.budgets:
+            return
+        tokens = sum(plan.budgets[name].depth for name in scored)
+        seconds = costs.verify(batch, batch + tokens) + costs.draft(DRAFTER, len(scored), plan.depth)
+        confidence.scoring = tokens * SCORED_TOKEN_S < seconds
+        if not confidence.scoring:
+            return
+        rows = batch + sum(budget.nodes for budget in plan.budgets.values())
+        row = (costs.verify(batch, 2 * rows) - costs.verify(batch, rows)) / rows
+        one, all_ = (costs.draft(DRAFTER, n, 2) - costs.draft(DRAFTER, n, 1) for n in (1, batch))
+        step = max(0.0, all_ - one) / max(1, batch - 1)
+        confidence.prices = Prices(*(plan.speed * max(0.0, cost) for cost in (row, step, one - step)))
+        self.current = replace(plan, budgets={**plan.budgets, **scored})
+
+    def _next_probe(self, candidates: Sequence[Candidate]) -> Probe | None:
+        """Return a probe of plain steps if drafts are planned, else of one request, in rotation; None if not earned.
+
+        The first plain steps of a batch size may be earned later, and drafts that correct a guess need not be.
+        """
+        batch = len(self._planned)
+        plain, credit_s = self.costs.plain(batch), self._credit_s
+        if self.current.budgets:
+            probe, price = Probe(None, PLAN_STEPS), SETTLES_S + plain
+            least = price if self.costs.knows_plain(batch) else 0.0
+        else:
+            ready = [candidate for candidate in candidates if candidate.ready] or candidates
+            chosen = ready[self._turn % len(ready)]
+            request_id, drafter, allowed, sampled, warm_up, _ = chosen
+            gains = self.acceptance.gains(request_id, drafter, allowed, sampled)
+            budgets = candidate_budgets(allowed)
+            seconds = [self.costs.verify(batch, batch + n) + self.costs.draft(drafter, 1, d) for n, d in budgets]
+            speeds = [(batch + gain) / each for gain, each in zip(gains, seconds, strict=True)]
+            best = speeds.index(max(speeds))  # what comes nearest to paying
+            price = seconds[best] - plain + warm_up * TRACKING_SHARE * self.costs.plain(1)
+            probe, least = Probe(chosen._replace(allowed=budgets[best]), 2 * warm_up or 1), price
+            if self.costs.guessed and credit_s > 0:  # a plain step was seen
+                least = price = 0.0
+        self._credit_s = min(credit_s, price)
+        if self._credit_s < least:
+            return None
+        self._turn, self._credit_s = self._turn + 1, self._credit_s - price
+        return probe
+
+    # ---- what came of it -------------------------------------------------------------------------------------------
+
+    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
+        if not draft.depth:
+            return
+        accepted, expected = len(draft.path), None
+        self._depths.setdefault(drafter, []).append(draft.depth)
+        if self.confidence is not None:
+            expected = self.confidence.update(request_id, draft.depth, accepted)
+        if expected is None:
+            expected = self.acceptance.expected(request_id, drafter, draft, sampled)
+        self.acceptance.record(request_id, drafter, draft, expected, sampled)
+        if self._probe is not None and self._probe.candidate is not None:
+            self._credit_s += accepted * self.costs.plain(len(self._planned)) / len(self._planned)
+            self._probe = None
+            if accepted > expected:
+                self._age = PLAN_STEPS
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        self._unlearnt_s += seconds
-        self._cached_s += seconds
-        due = self._unlearnt_s >= UPDATE_S
-        if due:
-            self._unlearnt_s = 0.0
+        self._credit_s += self._probe_share * seconds
         if rows == batch:
-            self._credit += (TRIAL_SHARE if self.costs.guessed else PROBE_SHARE) * seconds
-            self._quiet_s += seconds
-            settled = self._baseline.plain(seconds, self.costs.plain(batch))
-            if settled and (self._baseline.probing or due):
-                self.costs.learn(batch=batch, rows=rows, seconds=seconds - (drafting or 0.0))
-            self._before = (), {}
+            if self._plain_s >= SETTLES_S:
+                self.costs.learn_plain(batch, seconds - (drafting or 0.0))
+                if self._probe is not None and self._probe.candidate is None:
+                    self._probe, self._age = None, PLAN_STEPS
+            self._plain_s += seconds
             return
-        self._baseline.drafted(seconds)
-        if on_trial := self._on_trial():
-            budgets, due = {c.request_id: c.allowed for c in on_trial}, True
-            before, self._before = self._before, (on_trial, budgets)
-        else:
-            budgets = self.current.budgets
-            before, self._before = self._before, (self._candidates, budgets)
-        if not due:
-            return
-        drafted = drafted_for(*self._before)
-        drafters = {c.drafter for c in drafted}
-        if drafting is None:
-            if len(drafters) == 1:  # drafting is assumed to take the predicted share of the step
-                drafts = self.costs.draft(drafted[0].drafter, batch, self.current.depth)
-                verify = float(self.costs.verify(batch, float(rows)))
-                self.costs.learn(batch=batch, rows=rows, seconds=seconds * verify / (verify + drafts))
-                self.costs.tried()
-            return
-        slow = self.costs.learn(batch=batch, rows=rows, seconds=seconds - drafting)
-        earlier = {c.request_id for c in drafted_for(*before)}
-        if len(drafters) == 1 and {c.request_id for c in drafted} <= earlier:  # else drafters may have read prompts too
-            if self.confidence is not None and self.confidence.scoring and drafted[0].drafter == DRAFTER:
+        self._plain_s = 0.0
+        if len(self._depths) == 1:
+            ((drafter, depths),) = self._depths.items()
+            counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
+            if self.confidence is not None and self.confidence.scoring and drafter == DRAFTER:
                 counts = self.confidence.counts
-            else:
-                depths = [budgets[c.request_id].depth for c in drafted]
-                counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
-            # What slows the verify of a step slows its drafts as well, so it says nothing of drafting: divide it out.
-            self.costs.learn_draft(drafted[0].drafter, counts, drafting / slow)
-            self.costs.tried()
-
-    def _on_trial(self) -> list[Candidate]:
-        """Return the one request that is drafted for to learn what drafting costs; empty if there is none."""
-        if self._probe is None or not self.costs.guessed:
-            return []
-        name = self._probe.request_id
-        return [candidate._replace(ready=True) for candidate in self._candidates if candidate.request_id == name]
+            self.costs.learn_drafted(batch, rows, drafter, counts, seconds, drafting)
 
     def forget(self, request_id: str) -> None:
         self.acceptance.forget(request_id)
@@ -357,58 +312,3 @@ class Controller:
         plan = self.current
         errors = self.confidence.errors if self.confidence is not None else None
         return Forecast(plan.depth if plan.budgets else 0, plan.speedup, self.acceptance.bias, errors)
-
-    def _enable_early_exit(self, confidence: Confidence) -> None:
-        """Leave the length of planned chains to early exit: raise their budgets to all that is allowed.
-
-        Also sets the prices of a row and of a level. If scoring costs more than it saves, it is turned off instead.
-        """
-        batch, planned = len(self._decoding), self.current
-        scored = {
-            candidate.request_id: candidate.allowed for candidate in self._candidates if candidate.drafter == DRAFTER
-        }
-        chains = [budget.depth for name, budget in planned.budgets.items() if name in scored]
-        seconds = self.costs.verify(batch, float(batch + sum(chains))) + self.costs.draft(
-            DRAFTER, len(chains), max(chains, default=0)
-        )
-        confidence.scoring = sum(chains) * SCORING_S < SCORING_SAVES * seconds
-        if not confidence.scoring:
-            confidence.prices = None
-            return
-        budgets = {name: scored.get(name, budget) for name, budget in planned.budgets.items()}
-        rows = batch + sum(budget.nodes for budget in planned.budgets.values())
-        row = (self.costs.verify(batch, 2.0 * rows) - self.costs.verify(batch, float(rows))) / rows
-        one, all_ = (self.costs.draft(DRAFTER, n, 2) - self.costs.draft(DRAFTER, n, 1) for n in (1, batch))
-        step = max(0.0, all_ - one) / max(1, batch - 1)
-        confidence.prices = Prices(*(planned.speed * max(0.0, cost) for cost in (row, step, one - step)))
-        self.current = replace(planned, budgets=budgets)
-
-    def _next_probe(self, decoding: tuple[str, ...]) -> Probe | None:
-        """Return a probe of one request, in rotation, once plain steps have earned its price."""
-        if self.current.budgets or not self._candidates:
-            return None
-        probe = self._probe
-        if probe is not None and probe.steps > 1 and probe.request_id in decoding:
-            probe.steps -= 1
-            return probe
-        if self._age == 0 or self._due is None:
-            self._due = self._price_probe(len(decoding))
-        chosen, price = self._due
-        self._credit = min(self._credit, 2 * price)
-        if price > self._credit:
-            return None
-        self._turn, self._due = self._turn + 1, None
-        if chosen.request_id not in decoding:  # it has ended since
-            return None
-        self._credit -= price
-        steps = TRIAL_STEPS if self.costs.guessed else 1
-        return Probe(chosen.request_id, chosen.allowed, steps if chosen.ready else TRACKING_STEPS + steps - 1)
-
-    def _price_probe(self, batch: int) -> tuple[Candidate, float]:
-        """Return the request whose turn it is, and the price of its probe in seconds."""
-        ready = [candidate for candidate in self._candidates if candidate.ready] or self._candidates
-        chosen, plain = ready[self._turn % len(ready)], self.costs.plain(batch)
-        nodes, depth = chosen.allowed
-        price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
-        price += self._baseline.switch_s
-        return chosen, price if chosen.ready else price + TRACKING_STEPS * TRACKING_COST * self.costs.plain(1)

@@ -1,0 +1,191 @@
+"""What a plan rests on: costs between and beyond measured sizes, acceptance rates, and the best plan of all plans."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_budgets
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.batch_plan import Candidate, best_plan
+from infer.speculation.control.cost_model import CostModel, CostTable, Curve
+from tests.drafts import chain, chains, make_costs, with_rates
+
+
+def test_curves_go_on_past_their_ends_and_never_below_zero():
+    curve = Curve((2.0, 4.0), (10.0, 14.0))
+    assert [curve(size) for size in (2.0, 3.0, 4.0, 6.0, -9.0)] == [10.0, 12.0, 14.0, 18.0, 0.0]
+    assert Curve((3.0,), (5.0,))(9.0) == 5.0
+
+
+def test_costs_lie_between_the_measured_batches():
+    costs = make_costs(row=1.0, draft=2.0)
+    assert costs.verify(1, 3) == pytest.approx(14.0)
+    assert costs.verify(2, 6) == pytest.approx(17.0)
+    assert costs.verify(32, 64) == pytest.approx(75.0)
+    assert costs.draft("head", 2, 3) == pytest.approx(6.0)
+    assert costs.draft("ngram", 2, 3) == 0.0
+
+
+def test_rows_that_seemed_to_save_time_cost_none():
+    costs = CostModel(CostTable((1,), (Curve((1.0, 4.0), (10.0, 9.0)),), {}))
+    assert [costs.verify(1, rows) for rows in (1, 2, 9)] == [10.0, 10.0, 10.0]
+
+
+def test_costs_are_corrected_by_steps_and_no_stall_moves_them_far():
+    costs = make_costs(row=1.0, draft=2.0)
+    for _ in range(30):  # steps and drafts take other times than predicted
+        costs.learn_plain(1, 18.0)
+        costs.learn_drafted(1, 8, "head", [1, 1, 1], 28.5 + 3.0, 3.0)
+    assert costs.plain(1) == pytest.approx(18.0)
+    assert costs.verify(1, 8) == pytest.approx(28.5)
+    assert costs.draft("head", 1, 3) == pytest.approx(3.0)
+    assert costs.plain(16) == pytest.approx(1.5 * make_costs(1.0, 2.0).plain(16))  # until steps of 16 were seen
+    costs.learn_plain(1, 1e5)
+    assert costs.plain(1) < 28.0
+
+
+def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
+    """A level costs 1 plus 1 per request; the machine is half as fast as when it was profiled."""
+    batches = (1, 2, 4)
+    drafts = tuple(Curve((1.0, 4.0), (1.0 + batch, 4 * (1.0 + batch))) for batch in batches)
+    steps = tuple(Curve((float(batch), 9.0 * batch), (9.0, 9.0)) for batch in batches)
+    costs = CostModel(CostTable(batches, steps, {"head": drafts}))
+    for _ in range(30):
+        costs.learn_drafted(4, 11, "head", [4, 2, 1], 30.0, 2 * (5.0 + 3.0 + 2.0))
+    assert costs.draft("head", 4, 1) == pytest.approx(10.0)
+
+
+@given(
+    rates=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3),
+    row=st.floats(0.01, 8.0),
+    draft=st.floats(0.0, 5.0),
+)
+def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft):
+    depth, batch, margin = 3, len(rates), 0.03
+    costs, acceptance = make_costs(row, draft), with_rates(rates)
+    chances = [acceptance.chances(str(index), "head", depth) for index in range(batch)]
+
+    def speed(depths: tuple[int, ...]) -> float:
+        tokens = batch + sum(sum(probs[:planned]) for probs, planned in zip(chances, depths, strict=True))
+        drafting = costs.draft("head", sum(map(bool, depths)), max(depths))
+        return tokens / (costs.verify(batch, batch + sum(depths)) + drafting)
+
+    plan = best_plan(batch, chains(batch, depth), costs, acceptance, margin)
+    planned = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
+    best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
+    assert plan.speed == pytest.approx(speed(planned), rel=1e-6)
+    assert plan.speed >= best / (1 + margin) / 1.02  # the order by gain per row is not always the best
+    assert plan.speed >= speed((0,) * batch)
+
+
+def test_cheap_rows_are_drafted_and_dear_ones_are_not():
+    acceptance = with_rates([0.9, 0.1])
+    cheap = best_plan(2, chains(2, 4), make_costs(row=0.5, draft=0.1), acceptance, 0.0)
+    assert cheap.budgets["0"].depth == 4
+    assert cheap.budgets.get("1", NOTHING).depth < 4
+    assert best_plan(2, chains(2, 4), make_costs(row=20.0, draft=0.1), acceptance, 0.0).budgets == {}
+    assert best_plan(2, chains(2, 4), make_costs(row=0.1, draft=50.0), acceptance, 0.0).budgets == {}
+
+
+RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
+
+
+def tree(path: list[int], nodes: int = 16) -> VerifiedDraft:
+    """Return a draft of so many nodes, four deep, of which the nodes in `path` were accepted."""
+    return VerifiedDraft(Budget(nodes, 4), nodes, 4, path)
+
+
+def drawn(rng: random.Random, ranks: list[float], nodes: int) -> VerifiedDraft:
+    return tree([node for node, rank in enumerate(ranks[:nodes], start=1) if rng.random() < rank], nodes)
+
+
+def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
+    """A node gains the acceptance rate observed at its rank and costs a row."""
+    acceptance, rng, candidate = AcceptanceModel(), random.Random(0), Candidate("0", "head", Budget(16, 4))
+    for _ in range(1000):
+        acceptance.record("0", "head", drawn(rng, RANKS, 16), 0.0)
+    sizes = []
+    for row in (0.01, 1.0, 3.0, 30.0):
+        costs = make_costs(row=row, draft=0.1)
+        plan = best_plan(1, [candidate], costs, acceptance, 0.03)
+        nodes = plan.budgets.get("0", NOTHING).nodes
+        speeds = {n: (1 + sum(RANKS[:n])) / (costs.verify(1, 1 + n) + 0.4) for n in range(2, 17, 2) if n != 4}
+        best = max(speeds.values())
+        assert (speeds[nodes] if nodes else plan.plain) >= (0.97 * best if best > 1.1 * plan.plain else plan.plain)
+        sizes.append(nodes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 12 > sizes[1] > sizes[2] > sizes[3] == 0
+
+
+def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
+    """This occurs in a fixed tree, whose nodes are ordered by level."""
+    acceptance, rng = AcceptanceModel(), random.Random(0)
+    for _ in range(1000):
+        acceptance.record("0", "head", drawn(rng, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
+    for row, nodes in ((0.5, 6), (9.0, 0)):
+        plan = best_plan(1, [Candidate("0", "head", Budget(16, 4))], make_costs(row=row, draft=0.1), acceptance, 0.03)
+        assert plan.budgets.get("0", NOTHING).nodes == nodes
+
+
+def test_nodes_that_a_smaller_tree_leaves_out_are_tried_again_when_the_text_changes():
+    acceptance, rng, steps = AcceptanceModel(), random.Random(0), []
+    candidate, costs = Candidate("0", "head", Budget(16, 4)), make_costs(row=0.3, draft=0.1)
+    for ranks in ([0.5, 0.2] + [0.0] * 14, [0.9, 0.8, 0.6] + [0.4] * 4 + [0.25] * 9):
+        for _ in range(1500):
+            nodes = best_plan(1, [candidate], costs, acceptance, 0.03).budgets.get("0", NOTHING).nodes
+            steps.append(nodes)
+            acceptance.record("0", "head", drawn(rng, ranks, nodes or 16), 0.0)
+    assert sum(steps[1000:1500]) < 6 * 500
+    assert sum(steps[2500:]) > 10 * 500
+
+
+def test_what_is_not_known_of_a_trees_ranks_falls_off_by_zipfs_law():
+    acceptance, budget = AcceptanceModel({"head": [0.9, 0.8, 0.7, 0.6]}), Budget(16, 4)
+    gains = acceptance.gains("0", "head", budget)
+    harmonic = [0.9 * sum(1 / rank for rank in range(1, each.nodes + 1)) for each in candidate_budgets(budget)]
+    assert gains == pytest.approx(harmonic)
+    for _ in range(2000):
+        acceptance.record("0", "head", tree([1, 2, 5]), 0.0)
+    assert acceptance.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
+    assert acceptance.gains("0", "head", budget)[:2] == pytest.approx([2.0, 3.0], abs=0.1)
+    before = acceptance.gains("another", "head", budget)
+    acceptance.forget("0")
+    assert acceptance.gains("0", "head", budget) == before
+
+
+def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
+    acceptance = AcceptanceModel({"head": [0.9, 0.8]})
+    assert acceptance.chances("a", "head", 3) == pytest.approx([0.9, 0.72, 0.576])
+    assert acceptance.chances("a", "head", 3, sampled=True) == pytest.approx([0.5, 0.25, 0.125])  # training was greedy
+    for _ in range(300):
+        acceptance.record("a", "head", chain(3, 0), 0.0)
+    assert acceptance.chances("a", "head", 1)[0] < 0.1
+    assert acceptance.chances("b", "head", 1)[0] < 0.2
+    assert acceptance.chances("b", "head", 1, sampled=True)[0] == 0.5
+    for _ in range(60):
+        acceptance.record("b", "head", chain(3, 3), 0.0)
+    assert acceptance.chances("b", "head", 3)[2] > 0.5 > 0.2 > acceptance.chances("a", "head", 1)[0]
+    acceptance.forget("b")
+    assert acceptance.chances("b", "head", 1)[0] < 0.8
+
+
+@pytest.mark.parametrize(("misses", "drafts"), [(8, True), (60, False)])
+def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
+    acceptance, rng = AcceptanceModel(), random.Random(0)
+
+    def others(count: int) -> None:  # right at a rate of 0.45, as drafts for sampled requests are
+        for index in range(count):
+            right = next((place for place in range(4) if rng.random() > 0.45), 4)
+            acceptance.record(f"other {index}", "head", chain(4, right), 0.0)
+
+    others(1000)
+    for _ in range(misses):
+        acceptance.record("0", "head", chain(4, 0), 0.0)
+        others(20)  # keeps the drafter's overall acceptance rate constant
+    costs = make_costs(row=0.2, draft=0.2, fixed=2.8)
+    assert bool(best_plan(1, chains(1, 4), costs, acceptance, 0.03).budgets) == drafts
