@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import GatherOptions, ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from infer.parallel.children import Children
 from models.parallel import Part
@@ -150,7 +150,7 @@ class Ranks:
                 self._data._allgather_base(received, sent).wait()
             else:
                 outputs = [list(received.chunk(self.count))] if self.rank == 0 else []
-                self._data.gather(outputs, [sent], _to_rank_0()).wait()
+                self._data.gather(outputs, [sent]).wait()  # to rank 0
         if not len(gathered):
             return x[..., :0]
         if min(sizes) == widest:
@@ -174,7 +174,8 @@ class Ranks:
         except (RuntimeError, EOFError, OSError) as error:
             ended = self._children.ended(patience_s=2) if self._children is not None else ""
             self.close()
-            detail = ended or f"a rank has ended or does not respond ({str(error).partition(chr(10))[0]})"
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            detail = ended or f"a rank has ended or does not respond ({reason})"
             raise RankLost(f"engine.tensor_parallel={self.count}: {detail}; its own output says why") from error
 
 
@@ -192,9 +193,3 @@ def _nccl(store: Store, rank: int, count: int) -> Any:
     options: Any = ProcessGroupNCCL.Options()
     options._timeout = PATIENCE
     return ProcessGroupNCCL(store, rank, count, options)
-
-
-def _to_rank_0() -> GatherOptions:
-    options = GatherOptions()
-    options.rootRank = 0
-    return options
