@@ -67,13 +67,8 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
     target_probs, moved = inputs[0], 4 * batch * size * (2 * drafted + 1)
     typical_inputs = typical(target_probs)
     case = f"{batch} chains of {drafted}, vocabulary {size}"
+    read = 4 * target_probs.numel()
     return [
-        timed("block verification", case, lambda: acceptance.block(*inputs), device, moved=moved),
-        timed(
-            "typical acceptance",
-            case,
-            lambda: acceptance.typical_mask(*typical_inputs),
-            device,
-            moved=4 * target_probs.numel(),
-        ),
+        timed("block verification", case, device, moved, acceptance.block, *inputs),
+        timed("typical acceptance", case, device, read, acceptance.typical_mask, *typical_inputs),
     ]

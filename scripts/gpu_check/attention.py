@@ -128,6 +128,6 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
             assert isinstance(plan, TritonAttention)
             label = f"{batch} x {rows} rows, context {context}, {dtype}"
             for name, pool in ((kind, cache), (kind + ", fp8 cache", cache.to(torch.float8_e4m3fn))):
-                call = lambda plan=plan, q=q[: batch * rows], pool=pool: plan.read(q, pool, dim**-0.5)  # noqa: E731
-                results.append(timed(name, label, call, device, moved=moved * pool.itemsize // cache.itemsize))
+                moved_here = moved * pool.itemsize // cache.itemsize
+                results.append(timed(name, label, device, moved_here, plan.read, q[: batch * rows], pool, dim**-0.5))
     return results

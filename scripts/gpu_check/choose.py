@@ -83,23 +83,19 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         logits, positions = make(rows, size, dtype, device)
         moved = logits.numel() * logits.element_size()
         p = shaping(rows, size, device)
-        call = lambda x=logits, p=p: shape(x, p)  # noqa: E731
         case, tensors = f"{rows} x {size}, {dtype}", (p.prompt, p.output, p.bias, p.allowed)
         read = moved + sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-        results.append(timed("penalties, bias and mask", case, call, device, moved=read + 4 * logits.numel()))
-        call = lambda x=logits, t=positions % size: logprobs(x, t, 8)  # noqa: E731
-        results.append(timed("log-probabilities", f"8 and the chosen, {case}", call, device, moved=2 * moved))
+        results.append(timed("penalties, bias and mask", case, device, read + 4 * logits.numel(), shape, logits, p))
+        chosen = logprobs, logits, positions % size, 8
+        results.append(timed("log-probabilities", f"8 and the chosen, {case}", device, 2 * moved, *chosen))
         for kind in KINDS:
             p = parameters(kind, rows, device)
             case = f"{kind}, {rows} x {size}, {dtype}"
-            results.append(
-                timed("choose", case, lambda x=logits, p=p, at=positions: choose(x, p, at), device, moved=moved)
-            )
+            results.append(timed("choose", case, device, moved, choose, logits, p, positions))
     drafts = 32000 if on_gpu else 90
     for rows in (1, 8) if on_gpu else (1,):
         logits, positions = make(rows, drafts, dtype, device)
         p, ids = parameters("sampled", rows, device), torch.arange(drafts, device=device) * 2
         case, moved = f"{rows} x {drafts}, m = 8, {dtype}", logits.numel() * logits.element_size()
-        call = lambda x=logits, p=p, at=positions, ids=ids: choose_best(x, p, at, ids, 8)  # noqa: E731
-        results.append(timed("draft top-m", case, call, device, moved=moved))
+        results.append(timed("draft top-m", case, device, moved, choose_best, logits, p, positions, ids, 8))
     return results

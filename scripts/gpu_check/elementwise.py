@@ -119,36 +119,23 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         slots = torch.arange(rows, device=device)
         states, ids, table, scale, shift, weights, biases = head_case(rows, dtype, device)
         index = torch.arange(0, rows, 2, device=device)
-        calls = {
-            "MLP head step": (
-                lambda g=(states, ids, table, 0.3, scale, shift, 1e-6): embed_norm_gelu(*g),
-                3 * states.numel() * size,
-            ),
-            "Medusa's residual blocks": (
-                lambda x=states, w=weights, b=biases: residual_silu(x[None], w, b),
-                (weights.numel() + (1 + HEADS) * states.numel()) * size,
-            ),
-            "norms beside each other": (
-                lambda x=states, s=scale, t=shift: norm_beside(x, x, s, t, 1e-6),
-                4 * states.numel() * size,
-            ),
-            "gather of features": (
-                lambda x=states, i=index: gather_rows((x, x, x), i),
-                6 * len(index) * states.shape[1] * size,
-            ),
-            "add and RMSNorm": (lambda a=x, b=delta, w=weight: add_rms_norm(a, b, w, 1e-5), 4 * x.numel() * size),
-            "SiLU and product": (lambda g=gate_up: silu_mul(g), gate_up.numel() * size * 3 // 2),
-            "rotary, QK norm, write": (
-                lambda g=(qkv, cos, sin, norm, slots, cache, heads): rotate_and_write(*g),
-                2 * (qkv.numel() + cos.numel()) * size,
-            ),
-        }
-        for kernel, (call, moved) in calls.items():
-            results.append(timed(kernel, f"{rows} rows, {dtype}", call, device, moved=moved))
+        residual = (weights.numel() + (1 + HEADS) * states.numel()) * size
+        gathered = 6 * len(index) * states.shape[1] * size
+        rotated = 2 * (qkv.numel() + cos.numel()) * size
+        calls = (  # kernel, bytes, function and its arguments
+            ("MLP head step", 3 * states.numel() * size, embed_norm_gelu, states, ids, table, 0.3, scale, shift, 1e-6),
+            ("Medusa's residual blocks", residual, residual_silu, states[None], weights, biases),
+            ("norms beside each other", 4 * states.numel() * size, norm_beside, states, states, scale, shift, 1e-6),
+            ("gather of features", gathered, gather_rows, (states, states, states), index),
+            ("add and RMSNorm", 4 * x.numel() * size, add_rms_norm, x, delta, weight, 1e-5),
+            ("SiLU and product", gate_up.numel() * size * 3 // 2, silu_mul, gate_up),
+            ("rotary, QK norm, write", rotated, rotate_and_write, qkv, cos, sin, norm, slots, cache, heads),
+        )
+        results += [timed(kernel, f"{rows} rows, {dtype}", device, *call) for kernel, *call in calls]
     layers, paths = (32, 8) if on_gpu else (2, 1)
     stack = torch.zeros(layers, 2, kv_heads, 64 * paths, dim, dtype=dtype, device=device)
     source = (torch.arange(paths)[:, None] * 64 + torch.arange(1, 13, 2)).flatten().to(device)
     destination = (torch.arange(paths)[:, None] * 64 + torch.arange(6)).flatten().to(device)
     moved = 2 * stack[:, :, :, : len(source)].numel() * size
-    call = lambda: move_slots(stack, source, destination)  # noqa: E731
-    return [*results, timed("move", f"{paths} paths of 6, {layers} layers, {dtype}", call, device, moved=moved)]
+    case = f"{paths} paths of 6, {layers} layers, {dtype}"
+    return [*results, timed("move", case, device, moved, move_slots, stack, source, destination)]

@@ -55,9 +55,7 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
             case = f"{name}, {rows} rows, {dtype}"
             others = (x.numel() + rows * outputs) * x.element_size()
             for kernel, linear in linears.items():
-                call = lambda linear=linear, x=x: linear(x)  # noqa: E731
-                results.append(timed(kernel, case, call, device, moved=linear.bytes + others))
+                results.append(timed(kernel, case, device, linear.bytes + others, linear, x))
             moved = weight.numel() * weight.element_size() + others
-            library = lambda x=x, weight=weight: F.linear(x, weight)  # noqa: E731
-            results.append(timed("linear, library", case, library, device, moved=moved))
+            results.append(timed("linear, library", case, device, moved, F.linear, x, weight))
     return results

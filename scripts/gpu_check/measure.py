@@ -28,30 +28,28 @@ def same(kernel: str, case: str, actual: Tensor, expected: Tensor) -> dict[str, 
     return {"kernel": kernel, "case": case, "error": wrong, "bound": 0.0, "ok": wrong == 0}
 
 
-def timed(kernel: str, case: str, call: Callable[[], Any], device: torch.device, *, moved: int) -> dict[str, Any]:
-    """Return the median time of a call with cold caches; `moved` is the least number of bytes it must read and write.
+def timed(
+    kernel: str, case: str, device: torch.device, moved: int, call: Callable[..., Any], *args: Any
+) -> dict[str, Any]:
+    """Return the median time of `call(*args)` with cold caches; it must read and write at least `moved` bytes.
 
     On a CPU only one call is timed: the interpreter's time has no meaning, but the call must work.
     """
-    call()
+    entry = {"kernel": kernel, "case": case, "bytes": moved}
+    call(*args)
     if device.type != "cuda":
         begin = time.perf_counter()
-        call()
-        return {"kernel": kernel, "case": case, "ms": 1000 * (time.perf_counter() - begin), "bytes": moved}
+        call(*args)
+        return entry | {"ms": 1000 * (time.perf_counter() - begin)}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TIMES)]
     for start, end in pairs:
         flush.zero_()  # the call is queued while this runs, so its time excludes the launch
         start.record()
-        call()
+        call(*args)
         end.record()
     torch.cuda.synchronize(device)
-    return {
-        "kernel": kernel,
-        "case": case,
-        "ms": statistics.median(start.elapsed_time(end) for start, end in pairs),
-        "bytes": moved,
-    }
+    return entry | {"ms": statistics.median(start.elapsed_time(end) for start, end in pairs)}
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -59,7 +57,7 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**30 if device.type == "cuda" else 2**22
     source = torch.empty(size, dtype=torch.int8, device=device)
     into = torch.empty_like(source)
-    entry = timed("copy", "", lambda: into.copy_(source), device, moved=2 * size)
+    entry = timed("copy", "", device, 2 * size, into.copy_, source)
     return entry["bytes"] / entry["ms"] / 1e6
 
 

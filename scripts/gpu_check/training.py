@@ -6,7 +6,6 @@ They are the fused LM head and KL, which processes a chunk of slots at a time, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +82,7 @@ def time_loss(device: torch.device) -> list[dict[str, Any]]:
         loss.backward()
 
     moved = 4 * sum(value.numel() for value in inputs)  # each once, in fp32; compute-bound
-    return [timed("fused LM head and KL", f"{slots} x {width} x {drafts}, bf16", step, device, moved=moved)]
+    return [timed("fused LM head and KL", f"{slots} x {width} x {drafts}, bf16", device, moved, step)]
 
 
 class Unrolled(NamedTuple):
@@ -155,6 +154,4 @@ def time_attention(device: torch.device) -> list[dict[str, Any]]:
     label = f"{case.rows} rows, step {case.later}, {case.heads} heads, both passes"
     moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read; gradient written
     forms = {"training-time test": ttt_attention, "training-time test, torch": dense}
-    return [
-        timed(name, label, partial(both_passes, form, *inputs), device, moved=moved) for name, form in forms.items()
-    ]
+    return [timed(name, label, device, moved, both_passes, form, *inputs) for name, form in forms.items()]

@@ -84,5 +84,5 @@ def test_lines_of_the_report():
     assert close("k", "c", torch.tensor([1.01, 2.0]), torch.tensor([1.0, 2.0]), 0.006)["ok"]
     assert not close("k", "c", torch.tensor([1.01, 2.0]), torch.tensor([1.0, 2.0]), 0.004)["ok"]
     assert same("k", "c", torch.arange(4), torch.tensor([0, 1, 2, 4]))["error"] == 0.25
-    line = timed("k", "c", lambda: None, torch.device("cpu"), moved=1000)
+    line = timed("k", "c", torch.device("cpu"), 1000, int)
     assert rated(line | {"ms": 1.0}, 2.0) == line | {"ms": 1.0, "gb_s": 0.0, "of_copy": 0.0005}
