@@ -22,19 +22,23 @@ import json
 import math
 import platform
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
+from infer.config import ModelConfig
 from infer.config_checks import resolve_path
+from infer.engine import Engine
+from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig
 from models.demo.corpus import Split, corpus_hash, read_split
+from models.targets import load_target
 from models.targets.llama import LlamaTarget
-from models.weights import split_merged
+from models.targets.writing import save_target
 from scripts.pretraining import FREE_ON_RESUME, LoopConfig, read_config, run_steps
 
 END = "<|endoftext|>"
@@ -142,16 +146,7 @@ def held_out_loss(model: LlamaTarget, stream: Tensor, tokens: int, context: int)
     return torch.cat(losses).mean().item()
 
 
-@torch.no_grad()
-def complete(model: LlamaTarget, tokenizer: Tokenizer, prompt: str, tokens: int = 72) -> str:
-    ids = tokenizer.encode(prompt).ids
-    for _ in range(min(tokens, model.config.max_position_embeddings - len(ids))):
-        batch = torch.tensor([ids])
-        hidden = model(batch, torch.arange(len(ids))[None], CausalAttention()).hidden[:, -1]
-        ids.append(int(model.logits(hidden).argmax(-1)))
-    return tokenizer.decode(ids)
-
-
+PROMPTS = ("    def __init__(self, ", "class Error(Exception):\n", "import os\nimport sys\n")
 CARD = """# The demo target
 
 A Llama-architecture model of {parameters:.1f} M parameters ({layers} layers of width {hidden_size}, {heads} query and
@@ -175,20 +170,8 @@ Licence: the training text is CPython's standard library (PSF licence).
 """
 
 
-def export(
-    model: LlamaTarget, tokenizer: Tokenizer, config: PretrainConfig, train_loss: float, stream: Tensor
-) -> dict[str, float]:
-    folder = resolve_path(config.export)
-    folder.mkdir(parents=True, exist_ok=True)
-    layout = {name: parts for name, parts in model.checkpoint_layout().items() if name != "lm_head.weight"}
-    # Everything measured for the card is measured on the exported bf16 weights.
-    model.load_state_dict({k: v.to(torch.bfloat16).float() for k, v in model.state_dict().items()})
-    tensors = {
-        name: value.to(torch.bfloat16) for name, value in split_merged(model, layout, model.merged_sizes()).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=2) + "\n")
-    tokenizer.save(str(folder / "tokenizer.json"))
+def begin(folder: Path, config: PretrainConfig) -> LlamaTarget:
+    """Return a fresh target whose checkpoint folder, without weights, is `folder`, where its tokenizer already is."""
     specials = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
@@ -197,14 +180,27 @@ def export(
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
+    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=2) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(specials, indent=2) + "\n")
-    nats = held_out_loss(model, stream, len(stream), config.context)
+    model = LlamaTarget(TargetConfig.from_json(hf_config(config)))
+    model.folder = folder
+    initialise(model, config.layers)
+    return model
+
+
+def export(model: LlamaTarget, config: PretrainConfig, train_loss: float, stream: Tensor) -> dict[str, float]:
+    """Write the target in bf16 and its card, whose numbers are measured on what was written."""
+    folder = resolve_path(config.export)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_target(model.to(torch.bfloat16), folder)
+    nats = held_out_loss(load_target(str(folder)), stream, len(stream), config.context)
     text_bytes = sum(len(document.text.encode()) for document in read_split("held_out"))
     bpb = nats * len(stream) / text_bytes / math.log(2)
-    prompts = ["    def __init__(self, ", "class Error(Exception):\n", "import os\nimport sys\n"]
-    blocks = "\n".join(f"```text\n{complete(model, tokenizer, prompt)}\n```" for prompt in prompts)
+    params = SamplingParams(max_tokens=min(72, config.context // 2))
+    completions = Engine.load(ModelConfig(name="demo", path=str(folder))).generate(PROMPTS, params)
+    pairs = zip(PROMPTS, completions, strict=True)
     card = CARD.format(
-        **asdict(config) | {"layers": config.layers},
+        **asdict(config),
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
         python=platform.python_version(),
         nats=nats,
@@ -213,7 +209,7 @@ def export(
         tokens=config.steps * config.batch_tokens / 1e6,
         corpus=corpus_hash(),
         torch=torch.__version__,
-        completions=blocks,
+        completions="\n".join(f"```text\n{prompt}{completion.text}\n```" for prompt, completion in pairs),
     )
     (folder / "README.md").write_text(card)
     return {"held_out_nats": nats, "bits_per_byte": bpb}
@@ -231,8 +227,7 @@ def main(argv: list[str]) -> None:
         train_tokenizer(config.vocab_size).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     train_stream, held_out = token_stream(tokenizer, "train"), token_stream(tokenizer, "held_out")
-    model = LlamaTarget(TargetConfig.from_json(hf_config(config)))
-    initialise(model, config.layers)
+    model = begin(folder, config)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
     losses_of = torch.compile(token_losses) if config.compile else token_losses
@@ -245,7 +240,7 @@ def main(argv: list[str]) -> None:
 
     train_loss = run_steps(config, model, loss_at, measure, free=FREE_ON_RESUME | {"long_share"})
     if train_loss is not None:
-        print(json.dumps({"steps": config.steps, **export(model, tokenizer, config, train_loss, held_out)}))
+        print(json.dumps({"steps": config.steps, **export(model, config, train_loss, held_out)}))
 
 
 if __name__ == "__main__":

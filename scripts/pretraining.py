@@ -8,8 +8,6 @@ everything else (both from torch.optim). This module does not depend on where ba
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,14 +17,14 @@ from typing import Any, TypeVar
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
 from infer.options.literal_text import literal_overrides
 from models.targets.llama import LlamaTarget
+from train.checkpoint import latest_checkpoint, load_checkpoint, module_tensors, save_checkpoint
+from train.signals import StopRequest
 
 Optimizers = Sequence[torch.optim.Optimizer]
 RECENT = 100  # steps over which the printed training loss is averaged
@@ -48,7 +46,7 @@ class LoopConfig:
     checkpoint_every: int = 100
     threads: int = 0  # 0 = torch's default
     compile: bool = False
-    folder: str = "outputs/pretraining"  # checkpoint and metrics.jsonl
+    folder: str = "outputs/pretraining"  # checkpoints and metrics.jsonl
     export: str = "outputs/target"
 
 
@@ -85,40 +83,35 @@ def learning_rate_factor(step: int, config: LoopConfig) -> float:
     return min(1.0, (config.steps - step) / max(1, config.cooldown * config.steps))
 
 
-def save_checkpoint(path: Path, model: LlamaTarget, optimizers: Optimizers, step: int, config: LoopConfig) -> None:
-    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}  # tied weights once
-    for index, optimizer in enumerate(optimizers):
-        for key, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{key}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"step": str(step), "config": json.dumps(asdict(config))})
-    os.replace(temporary, path)
+def state_of(optimizers: Optimizers) -> dict[str, Tensor]:
+    """Return the optimisers' state as `<optimiser>|<parameter>|<key>` -> tensor."""
+    return {
+        f"{index}|{parameter}|{key}": value
+        for index, optimizer in enumerate(optimizers)
+        for parameter, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
-def load_checkpoint(
-    path: Path, model: LlamaTarget, optimizers: Optimizers, config: LoopConfig, free: set[str] = FREE_ON_RESUME
-) -> int:
+def resume(path: Path, model: LlamaTarget, optimizers: Optimizers, config: LoopConfig, free: set[str]) -> int:
     """Load model and optimisers and return the checkpoint's step.
 
     Raises SystemExit if a key outside `free` differs from the checkpoint's configuration.
     """
-    with safe_open(str(path), framework="pt") as file:
-        metadata = file.metadata()
-    saved = json.loads(metadata["config"])
+    checkpoint = load_checkpoint(path, module_tensors(model))
+    saved = checkpoint.state["config"]
     for key, value in asdict(config).items():
         if key not in free and saved.get(key) != value:
             raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
-    tensors = load_file(path)
-    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    model.load_state_dict(weights, strict=False)
-    for index, optimizer in enumerate(optimizers):
-        state_dict = optimizer.state_dict()
-        for name, value in tensors.items():
-            if name.startswith(f"optimizer.{index}."):
-                _, _, key, slot = name.split(".", 3)
-                state_dict["state"].setdefault(int(key), {})[slot] = value
-        optimizer.load_state_dict(state_dict)
-    return int(metadata["step"])
+    model.load_state_dict(checkpoint.module)
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    for name, value in checkpoint.optimizer.items():
+        index, parameter, key = name.split("|")
+        states[int(index)]["state"].setdefault(int(parameter), {})[key] = value
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    return checkpoint.state["step"]
 
 
 def run_steps(
@@ -131,32 +124,24 @@ def run_steps(
 ) -> float | None:
     """Train to config.steps, resuming from the folder's checkpoint if there is one.
 
-    SIGTERM and SIGINT stop the loop after writing a checkpoint. `loss_at(step)` returns the mean loss of that step's
-    batch and is called under autocast. `measure()` returns held-out metrics, including `held_out`. Returns the mean
-    training loss of the last RECENT steps, or None when stopped.
+    SIGTERM and SIGINT stop the loop after writing a checkpoint, a second one at once. `loss_at(step)` returns the mean
+    loss of that step's batch and is called under autocast. `measure()` returns held-out metrics, including `held_out`.
+    Returns the mean training loss of the last RECENT steps, or None when stopped.
     """
     folder = resolve_path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     optimizers = make_optimizers(model, config)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peak = [group["lr"] for group in groups]
-    checkpoint, step = folder / "checkpoint.safetensors", 0
-    if checkpoint.exists():
-        step = load_checkpoint(checkpoint, model, optimizers, config, free)
+    checkpoints, step = folder / "checkpoints", 0
+    if (latest := latest_checkpoint(checkpoints)) is not None:
+        step = resume(latest, model, optimizers, config, free)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        print(f"resuming {checkpoint} at step {step}")
-    stop = False
-
-    def request_stop(signum: int, frame: object) -> None:
-        nonlocal stop
-        stop = True
-
-    signal.signal(signal.SIGTERM, request_stop)
-    signal.signal(signal.SIGINT, request_stop)
+        print(f"resuming {latest}")
     recent: list[float] = []
     bar = tqdm(total=config.steps, initial=step, unit="step", dynamic_ncols=True)
-    with (folder / "metrics.jsonl").open("a") as log:
-        while step < config.steps and not stop:
+    with StopRequest() as stop, (folder / "metrics.jsonl").open("a") as log:
+        while step < config.steps and not stop.requested:
             started = time.perf_counter()
             factor = learning_rate_factor(step, config)
             for group, rate in zip(groups, peak, strict=True):
@@ -180,8 +165,9 @@ def run_steps(
             log.flush()
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
             bar.update()
-            if step % config.checkpoint_every == 0 or step == config.steps or stop:
-                save_checkpoint(checkpoint, model, optimizers, step, config)
+            if step % config.checkpoint_every == 0 or step == config.steps or stop.requested:
+                state = {"config": asdict(config)}
+                save_checkpoint(checkpoints, step, module_tensors(model), state_of(optimizers), state, keep=1)
     bar.close()
     if step < config.steps:
         print(f"stopped at step {step}; the same command goes on")
