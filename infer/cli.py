@@ -24,7 +24,6 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from infer.config import COMMANDS
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_names import OPTION, model_choices
@@ -120,18 +119,6 @@ def help_text(command: str, schema: type) -> str:
     return "\n".join(lines)
 
 
-def take_words(words: Sequence[str], options: dict[str, str]) -> list[str]:
-    """Set the keys of `options`, which a script handles itself, from its `key=value` words; return the other words."""
-    others = []
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in options:
-            options[key] = value
-        else:
-            others.append(word)
-    return others
-
-
 @contextmanager
 def _user_errors(show_traceback: bool) -> Iterator[None]:
     try:
@@ -147,11 +134,11 @@ def _user_errors(show_traceback: bool) -> Iterator[None]:
 
 
 def refuse_keys_without_effect(command: str, overrides: Iterable[str]) -> None:
-    """Raise ValueError for `head.` keys without effect: the commands of infer/ read an exported head, whose
+    """Raise ValueError for `head.` keys without effect: all commands but `train` read an exported head, whose
     hyper-parameters are in its config.json.
     """
     read = {f"head.{field.name}" for field in fields(HeadConfig)}
-    for override in overrides if command in COMMANDS else ():
+    for override in overrides if command != "train" else ():
         key = override.partition("=")[0].lstrip("+~")
         if key.startswith("head.") and key not in read:
             raise ValueError(f"{key}: only shapes a new head (train/run.py); an exported head brings its own")

@@ -7,7 +7,6 @@ Knows nothing about training; `train/config.py` adds to this.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +16,7 @@ from omegaconf import MISSING
 from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.exported_heads import AUTO, NoHeadConfig
-from infer.options.tracker_config import TRACKERS, TrackerConfig
+from infer.options.tracker_config import TRACKERS
 from models.checks import at_least, check_fields, choice, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
-ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)  # systems of a bench; scripts/bench_systems.py defines them
-TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
-SERVERS = ("server", "vllm", "llama.cpp")
 
 
 @dataclass
@@ -240,154 +236,6 @@ class ChatConfig(TextCommandConfig):
     max_tokens: int = number(512, low=1)
 
 
-@dataclass
-class BenchConfig:
-    model: ModelConfig = MISSING
-    head: HeadConfig = MISSING
-    proposer: ProposerConfig = MISSING
-    engine: EngineConfig = MISSING
-    output_dir: str = "outputs"
-    # scripts/bench_systems.py says what the names mean
-    systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
-    num_prompts: int = 16
-    prompt_tokens: int = 64
-    max_tokens: int = 128
-    min_tokens: int | None = None  # output lengths vary from this to max_tokens; null: all are max_tokens
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
-    seed: int = 0
-    rounds: int = 3  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
-    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
-    never_slower: float | None = None  # fail if an `auto` system is slower than `off` by more than this plus noise
-    files: list[str] = field(default_factory=list)  # prompts, as data.path of training; empty: of the demo corpus
-    columns: Any = None  # maps our column names to the files': {prompt: question}
-    ignore_eos: bool = True  # outputs have exactly the requested length; false: they end at the target's end token
-    peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
-    compile: bool = True  # vLLM compiles its model, which takes minutes at every start; false: it runs eager
-
-    def __post_init__(self) -> None:
-        check_head_and_proposer(self.head, self.proposer)
-        at_least("never_slower", self.never_slower, 0)
-        for temperature in self.temperatures:
-            check_sampling(temperature, 0, 1.0)
-        for system in self.systems:
-            one_of("systems", system.partition(":")[0], (*ENGINE_SYSTEMS, *TRANSFORMERS, *SERVERS))
-        for key in ("systems", "concurrency", "temperatures"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}=[]: name at least one")
-        check_save(self.save)
-        for value in self.concurrency:
-            at_least("concurrency", value, 1)
-        for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds", "min_tokens"):
-            at_least(key, getattr(self, key), 1)
-        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens}: is more than max_tokens={self.max_tokens}")
-
-
-@dataclass
-class ServedConfig:
-    """A bench of servers under an open-loop load: requests arrive whether or not earlier ones have finished."""
-
-    model: ModelConfig = MISSING
-    head: HeadConfig = MISSING
-    proposer: ProposerConfig = MISSING
-    engine: EngineConfig = MISSING
-    output_dir: str = "outputs"
-    systems: list[str] = field(default_factory=lambda: ["server", "server:head:chain3", "server:head:auto3"])
-    capacity: float | None = None  # requests/s at a load of 1; null: the measured capacity of the first system
-    loads: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9, 1.5, 3.0])
-    seconds: float = 20.0  # duration of each load
-    slots: int = 16  # requests that a server runs concurrently
-    num_prompts: int = 64
-    prompt_tokens: int = 64
-    max_tokens: int = 64
-    seed: int = 0
-    save: str | None = None  # as in BenchConfig, but a file of today is extended
-    files: list[str] = field(default_factory=list)  # as in BenchConfig
-    columns: Any = None
-    peers: str = ".peers"
-    compile: bool = True
-
-    def __post_init__(self) -> None:
-        check_head_and_proposer(self.head, self.proposer)
-        for system in self.systems:
-            one_of("systems", system.partition(":")[0], SERVERS)
-        for key in ("systems", "loads"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}=[]: name at least one")
-        for key in ("num_prompts", "prompt_tokens", "max_tokens", "slots"):
-            at_least(key, getattr(self, key), 1)
-        for key, value in (("capacity", self.capacity), ("seconds", self.seconds), *(("loads", x) for x in self.loads)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{key}={value}: must be above 0")
-        check_save(self.save)
-
-
-@dataclass
-class EvalConfig:
-    model: ModelConfig = MISSING
-    head: HeadConfig = MISSING
-    engine: EngineConfig = MISSING
-    tracker: TrackerConfig = MISSING
-    output_dir: str = "outputs"
-    files: list[str] = field(default_factory=list)  # as data.path of training; empty: prompts of the demo corpus
-    columns: Any = None  # maps our column names to the files': {prompt: question}
-    chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file with and without
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
-    shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see scripts/bench_systems.py
-    num_prompts: int = 16  # per file
-    prompt_tokens: int = 64  # length of a prompt cut from the corpus or from plain text
-    max_tokens: int = 128
-    concurrency: list[int] = field(default_factory=lambda: [1])  # prompts in flight together
-    seed: int = 0
-    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
-
-    def __post_init__(self) -> None:
-        check_save(self.save)
-        if self.head.name == "none":
-            raise ValueError(f"head=none: an evaluation needs a head; say head={DEFAULT_HEAD}")
-        if self.engine.tensor_parallel > 1:
-            raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
-        for temperature in self.temperatures:
-            check_sampling(temperature, 0, 1.0)
-        for key in ("chat_template", "temperatures", "shapes", "concurrency"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}=[]: name at least one")
-        for count in self.concurrency:
-            at_least("concurrency", count, 1)
-        for key in ("num_prompts", "prompt_tokens", "max_tokens"):
-            at_least(key, getattr(self, key), 1)
-
-
-@dataclass
-class StepTimeConfig:
-    model: ModelConfig = MISSING
-    head: HeadConfig = MISSING
-    proposer: ProposerConfig = MISSING
-    engine: EngineConfig = MISSING
-    output_dir: str = "outputs"
-    num_prompts: int = 4
-    prompt_tokens: int = 64
-    max_tokens: int = 128
-    temperature: float = 0.0
-    plot: str | None = None  # file for a plot of the costs of steps and drafts, measured with proposer.adaptive=true
-
-    def __post_init__(self) -> None:
-        check_head_and_proposer(self.head, self.proposer)
-        check_sampling(self.temperature, 0, 1.0)
-        if self.plot is not None and not self.proposer.adaptive:
-            raise ValueError(f"plot={self.plot}: costs are measured with proposer.adaptive=true only; add it")
-        if self.plot is not None and not self.plot.endswith((".png", ".svg", ".pdf")):
-            raise ValueError(f"plot={self.plot}: must end in .png, .svg or .pdf")
-        for key in ("num_prompts", "prompt_tokens", "max_tokens"):
-            at_least(key, getattr(self, key), 1)
-
-
-def check_save(save: str | None) -> None:
-    if save is not None and not re.fullmatch(r"[a-z0-9-]+", save):
-        raise ValueError(f"save={save}: becomes part of a file name; use small letters, digits and '-'")
-
-
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     at_least("temperature", temperature, 0)
     at_least("top_k", top_k, 0)
@@ -408,10 +256,6 @@ COMMANDS: dict[str, type] = {
     "serve": ServeConfig,
     "generate": GenerateConfig,
     "chat": ChatConfig,
-    "bench": BenchConfig,
-    "served": ServedConfig,
-    "eval": EvalConfig,
-    "step_time": StepTimeConfig,
 }
 
 

@@ -24,19 +24,20 @@ from pathlib import Path
 from typing import Any
 
 from infer import config as infer_config
-from infer.cli import load_config, take_words
+from infer.cli import load_config
 from infer.options.exported_heads import export_folder
+from scripts.document import TRAINING, describe_machine, publish
+from scripts.errors import reports_errors
+from scripts.training import read_words
 from train import config as train_config
 from train.config import TrainConfig
 from train.publishing.trackers import read_metrics
 from train.storage.run_folder import CONFIG, flatten
 
-USER_ERROR = 2
 NAMES = (
     "run", "head.path", "output_dir", "overwrite", "log_every", "eval_every", "checkpoint_every", "features.path",
     "features.target", "data.root", "tracker.",
 )  # fmt: skip
-KEPT = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: {path} is not of this run; it has not finished, or another has its head.path")
     return {
         "settings": flatten(asdict(config)),
-        **{key: record[key] for key in KEPT},
+        **{key: record[key] for key in TRAINING},
         "draft_vocab_size": json.loads((head / "config.json").read_text(encoding="utf-8")).get("draft_vocab_size"),
         "data_hash": record["data_hash"],
         "data": record["data_counts"],
@@ -96,8 +97,6 @@ def name_of(config: dict[str, Any]) -> str:
 
 
 def collect(words: list[str]) -> dict[str, Any]:
-    from scripts.bench import describe_machine
-
     evaluations = [json.loads(Path(word).read_text().splitlines()[-1]) for word in words if word.endswith(".json")]
     folders = [Path(word) for word in words if not word.endswith(".json")]
     if not folders:
@@ -116,24 +115,11 @@ def collect(words: list[str]) -> dict[str, Any]:
     }
 
 
+@reports_errors
 def main() -> int:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return 0
     options = {"save": ""}
-    words = take_words(sys.argv[1:], options)
-    from scripts.bench import result_file
-
-    try:
-        document = collect(words)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    if options["save"]:
-        file = result_file(options["save"], document["base"]["model.name"], document["machine"])
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        print(f"written: {file}")
-    print(json.dumps(document))
+    report = collect(read_words(__doc__, options))
+    publish(report, options["save"], report["base"]["model.name"])
     return 0
 
 

@@ -36,10 +36,9 @@ from models.formats.conversion import (
     save,
 )
 from models.formats.verifier import find_verifier, weights_of
+from scripts.errors import reports_errors
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
-
-USER_ERROR = 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -148,13 +147,10 @@ def report(args: argparse.Namespace, checkpoint: Checkpoint, written: RenderedCh
     )
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    try:
-        print(report(args, *convert(args)))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+    print(report(args, *convert(args)))
     return 0
 
 

@@ -136,13 +136,19 @@ def cpu_facts(cpuinfo: str) -> tuple[str, list[str]]:
     return model, [feature for feature in CPU_FEATURES if feature in flags]
 
 
+def read_cpu() -> tuple[str, list[str]]:
+    """Return model and CPU_FEATURES of this machine."""
+    file = Path("/proc/cpuinfo")
+    model, features = cpu_facts(file.read_text() if file.exists() else "")
+    return model or platform.processor() or platform.machine(), features
+
+
 def check_cpu() -> Check:
     import torch
 
-    file = Path("/proc/cpuinfo")
-    model, features = cpu_facts(file.read_text() if file.exists() else "")
+    model, features = read_cpu()
     capability = torch.backends.cpu.get_cpu_capability()
-    detail = f"{model or platform.processor() or platform.machine()}; torch uses {capability}; {' '.join(features)}"
+    detail = f"{model}; torch uses {capability}; {' '.join(features)}"
     if not torch.backends.mkldnn.is_available():
         detail += "; torch has no oneDNN, which serving on a CPU needs"
         return Check("cpu", "broken", detail, "install torch's official wheel for this platform, or serve on a GPU")

@@ -20,20 +20,22 @@ import infer.environment  # noqa: F401
 
 # isort: split
 
-import datetime
 import itertools
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infer.cli import entry_point
-from infer.config import EvalConfig, ProposerConfig
+from infer.config import ProposerConfig
 from infer.config_checks import resolve_path
 from infer.console.compare import Comparison, Pair
 from infer.options.exported_heads import export_folder, head_folder, with_head
 from infer.request import SpeculationStats
+from scripts.config import EvalConfig
+from scripts.document import document, publish, table
+from scripts.harness import OFF, run_round
+from scripts.systems import System, Task, engine_system, read_file
 
 DEMO = "demo corpus"
 BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # upper bounds of prompt lengths, in tokens
@@ -66,29 +68,23 @@ class Cell:
     identical: bool  # whether the token ids equal those of plain decoding
 
 
-def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, list[list[int]]]]:
-    """Yield (name, whether the chat template is used, prompts). Raises ValueError for data that cannot be read."""
+PromptSet = tuple[str, bool, list[list[int]]]  # name, whether the chat template is used, prompts
+
+
+def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[PromptSet]:
+    """Yield the prompts of every file, with and without chat template, or of the demo corpus.
+
+    Raises ValueError for data that cannot be read.
+    """
     from models.demo.corpus import held_out_prompts
-    from train.config import FilesDataConfig
-    from train.data.prompts import Reader
 
     if not config.files:
         yield DEMO, False, held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
     longest = engine.context - config.max_tokens - 1
     for path, name in zip(config.files, names_of(config.files), strict=True):
         for template in config.chat_template:
-            settings = FilesDataConfig(
-                name="files",
-                path=path,
-                columns=config.columns,
-                chat_template=template,
-                prompt_tokens=config.prompt_tokens,
-            )
-            reader = Reader(settings, engine.tokenizer, longest, config.num_prompts)
-            prompts = reader.read_prompts()
-            for line in reader.reading.named():
-                print(line, file=sys.stderr)
-            yield name, template, prompts
+            options = {"chat_template": template}
+            yield name, template, read_file(config, path, engine.tokenizer, config.num_prompts, longest, **options)
 
 
 def names_of(files: Sequence[str]) -> list[str]:
@@ -100,63 +96,45 @@ def names_of(files: Sequence[str]) -> list[str]:
     ]
 
 
-def measure(config: EvalConfig, engine: Any, sets: Sequence[tuple[str, bool, list[list[int]]]]) -> list[Cell]:
+def measure(
+    config: EvalConfig, systems: Mapping[str, System], sets: Sequence[PromptSet], target_ids: Any
+) -> list[Cell]:
+    """Measure `systems`, plain decoding and the head in every shape, in one round for each group of prompts that run
+    together; `target_ids` are the ids in the draft vocabulary.
+    """
     from tqdm import tqdm
 
-    from infer.console.compare import compare
-    from infer.request import SamplingParams
-
-    cells = []
-    rounds = list(itertools.product(sets, config.temperatures, config.concurrency))
-    with tqdm(total=len(rounds) * len(config.shapes), unit="cell", disable=None, dynamic_ncols=True) as bar:
-        for (name, template, prompts), temperature, together in rounds:
-            params = SamplingParams(temperature=temperature, seed=config.seed, max_tokens=config.max_tokens)
-            groups = [prompts[start : start + together] for start in range(0, len(prompts), together)]
+    results = []
+    cases = list(itertools.product(sets, config.temperatures, config.concurrency))
+    total = len(systems) * sum(-(-len(prompts) // together) for (_, _, prompts), _, together in cases)
+    with tqdm(total=total, unit="run", disable=None, dynamic_ncols=True) as bar:
+        for (name, template, prompts), temperature, together in cases:
+            tasks = [Task(prompt, config.max_tokens) for prompt in prompts]
+            groups = [tasks[start : start + together] for start in range(0, len(tasks), together)]
+            rounds = [
+                run_round(systems, group, temperature, together, number, bar) for number, group in enumerate(groups)
+            ]
+            lengths = [max(len(task.prompt) for task in group) for group in groups]
             for shape in config.shapes:
-                bar.set_description(f"{name}, temperature {temperature:g}, {shape}")
-                draft_as(engine, shape)
-                comparison = Comparison(list(compare(engine, groups, params)))
-                ids = engine.head.target_ids.cpu()
-                cells.append(cell(name, template, temperature, shape, together, groups, comparison, ids))
-                bar.update()
-    return cells
-
-
-def draft_as(engine: Any, shape: str) -> None:
-    """Make the engine's head draft in this shape, at most to the head's maximal depth."""
-    from scripts.bench_systems import no_deeper, shaped
-
-    drafts = no_deeper(shaped(ProposerConfig(name="head"), shape), engine.head.config.max_depth)
-    engine.set_proposer("head", config=drafts)
-
-
-def cell(
-    name: str,
-    template: bool,
-    temperature: float,
-    shape: str,
-    concurrency: int,
-    groups: list,
-    comparison: Comparison,
-    target_ids: Any,
-) -> Cell:
-    overall = about(comparison.pairs, target_ids)
-    return Cell(
-        data=name,
-        template=template,
-        temperature=temperature,
-        shape=shape,
-        concurrency=concurrency,
-        prompts=sum(map(len, groups)),
-        acceptance_length=overall.acceptance_length,
-        by_position=comparison.speculation.acceptance_by_position,
-        by_context=by_context([max(map(len, group)) for group in groups], comparison, target_ids),
-        coverage=overall.coverage,
-        cut_short=overall.cut_short,
-        tokens_per_s=comparison.on_tokens_per_s,
-        ratio=comparison.ratio.median,
-        identical=comparison.identical,
-    )
+                pairs = [Pair(runs[OFF], runs[shape]) for runs in rounds]
+                comparison, overall = Comparison(pairs), about(pairs, target_ids)
+                results.append(
+                    Cell(
+                        data=name,
+                        template=template,
+                        temperature=temperature,
+                        shape=shape,
+                        concurrency=together,
+                        prompts=len(prompts),
+                        by_position=comparison.speculation.acceptance_by_position,
+                        by_context=by_context(lengths, pairs, target_ids),
+                        tokens_per_s=comparison.on_tokens_per_s,
+                        ratio=comparison.ratio.median,
+                        identical=comparison.identical,
+                        **asdict(overall),
+                    )
+                )
+    return results
 
 
 def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
@@ -178,49 +156,26 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
     return Context(stats.acceptance_length, coverage(emitted, target_ids), lacking / max(1, stats.steps))
 
 
-def by_context(lengths: Sequence[int], comparison: Comparison, target_ids: Any) -> dict[str, Context]:
+def by_context(lengths: Sequence[int], pairs: Sequence[Pair], target_ids: Any) -> dict[str, Context]:
     """Group the results by prompt length; prompts that run together count with the length of the longest."""
     groups: dict[int, list[Pair]] = {}
-    for length, pair in zip(lengths, comparison.pairs, strict=True):
+    for length, pair in zip(lengths, pairs, strict=True):
         bucket = next((limit for limit in BUCKETS if length <= limit), 2 * BUCKETS[-1])
         groups.setdefault(bucket, []).append(pair)
     return {str(bucket): about(groups[bucket], target_ids) for bucket in sorted(groups)}
 
 
-def table(cells: Sequence[Cell]) -> str:
-    rows = [
-        "| data | chat template | temperature | drafts | at once | τ | by position | coverage | cut short | tokens/s "
-        "| ratio | same ids |"
+def tables(cells: Sequence[Cell]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of the report's tables: what was measured, and the same by the length of the prompt."""
+    rows = [asdict(cell) for cell in cells]
+    contexts = [row.pop("by_context") for row in rows]
+    places = [dict(itertools.islice(row.items(), 5)) for row in rows]
+    lengths = [
+        {**place, "prompt tokens": f"up to {limit}", **context}
+        for place, by_limit in zip(places, contexts, strict=True)
+        for limit, context in by_limit.items()
     ]
-    rows.append("|" + "---|" * 12)
-    for result in cells:
-        shares = " ".join(f"{share:.2f}" for share in result.by_position)
-        rows.append(
-            f"| {result.data} | {'yes' if result.template else 'no'} | {result.temperature:g} | {result.shape} | "
-            f"{result.concurrency} | {result.acceptance_length:.3f} | {shares} | {100 * result.coverage:.1f} % | "
-            f"{100 * result.cut_short:.1f} % | {result.tokens_per_s:.1f} | "
-            f"{result.ratio:.2f} | {'yes' if result.identical else 'NO'} |"
-        )
-    return "\n".join(rows)
-
-
-def context_table(cells: Sequence[Cell]) -> str:
-    """Return a table by prompt length: τ, coverage of the draft vocabulary, and the share of verifies it cut short."""
-    limits = sorted({int(limit) for result in cells for limit in result.by_context})
-    rows = ["| data | temperature | drafts | at once | " + " | ".join(f"up to {limit}" for limit in limits) + " |"]
-    rows.append("|" + "---|" * (4 + len(limits)))
-    for result in cells:
-        contexts = [result.by_context.get(str(limit)) for limit in limits]
-        values = [
-            f"{c.acceptance_length:.3f}, {100 * c.coverage:.1f} %, {100 * c.cut_short:.1f} %" if c else ""
-            for c in contexts
-        ]
-        rows.append(
-            f"| {result.data} | {result.temperature:g} | {result.shape} | {result.concurrency} | "
-            + " | ".join(values)
-            + " |"
-        )
-    return "\n".join(rows)
+    return rows, lengths
 
 
 def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
@@ -250,17 +205,12 @@ def label_of(result: Cell) -> str:
 def metrics(cells: Sequence[Cell]) -> dict[str, float]:
     """Return scalars for a tracker, named like `eval/<data>, T = 0/chain5 at 1/tau`."""
     scalars: dict[str, float] = {}
-    for result in cells:
-        place = f"eval/{label_of(result)}/{result.shape} at {result.concurrency}"
-        values = {
-            "tau": result.acceptance_length,
-            "coverage": result.coverage,
-            "cut_short": result.cut_short,
-            "ratio": result.ratio,
-        }
+    for cell in cells:
+        values = {"tau": cell.acceptance_length, "coverage": cell.coverage, "cut_short": cell.cut_short}
+        values |= {"ratio": cell.ratio}
+        values |= {f"acceptance_{position}": share for position, share in enumerate(cell.by_position, start=1)}
+        place = f"eval/{label_of(cell)}/{cell.shape} at {cell.concurrency}"
         scalars |= {f"{place}/{name}": value for name, value in values.items()}
-        shares = enumerate(result.by_position, start=1)
-        scalars |= {f"{place}/acceptance_{position}": share for position, share in shares}
     return scalars
 
 
@@ -271,9 +221,8 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
     from train.storage import atomic
 
     plots = draw(cells, folder)
-    by_length = "By the length of the prompt, in tokens: τ, coverage, verifies that the draft vocabulary cut short."
-    parts = [f"# {config.head.name} for {config.model.name}", table(cells), by_length, context_table(cells)]
-    parts += [*(f"![{plot.stem}]({plot.name})" for plot in plots), texts(samples)]
+    title = f"# {config.head.name} for {config.model.name}"
+    parts = [title, *map(table, tables(cells)), *(f"![{plot.stem}]({plot.name})" for plot in plots), texts(samples)]
     atomic.write_text(folder / REPORT, "\n\n".join(parts) + "\n")
     trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
     trackers.log(1, metrics(cells))
@@ -286,37 +235,30 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
 @entry_point("eval", EvalConfig)
 def main(config: EvalConfig) -> None:
     from infer.engine import Engine
-    from scripts.bench import describe_machine, head_summaries, result_file, without_folders
     from train.publishing.samples import how_many, marked_responses
     from train.publishing.trackers import check_tracker
 
     config = with_head(config)
     check_tracker(config.tracker)
     # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
-    cold = replace(config.engine, prefix_cache=False)
-    engine = Engine.load(config.model, config.head, cold, ProposerConfig(name="head"), output_dir=config.output_dir)
+    cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head")
+    engine = Engine.load(config.model, config.head, cold, drafts, output_dir=config.output_dir)
+    assert engine.head is not None
     sets = list(prompt_sets(config, engine))
-    cells = measure(config, engine, sets)
-    draft_as(engine, config.shapes[0])
-    samples = marked_responses(engine, sets[0][2][: how_many(config.tracker)], config.max_tokens)
+    systems = {OFF: engine_system(OFF, config, drafts, engine, {})}
+    systems |= {shape: engine_system(f"head:{shape}", config, drafts, engine, {}) for shape in config.shapes}
+    cells = measure(config, systems, sets, engine.head.target_ids.cpu())
+    prompts = sets[0][2]
+    systems[config.shapes[0]]([Task(prompts[0], 1)], 0.0, 1)  # the head drafts in this shape from here on
+    samples = marked_responses(engine, prompts[: how_many(config.tracker)], config.max_tokens)
     folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
     folder.mkdir(parents=True, exist_ok=True)
     report = show(config, cells, samples, folder)
-    print(table(cells))
+    print(table(tables(cells)[0], pad=True), end="")
     print(f"written: {report}")
-    document = {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "target": {"path": without_folders(config.model.path), "fingerprint": engine.target.fingerprint},
-        "heads": head_summaries({config.head.name: export_folder(config.head, config.output_dir, config.model.name)}),
-        "config": without_folders(asdict(config)),
-        "results": [asdict(result) for result in cells],
-    }
-    if config.save is not None:
-        file = result_file(config.save, config.model.name, document["machine"])
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        print(f"written: {file.relative_to(Path(HERE).parent)}")
-    print(json.dumps(document), flush=True)
+    heads = {config.head.name: export_folder(config.head, config.output_dir, config.model.name)}
+    results = [asdict(cell) for cell in cells]
+    publish(document(config, engine.target, heads, results), config.save, config.model.name)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ import argparse
 from pathlib import Path
 
 from models.fetching import MODELS, bring, fetch, place_of
-
-USER_ERROR = 2
+from scripts.errors import reports_errors
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+@reports_errors
 def main() -> int:
     options = parser()
     args = options.parse_args()
@@ -46,14 +46,7 @@ def main() -> int:
         return 0
     if args.name is None:
         options.error("name: which model? --list shows them")
-    try:
-        print(fetch(args.name) if args.file is None else bring(args.name, args.file))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("interrupted: nothing was kept", file=sys.stderr)
-        return 130
+    print(fetch(args.name) if args.file is None else bring(args.name, args.file))
     return 0
 
 

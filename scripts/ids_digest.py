@@ -34,6 +34,7 @@ from infer.engine import Engine
 from infer.options.model_names import read_model
 from infer.request import Completion, SamplingParams
 from models.heads import DEFAULT_HEAD
+from scripts.errors import reports_errors
 
 PROMPTS = (
     "def read(path):\n    with open(path) as file:\n",
@@ -113,6 +114,7 @@ def differing(before: Mapping[str, Mapping[str, str]], after: Mapping[str, Mappi
     ]
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     from tqdm import tqdm
 
@@ -128,17 +130,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compare", type=Path, metavar="FILE", help="what --save wrote")
     args = parser.parse_args(argv)
     cells: Cells = {}
-    try:
-        before = None if args.compare is None else read(args.compare)
-        parts = run(read_model(args.model), args.head, max_tokens=args.tokens, dtypes=args.dtypes, graphs=args.graphs)
-        for part in tqdm(parts, total=4 * len(DRAFTS) * len(args.dtypes), unit="cell", disable=None):
-            cells |= part
-        wrong = unequal(cells) + ([] if before is None else differing(before, cells))
-        if args.save is not None:
-            args.save.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    before = None if args.compare is None else read(args.compare)
+    parts = run(read_model(args.model), args.head, max_tokens=args.tokens, dtypes=args.dtypes, graphs=args.graphs)
+    for part in tqdm(parts, total=4 * len(DRAFTS) * len(args.dtypes), unit="cell", disable=None):
+        cells |= part
+    wrong = unequal(cells) + ([] if before is None else differing(before, cells))
+    if args.save is not None:
+        args.save.write_text(json.dumps(cells, indent=1) + "\n", encoding="utf-8")
     print("\n".join(wrong), end="\n" if wrong else "")
     print(json.dumps({part: digest([cell[part] for cell in cells.values()]) for part in ("ids", "drafts")}))
     return int(bool(wrong))

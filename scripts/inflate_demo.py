@@ -27,11 +27,11 @@ from infer.config_checks import REPO_ROOT
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head
 from models.targets import load_target
+from scripts.errors import reports_errors
 from scripts.inflation import SHAPES, inflate_head, shape_of, write_head, write_target
 from train.publishing.provenance import provenance
 from train.storage import atomic
 
-USER_ERROR = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -72,13 +72,10 @@ def inflate(args: argparse.Namespace) -> None:
             write_head(wide, folder, staging, provenance({}, **facts), verifier=str(args.out))
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    try:
-        inflate(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+    inflate(args)
     size = sum(file.stat().st_size for file in args.out.rglob("*.safetensors")) / 2**30
     print(f"{args.model} at the sizes of {args.shape} ({args.dtype}, {size:.1f} GiB) in {args.out}")
     return 0

@@ -18,13 +18,16 @@ import infer.environment  # noqa: F401
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT, RESULTS = Path(HERE).parent, Path(HERE) / "results"
+from infer.config_checks import REPO_ROOT
+from scripts.document import RESULTS, Panel, draw_panels, markdown
+from scripts.errors import reports_errors
+
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
-PAGES = tuple(ROOT / folder / "README.md" for folder in FOLDERS)
+PAGES = tuple(REPO_ROOT / folder / "README.md" for folder in FOLDERS)
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "off": "plain",
@@ -73,45 +76,46 @@ def length(cell: Cell) -> str:
     return "1" if cell["acceptance_length"] is None else f"{cell['acceptance_length']:.2f}"
 
 
-def rows_of(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def shares(cell: Cell) -> str:
+    """Return the acceptance rate by position in the draft."""
+    return " ".join(f"{share:.2f}" for share in cell["by_position"])
 
 
-def by_temperature(result: Cell) -> str:
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def all_or_not(cells: Iterable[Cell]) -> str:
+    """Return whether the token ids of all cells equal those of plain decoding."""
+    return "all" if all(cell["identical"] for cell in cells) else "NOT ALL"
+
+
+def by_system(result: Cell) -> str:
     """Return a table with one row per system: τ and the ratio to plain decoding for each temperature, at the first
     concurrency.
     """
-    temperatures = list(result["results"])
     grid = {temperature: next(iter(cells.values())) for temperature, cells in result["results"].items()}
-    header = ["drafts", *(f"T = {t}: {column}" for t in temperatures for column in ("τ", "ratio"))]
-    rows = [
-        [label(system), *(text for t in temperatures for text in (length(grid[t][system]), ratio(grid[t][system])))]
-        for system in grid[temperatures[0]]
-    ]
-    return rows_of(header, rows)
+    header = ["drafts", *(f"T = {t}: {column}" for t in grid for column in ("τ", "ratio"))]
+    systems = next(iter(grid.values()))
+    rows = (
+        [label(name), *(text(cells[name]) for cells in grid.values() for text in (length, ratio))] for name in systems
+    )
+    return markdown(header, rows)
 
 
 def by_program(result: Cell) -> str:
     """Return a table with one row per system: speed and ratio to plain decoding for every concurrency, τ, and how many
     responses equal those of plain decoding.
     """
-    (cells,) = result["results"].values()
-    counts = list(cells)
+    (levels,) = result["results"].values()
     rows = []
-    for system in cells[counts[0]]:
-        measured = [cells[count][system] for count in counts]
-        same, total = (sum(cell["agreement"][i] for cell in measured if cell["agreement"]) for i in (0, 1))
-        lengths = [length(cell) for cell in measured if cell["acceptance_length"] is not None]
-        rows.append(
-            [
-                label(system),
-                *(f"{speed(cell)} ({ratio(cell)})" for cell in measured),
-                " / ".join(lengths),
-                f"{same} of {total}" if total else "all" if all(cell["identical"] for cell in measured) else "NOT ALL",
-            ]
-        )
-    return rows_of(["", *(f"tokens/s at {count}" for count in counts), "τ", "same answers"], rows)
+    for system in next(iter(levels.values())):
+        cells = [level[system] for level in levels.values()]
+        same, total = (sum(cell["agreement"][i] for cell in cells if cell["agreement"]) for i in (0, 1))
+        equal = f"{same} of {total}" if total else all_or_not(cells)
+        lengths = " / ".join(length(cell) for cell in cells if cell["acceptance_length"] is not None)
+        rows.append([label(system), *(f"{speed(cell)} ({ratio(cell)})" for cell in cells), lengths, equal])
+    return markdown(["", *(f"tokens/s at {count}" for count in levels), "τ", "same answers"], rows)
 
 
 def by_load(result: Cell) -> str:
@@ -123,23 +127,23 @@ def by_load(result: Cell) -> str:
         bound = "≥ " if entry["unfinished"] else ""
         return f"{entry['tokens_per_s']:.0f}, {bound}{entry['latency_s'].get('p50', 0.0):.2f} s"
 
-    rows = [[label(system), *map(level, levels)] for system, levels in result["results"].items()]
+    rows = ([label(system), *map(level, levels)] for system, levels in result["results"].items())
     loads = [entry["load"] for entry in next(iter(result["results"].values()))]
-    return rows_of(["", *(f"load {load:g}" for load in loads)], rows)
+    return markdown(["", *(f"load {load:g}" for load in loads)], rows)
 
 
 def by_variant(result: Cell) -> str:
     """Return a table with one row per head: the speed of both training variants, their ratio, MFU and memory."""
-    rows = []
-    for head in [name for name in result["heads"] if f"{name}-against" in result["heads"]]:
-        runs = [result["heads"][name] for name in (head, f"{head}-against")]
+    rows, heads = [], result["heads"]
+    for head in [name for name in heads if f"{name}-against" in heads]:
+        runs = [heads[name] for name in (head, f"{head}-against")]
         speeds = [f"{run['tokens_per_s']:,.0f} ({run['low']:,.0f} to {run['high']:,.0f})" for run in runs]
-        ratio = runs[0]["tokens_per_s"] / runs[1]["tokens_per_s"]
+        gain = f"**{runs[0]['tokens_per_s'] / runs[1]['tokens_per_s']:.2f}**"
         used = " / ".join(f"{100 * run['mfu']:.0f} %" for run in runs)
         memory = " / ".join(f"{run['memory_gb']:.2f}" for run in runs)
-        rows.append([head, *speeds, f"**{ratio:.2f}**", used, memory])
+        rows.append([head, *speeds, gain, used, memory])
     against = ", ".join(result["against"].split(","))
-    return rows_of(["head", "tokens/s", f"with {against}", "ratio", "MFU", "GB"], rows)
+    return markdown(["head", "tokens/s", f"with {against}", "ratio", "MFU", "GB"], rows)
 
 
 def by_batch(result: Cell) -> str:
@@ -147,15 +151,15 @@ def by_batch(result: Cell) -> str:
     for every other system the ratio to plain decoding and τ.
     """
     rows, others = [], list[str]()
-    for temperature, cells in result["results"].items():
-        for count, by_system in cells.items():
-            others = [system for system in by_system if system not in ("off", "off:again")]
-            again = by_system.get("off:again", by_system["off"])["ratio"]
+    for temperature, levels in result["results"].items():
+        for count, cells in levels.items():
+            others = [system for system in cells if system not in ("off", "off:again")]
+            again = cells.get("off:again", cells["off"])["ratio"]
+            entries = (text for system in others for text in (f"**{ratio(cells[system])}**", length(cells[system])))
             varies = f"{again['low']:.2f} to {again['high']:.2f}"
-            entries = (text for s in others for text in (f"**{ratio(by_system[s])}**", length(by_system[s])))
-            rows.append([temperature, count, speed(by_system["off"]), varies, *entries])
+            rows.append([temperature, count, speed(cells["off"]), varies, *entries])
     titles = (title for system in others for title in (f"{label(system)}: ratio", "τ"))
-    return rows_of(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
+    return markdown(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
 
 
 def by_run(result: Cell) -> str:
@@ -165,19 +169,11 @@ def by_run(result: Cell) -> str:
     """
     rows = []
     for name, run in result["runs"].items():
-        taus = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
-        rows.append(
-            [
-                name,
-                " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items()),
-                f"{run['tokens']:,}",
-                " / ".join(f"{tau:.2f}" for tau in taus),
-                " ".join(f"{share:.2f}" for share in run["by_position"]),
-                f"{100 * run['coverage']:.1f} %",
-            ]
-        )
+        taus = (f"{run[key]['engine']:.2f}" for key in ("acceptance_length", "acceptance_length_sampled"))
+        differs = " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items())
+        rows.append([name, differs, f"{run['tokens']:,}", " / ".join(taus), shares(run), percent(run["coverage"])])
     header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
-    return rows_of(header, rows) + by_data_set(result["evaluations"])
+    return markdown(header, rows) + by_data_set(result["evaluations"])
 
 
 def by_shape(result: Cell) -> str:
@@ -185,30 +181,21 @@ def by_shape(result: Cell) -> str:
 
     τ is listed for every temperature, acceptance by position and coverage of the draft vocabulary for the first.
     """
-    cells = result["results"]
-    sets, shapes = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("data", "shape"))
-    temperatures = list(dict.fromkeys(cell["temperature"] for cell in cells))
+    cells = {(cell["shape"], cell["data"], cell["temperature"]): cell for cell in reversed(result["results"])}
+    shapes, sets, temperatures = (
+        list(dict.fromkeys(cell[key] for cell in result["results"])) for key in ("shape", "data", "temperature")
+    )
     rows = []
     for shape in shapes:
-        taus = {
-            (cell["data"], cell["temperature"]): cell["acceptance_length"] for cell in cells if cell["shape"] == shape
-        }
+        taus = {data: [cells[shape, data, t]["acceptance_length"] for t in temperatures] for data in sets}
         for data in sets:
-            first = next(cell for cell in cells if (cell["data"], cell["shape"]) == (data, shape))
-            rows.append(
-                [
-                    numbered(shape),
-                    data,
-                    *(f"{taus[data, temperature]:.2f}" for temperature in temperatures),
-                    " ".join(f"{share:.2f}" for share in first["by_position"]),
-                    f"{100 * first['coverage']:.1f} %",
-                ]
-            )
-        means = (sum(taus[data, temperature] for data in sets) / len(sets) for temperature in temperatures)
-        rows.append([numbered(shape), "**mean**", *(f"**{mean:.2f}**" for mean in means), "", ""])
-    same = "all" if all(cell["identical"] for cell in cells) else "NOT ALL"
+            first = cells[shape, data, temperatures[0]]
+            values = (f"{tau:.2f}" for tau in taus[data])
+            rows.append([numbered(shape), data, *values, shares(first), percent(first["coverage"])])
+        means = (f"**{sum(column) / len(sets):.2f}**" for column in zip(*taus.values(), strict=True))
+        rows.append([numbered(shape), "**mean**", *means, "", ""])
     header = ["drafts", "data", *(f"τ, T = {t:g}" for t in temperatures), "accepted by position", "coverage"]
-    return rows_of(header, rows) + f"\nIds equal to plain decoding's: {same}.\n"
+    return markdown(header, rows) + f"\nIds equal to plain decoding's: {all_or_not(result['results'])}.\n"
 
 
 def by_data_set(evaluations: dict[str, list[Cell]]) -> str:
@@ -217,15 +204,11 @@ def by_data_set(evaluations: dict[str, list[Cell]]) -> str:
         return ""
     heads = {name: {key_of(cell): cell for cell in cells} for name, cells in evaluations.items()}
     keys = list(dict.fromkeys(key for by_key in heads.values() for key in by_key))
-    rows = [
-        [
-            name,
-            *(f"{by_key[key]['acceptance_length']:.2f}" if key in by_key else "" for key in keys),
-            "yes" if all(cell["identical"] for cell in by_key.values()) else "NO",
-        ]
-        for name, by_key in heads.items()
-    ]
-    return "\n" + rows_of(["τ", *keys, "ids of plain decoding"], rows)
+    rows = []
+    for name, by_key in heads.items():
+        taus = (f"{by_key[key]['acceptance_length']:.2f}" if key in by_key else "" for key in keys)
+        rows.append([name, *taus, "yes" if all(cell["identical"] for cell in by_key.values()) else "NO"])
+    return "\n" + markdown(["τ", *keys, "ids of plain decoding"], rows)
 
 
 def key_of(cell: Cell) -> str:
@@ -237,59 +220,61 @@ def described(differs: Cell) -> Cell:
     return {"head": differs["head.name"]} if "head.name" in differs else differs
 
 
+def table_of(result: Cell) -> str:
+    """Return the table that fits a result: by what its script measured and what that varied."""
+    if "runs" in result:
+        return by_run(result)
+    if "capacity" in result:
+        return by_load(result)
+    if "results" not in result:
+        return by_variant(result)
+    if isinstance(result["results"], list):
+        return by_shape(result)
+    if result["config"]["never_slower"] is not None:
+        return by_batch(result)
+    return by_program(result) if len(result["results"]) == 1 else by_system(result)
+
+
 def plot_curves(result: Cell, path: Path) -> None:
     """Plot τ over the tokens trained, by head and by whether responses come from the target or from the data.
 
     Further panels show the final τ over the steps of training-time test and over the size of the draft vocabulary, if
     runs differ in these.
     """
-    from matplotlib.figure import Figure
-
     base, runs = result["base"], result["runs"]
     first = next(iter(runs))
     changes: dict[str, Cell] = {name: described(item["differs"]) for name, item in runs.items()}
-    sizes = {  # by key: a function from a run's name to its value of that key
-        "objective.steps": lambda name: changes[name].get("objective.steps", base["objective.steps"]),
-        "head.draft_vocab_size": lambda name: runs[name]["draft_vocab_size"],
+    groups = {
+        "heads": curves_of(runs, changes, ("head", "steps", "batch_size"), base["head.name"]),
+        "responses of the target or of the data": curves_of(
+            runs, changes, ("data.responses",), base.get("data.responses", first)
+        ),
     }
-    points_of = {
-        key: sorted((size_of(name), name) for name in runs if name == first or changes[name].keys() == {key})
-        for key, size_of in sizes.items()
+    panels = [
+        Panel(title, "thousand tokens trained", "τ in the engine, greedy", curves, {"ylim": (1, None)})
+        for title, curves in groups.items()
+        if len(curves) > 1 or title == "heads"
+    ]
+    sizes = {  # by key: title, and a function from a run's name to its value of that key
+        "objective.steps": (
+            "steps of training-time test (K)",
+            lambda name: changes[name].get("objective.steps", base["objective.steps"]),
+        ),
+        "head.draft_vocab_size": ("tokens that the head can draft", lambda name: runs[name]["draft_vocab_size"]),
     }
-    titles = {
-        "objective.steps": "steps of training-time test (K)",
-        "head.draft_vocab_size": "tokens that the head can draft",
-    }
-    panels = {
-        "heads": (("head", "steps", "batch_size"), base["head.name"]),
-        "responses of the target or of the data": (("data.responses",), base.get("data.responses", first)),
-    }
-    lines_of = {title: curves_of(runs, changes, *panel) for title, panel in panels.items()}
-    curves = {title: lines for title, lines in lines_of.items() if len(lines) > 1 or title == "heads"}
-    ends = {key: points for key, points in points_of.items() if len(points) > 1}
-    count = len(curves) + len(ends)
-    num_columns = 1 if count == 1 else 2
-    num_rows = -(-count // num_columns)
-    figure = Figure(figsize=(4.5 * num_columns, 3.2 * num_rows), layout="constrained")
-    places = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
-    for axes in places[count:]:
-        axes.remove()
-    for axes, (title, lines) in zip(places, curves.items(), strict=False):
-        for named, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=named)
-        axes.set(xlabel="thousand tokens trained", ylabel="τ in the engine, greedy")
-        axes.set_title(title, fontsize=10)
-    for axes, (key, item) in zip(places[len(curves) :], ends.items(), strict=False):
-        for measured, curve in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
-            points = [(value, runs[name][measured]["engine"]) for value, name in item]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=curve)
-        axes.set(xlabel=key, ylabel="τ in the engine", xticks=[value for value, _ in item])
-        axes.set_title(titles[key], fontsize=10)
-    for axes in places[:count]:
-        axes.legend(fontsize=7)
-        axes.set_ylim(bottom=1)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    for key, (title, size_of) in sizes.items():
+        ends = sorted((size_of(name), name) for name in runs if name == first or changes[name].keys() == {key})
+        if len(ends) > 1:
+            curves = {
+                curve: [(value, runs[name][measured]["engine"]) for value, name in ends]
+                for measured, curve in (
+                    ("acceptance_length", "greedy"),
+                    ("acceptance_length_sampled", "temperature 1"),
+                )
+            }
+            axes = {"ylim": (1, None), "xticks": [value for value, _ in ends]}
+            panels.append(Panel(title, key, "τ in the engine", curves, axes))
+    draw_panels(path, panels, columns=min(2, len(panels)))
 
 
 def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], unchanged: str) -> dict[str, list[Any]]:
@@ -306,54 +291,22 @@ def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], uncha
 
 def plot_load(result: Cell, path: Path) -> None:
     """Plot tokens/s and the median times of a response and between tokens over the load, one line per server."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 3.8), layout="constrained")
-    speeds, times, gaps = figure.subplots(1, 3)
-    for system, levels in result["results"].items():
-        program = system.partition(":")[0]
-        marker = {"server": "o", "vllm": "s", "llama.cpp": "^"}[program]
-        style = {"marker": marker, "markersize": 4, "linestyle": "-" if program == "server" else "--"}
-        loads = [level["load"] for level in levels]
-        speeds.plot(loads, [level["tokens_per_s"] for level in levels], label=label(system), **style)
-        times.plot(loads, [level["latency_s"]["p50"] for level in levels], **style)
-        gaps.plot(loads, [1000 * level["token_s"]["p50"] for level in levels], **style)
-    speeds.set_title("tokens/s", fontsize=10)
-    times.set_title("seconds until an answer is whole (median)", fontsize=9)
-    gaps.set_title("milliseconds between two tokens (median)", fontsize=9)
-    times.set_yscale("log")
-    for axes in (speeds, times, gaps):
-        axes.set_xlabel("load (1: our plain decoding's capacity)", fontsize=9)
-        axes.grid(alpha=0.3)
-    figure.legend(loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=110)
+    values: dict[str, Callable[[Cell], float]] = {
+        "tokens/s": lambda level: level["tokens_per_s"],
+        "seconds until a response is complete (median)": lambda level: level["latency_s"]["p50"],
+        "milliseconds between two tokens (median)": lambda level: 1000 * level["token_s"]["p50"],
+    }
+    panels = []
+    for number, (title, value) in enumerate(values.items()):
+        curves = {
+            label(system): [(level["load"], value(level)) for level in levels]
+            for system, levels in result["results"].items()
+        }
+        axes = {"yscale": "log"} if number == 1 else None
+        panels.append(Panel(title, "load (1: our plain decoding's capacity)", "", curves, axes))
+    draw_panels(path, panels, columns=3, legend="")
 
 
-TABLES: dict[str, Callable[[Cell], str]] = {
-    "shapes": by_temperature,
-    "auto-code": by_batch,
-    "auto-chat": by_batch,
-    "wide-programs": by_program,
-    "wide-batches": by_program,
-    "wide-64": by_program,
-    "wide-fixed": by_program,
-    "wide-int8": by_program,
-    "wide-int4": by_program,
-    "wide-modes": by_program,
-    "wide-long": by_program,
-    "wide-chat": by_program,
-    "1b-programs": by_program,
-    "smollm2-programs": by_program,
-    "smollm2-int8": by_program,
-    "smollm2-int4": by_program,
-    "smollm2-head-speeds": by_program,
-    "smollm2-sets": by_shape,
-    "smollm2-auto": by_batch,
-    "smollm2-heads": by_run,
-    "smollm2-budget": by_run,
-    "served": by_load,
-    "packing": by_variant,
-}
 PLOTS: dict[str, Callable[[Cell, Path], None]] = {
     "served": plot_load,
     "smollm2-heads": plot_curves,
@@ -362,38 +315,32 @@ PLOTS: dict[str, Callable[[Cell, Path], None]] = {
 
 
 def rewrite(page: Path) -> str:
-    """Return the page's text with every table regenerated. Raises ValueError for an unknown table."""
+    """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
 
     def table(match: re.Match[str]) -> str:
-        name = match[2]
-        if name not in TABLES:
-            raise ValueError(f"<!-- table {name} -->: no such table; known: {', '.join(TABLES)}")
-        file = newest(name)
+        file = newest(match[2])
         result = json.loads(file.read_text(encoding="utf-8"))
         commit = (result["machine"]["commit"] or "unknown")[:7]
         source = f"[{file.name}]({os.path.relpath(file, page.parent)}), commit {commit}."
-        return f"{match[1]}{TABLES[name](result)}\n{source}\n{match[3]}"
+        return f"{match[1]}{table_of(result)}\n{source}\n{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 
 
+@reports_errors
 def main() -> int:
     check = sys.argv[1:] == ["--check"]
     if sys.argv[1:] and not check:
         print(__doc__)
         return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
-    try:
-        pages = {page: rewrite(page) for page in PAGES}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    pages = {page: rewrite(page) for page in PAGES}
     if check:
         return int(any(page.read_text(encoding="utf-8") != text for page, text in pages.items()))
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
-    for name, plot in PLOTS.items():
-        if any(f"<!-- table {name} -->" in text for text in pages.values()):
-            plot(json.loads(newest(name).read_text(encoding="utf-8")), RESULTS / f"{name}.png")
+        for name in PLOTS:
+            if f"<!-- table {name} -->" in text:
+                PLOTS[name](json.loads(newest(name).read_text(encoding="utf-8")), RESULTS / f"{name}.png")
     return 0
 
 

@@ -19,24 +19,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
-from infer.config import BenchConfig, EngineConfig, ProposerConfig, ServedConfig
+from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT, resolve_path
+from infer.console.compare import Run
 from infer.engine.loading import dtype_name
 from infer.options.command_words import model_overrides
 from infer.options.exported_heads import head_folder
+from infer.request import SpeculationStats
 from infer.speculation.proposers.ngram import LONGEST, SHORTEST
-from models.heads.config import HeadConfig
 from models.targets import resolve_checkpoint
-from scripts.bench_prompts import Task
-from scripts.bench_systems import shaped
+from scripts.config import SystemsConfig
 from scripts.gguf_files import folder_of_target, gguf_of_head, gguf_of_target
+from scripts.systems import Task, shaped
 
 SOURCES = {  # by program: the proposers that a name may have after its colon, and the program's name for them
     "vllm": {"ngram": "ngram", "head": "eagle3"},
@@ -44,35 +45,30 @@ SOURCES = {  # by program: the proposers that a name may have after its colon, a
 }
 START_S, GRACE_S = 300.0, 15.0
 ROOM, ROUND = 64, 256
-Settings = BenchConfig | ServedConfig
 
 
+@dataclass
 class Server:
     """A server process on the loopback interface, alive within a `with` block, that speaks OpenAI's completions API.
 
     Call `end_as_interrupted` before starting it, so that SIGTERM to this process also stops the server.
     """
 
-    endpoint = "/v1/completions"
+    name: str
+    model: str
+    command: Sequence[str]
+    port: int
+    environment: Mapping[str, str]
+    log: Path
+    ignore_eos: bool = True
 
-    def __init__(
-        self,
-        name: str,
-        model: str,
-        command: Sequence[str],
-        port: int,
-        environment: Mapping[str, str],
-        log: Path,
-        *,
-        ignore_eos: bool = True,
-    ) -> None:
-        self.name, self.model, self.command, self.log = name, model, list(command), log
-        self.ignore_eos = ignore_eos
-        self.environment = dict(environment)
-        self.drafts = ":" in name
-        self.url = f"http://127.0.0.1:{port}"
+    endpoint: ClassVar[str] = "/v1/completions"
+
+    def __post_init__(self) -> None:
+        self.drafts = ":" in self.name
+        self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._counted = 0.0, 0.0
+        self._counted = [0, 0]  # verifies and accepted drafted tokens at the last look
         self._client = httpx.Client(base_url=self.url, timeout=600, limits=httpx.Limits(max_connections=None))
 
     def __enter__(self) -> Server:
@@ -155,10 +151,8 @@ class Server:
         """Return the token ids of a whole response, or of one event of a stream."""
         return [token for choice in piece.get("choices", ()) for token in choice.get("token_ids") or ()]
 
-    def complete(
-        self, tasks: Sequence[Task], temperature: float, seed: int, max_concurrency: int
-    ) -> tuple[list[list[int]], float | None]:
-        """Return the responses' token ids, with up to `max_concurrency` requests in flight, and τ if the server drafts.
+    def complete(self, tasks: Sequence[Task], temperature: float, seed: int, max_concurrency: int) -> Run:
+        """Return the responses, with up to `max_concurrency` requests in flight.
 
         Raises ValueError if a request is refused.
         """
@@ -169,26 +163,28 @@ class Server:
                 raise ValueError(f"systems: {self.name}: {response.status_code}: {response.text[:300]}")
             return response.json()
 
+        begin = time.perf_counter()
         with ThreadPoolExecutor(max_concurrency) as pool:
             responses = list(pool.map(ask, tasks))
-        drafts, accepted = self._drafted(responses)
-        return [self.ids(response) for response in responses], 1 + accepted / drafts if drafts else None
+        seconds = time.perf_counter() - begin
+        verifies, accepted = self._drafted(responses)
+        stats = SpeculationStats(steps=verifies, emitted=verifies + accepted, accepted=accepted)
+        return Run([self.ids(response) for response in responses], seconds, stats)
 
-    def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
         """Return the number of verifies with drafted tokens and of accepted drafted tokens for these responses."""
         if not self.drafts:
-            return 0.0, 0.0
-        now = {"drafts": 0.0, "accepted_tokens": 0.0}  # since the start of the process
+            return 0, 0
+        before, self._counted = self._counted, [0, 0]  # since the start of the process
         for line in self._client.get("/metrics").text.splitlines():
-            for key in now:
+            for index, key in enumerate(("drafts", "accepted_tokens")):
                 if line.startswith(f"vllm:spec_decode_num_{key}_total"):
-                    now[key] += float(line.rpartition(" ")[2])
-        before, self._counted = self._counted, (now["drafts"], now["accepted_tokens"])
+                    self._counted[index] += int(float(line.rpartition(" ")[2]))
         return self._counted[0] - before[0], self._counted[1] - before[1]
 
 
 class LlamaServer(Server):
-    endpoint = "/completion"
+    endpoint: ClassVar[str] = "/completion"
 
     def body(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
@@ -198,13 +194,13 @@ class LlamaServer(Server):
     def ids(self, piece: Mapping[str, Any]) -> list[int]:
         return list(piece.get("tokens", ()))
 
-    def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
         """Return the same counts; llama.cpp does not report the number of verifies, so every step counts as one."""
         accepted = sum(response["timings"].get("draft_n_accepted", 0) for response in responses)
-        return (sum(len(self.ids(response)) for response in responses) - accepted if self.drafts else 0.0), accepted
+        return (sum(len(self.ids(response)) for response in responses) - accepted if self.drafts else 0), accepted
 
 
-def make_server(name: str, config: Settings, *, slots: int, context: int, ignore_eos: bool = True) -> Server:
+def make_server(name: str, config: SystemsConfig, *, slots: int, context: int, ignore_eos: bool = True) -> Server:
     """Return the server of that name, for up to `slots` concurrent requests of up to `context` tokens each.
 
     With `ignore_eos` every response has exactly max_tokens tokens. Raises ValueError for a server that is not built, or
@@ -229,7 +225,7 @@ def make_server(name: str, config: Settings, *, slots: int, context: int, ignore
     return kind(name, config.model.name, command, port, environment, log, ignore_eos=ignore_eos)
 
 
-def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: int, slots: int) -> list[str]:
+def our_command(config: SystemsConfig, proposer: str, shape: ProposerConfig, port: int, slots: int) -> list[str]:
     model, head = config.model, config.head
     keys = ("adaptive", "max_draft_tokens", "tree")
     settings = {f"proposer.{key}": getattr(shape, key) for key in keys}
@@ -250,7 +246,7 @@ def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: in
 
 
 def vllm_command(
-    config: Settings, source: str, depth: int, port: int, slots: int, context: int
+    config: SystemsConfig, source: str, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
     python = built(config.peers, "vllm", "bin/python")
     target = folder_of_target(resolve_path(config.peers), checkpoint_of(config), dtype_name(config.model))
@@ -274,7 +270,7 @@ def vllm_command(
 
 
 def llama_command(
-    config: Settings, source: str, depth: int, port: int, slots: int, context: int
+    config: SystemsConfig, source: str, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
     program = built(config.peers, "llama.cpp", "build/bin/llama-server")
     folder, dtype = resolve_path(config.peers), dtype_name(config.model)
@@ -292,16 +288,16 @@ def llama_command(
     return command, {}
 
 
-def checkpoint_of(config: Settings) -> Path:
+def checkpoint_of(config: SystemsConfig) -> Path:
     return resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
 
 
-def eagle3_folder(config: Settings) -> Path:
+def eagle3_folder(config: SystemsConfig) -> Path:
     """Return the folder of our exported head, which is in speculators' layout.
 
     Raises ValueError if it is not an EAGLE-3 head or does not exist.
     """
-    head: HeadConfig = config.head
+    head = config.head
     if head.name != "eagle3":
         raise ValueError(f"head={head.name}: vLLM and llama.cpp are measured with head=eagle3")
     folder = head_folder(head, config.output_dir, config.model.name)

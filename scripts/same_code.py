@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infer.config_checks import REPO_ROOT
+from scripts.errors import reports_errors
 
 NAMED = {"id", "attr", "arg", "name", "asname", "module", "rest"}  # the fields of a syntax tree that hold a name
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -154,6 +155,8 @@ def differing(
         after = (root / paths[-1]).read_text(encoding="utf-8")
         try:
             more = renames(normalised(before, names), normalised(after))
+        except SyntaxError as error:
+            raise ValueError(f"{paths[-1]}: {error}") from None
         except Differs:
             wrong.append(f"{paths[-1]}: its code differs")
             continue
@@ -183,6 +186,7 @@ def read_names(path: Path) -> dict[str, str]:
     return names
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python scripts/same_code.py", description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
@@ -192,12 +196,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="accept and print renames that are not local to a function")
     args = parser.parse_args(argv)
     renamed: dict[str, dict[str, str]] = {}
-    try:
-        names = read_names(args.names) if args.names else {}
-        wrong = differing(REPO_ROOT, args.revision, names, renamed if args.list else None)
-    except (ValueError, OSError, SyntaxError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    names = read_names(args.names) if args.names else {}
+    wrong = differing(REPO_ROOT, args.revision, names, renamed if args.list else None)
     for path, pairs in renamed.items():
         print(path, *(f"    {old} {new}" for old, new in pairs.items()), sep="\n")
     print("\n".join(wrong) or "the same code")

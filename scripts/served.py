@@ -30,11 +30,11 @@ from typing import Any
 import httpx
 
 from infer.cli import entry_point
-from infer.config import ServedConfig
 from infer.options.exported_heads import with_head
-from scripts.bench import describe_machine, result_file, without_folders
-from scripts.bench_prompts import read_prompts
+from scripts.config import ServedConfig
+from scripts.document import describe_machine, result_file, without_folders, write
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
+from scripts.systems import read_prompts
 
 WARM_UP_S, REST_S, DRAIN_S = 4.0, 0.5, 3.0
 SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "files")
@@ -201,14 +201,6 @@ def show(name: str, level: Level) -> None:
     )
 
 
-def save(config: ServedConfig, document: dict[str, Any]) -> None:
-    if config.save is not None:
-        file = result_file(config.save, config.model.name, document["machine"])
-        document["results"] = earlier(file, document) | document["results"]
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        print(f"written: {file.relative_to(Path(HERE).parent)}")
-
-
 def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
     """Return the systems already in `file`. Raises ValueError if it was measured with other settings."""
     if not file.is_file():
@@ -222,16 +214,13 @@ def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
 
 @entry_point("served", ServedConfig)
 def main(config: ServedConfig) -> None:
-    if config.model.name != "demo" and not config.files:
-        raise ValueError(f"model={config.model.name}: prompts are cut from the demo target's corpus; give files=[...]")
     config = with_head(config)
+    prompts = read_prompts(config)
     from infer.engine.loading import dtype_name
     from models.checkpoint import fingerprint
     from models.targets import resolve_checkpoint
-    from models.tokenizer import Tokenizer
 
     folder = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
-    prompts = read_prompts(config, Tokenizer.load(folder))
     end_as_interrupted()
     capacity = config.capacity
     document: dict[str, Any] = {
@@ -248,7 +237,10 @@ def main(config: ServedConfig) -> None:
             levels, capacity = asyncio.run(measure(server, config, prompts, capacity))
         document["capacity"] = capacity
         document["results"][name] = [asdict(level) for level in levels]
-        save(config, document)
+        if config.save is not None:
+            file = result_file(config.save, config.model.name, document["machine"])
+            document["results"] = earlier(file, document) | document["results"]
+            write(document, config.save, config.model.name)
     print(json.dumps(document), flush=True)
 
 

@@ -25,8 +25,9 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.cli import entry_point
-from infer.config import StepTimeConfig
 from infer.speculation.control.cost_model import CostTable
+from scripts.config import StepTimeConfig
+from scripts.document import Panel, draw_panels
 
 
 class Stopwatch:
@@ -54,23 +55,20 @@ class Stopwatch:
 
 def plot_costs(table: CostTable, file: str) -> None:
     """Plot milliseconds of a verify over rows per request, and of drafting over depth, one line per batch size."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(4.5 * (1 + len(table.drafts)), 3.8), layout="constrained")
-    panels = figure.subplots(1, 1 + len(table.drafts), squeeze=False)[0]
-    titles = ["verify", *(f"drafting, {name.replace('_', ' ')}" for name in table.drafts)]
-    for axes, title, curves in zip(panels, titles, (table.steps, *table.drafts.values()), strict=True):
-        for batch, curve in zip(table.batches, curves, strict=True):
-            sizes = [size / batch for size in curve.sizes] if title == "verify" else curve.sizes
-            axes.plot(sizes, [1000 * value for value in curve.seconds], marker="o", markersize=3, label=str(batch))
-        axes.set(xlabel="rows of each request" if title == "verify" else "depth", ylabel="milliseconds")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(title, fontsize=10)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    panels[0].legend(title="requests", fontsize=8)
-    figure.savefig(file, dpi=110)
+    panels = []
+    for title, curves in (("verify", table.verify), *table.drafts.items()):
+        verifies = title == "verify"
+        points = {
+            str(batch): [
+                (size / batch if verifies else size, 1000 * seconds)
+                for size, seconds in zip(curve.sizes, curve.seconds, strict=True)
+            ]
+            for batch, curve in zip(table.batches, curves, strict=True)
+        }
+        name = title if verifies else f"drafting, {title.replace('_', ' ')}"
+        x = "rows of each request" if verifies else "depth"
+        panels.append(Panel(name, x, "milliseconds", points, {"ylim": (0, None)}))
+    draw_panels(file, panels, columns=len(panels), legend="requests")
 
 
 @entry_point("step_time", StepTimeConfig)

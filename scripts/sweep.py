@@ -19,9 +19,7 @@ import infer.environment  # noqa: F401
 # isort: split
 
 import json
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -29,6 +27,8 @@ from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Overrid
 from hydra.errors import HydraException
 
 from infer.options.literal_text import SWEEP
+from scripts.errors import reports_errors
+from scripts.training import read_words, run_training, whole_number
 
 Suggest = Callable[[Any], Any]  # takes an optuna.Trial
 
@@ -76,8 +76,7 @@ def read_overrides(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
 
 def train(words: list[str]) -> float | None:
     """Run one training and return the τ that the engine measured with its head; None if the run failed."""
-    command = [sys.executable, str(Path(HERE).parent / "train" / "run.py"), *words]
-    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    process = run_training(words)
     if process.returncode or not process.stdout.strip():
         return None
     return float(json.loads(process.stdout.splitlines()[-1])["acceptance_length"]["engine"])
@@ -134,23 +133,13 @@ def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Sugge
     }
 
 
+@reports_errors
 def main() -> int:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return 0
     options = {"study": "sweep", "trials": "20"}
-    from infer.cli import take_words
-
-    words = take_words(sys.argv[1:], options)
-    try:
-        if not options["trials"].isdigit() or options["trials"] == "0":
-            raise ValueError(f"trials={options['trials']}: must be a number of at least 1")
-        if not options["study"].replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"study={options['study']}: becomes a folder name; use letters, digits, '_' and '-'")
-        result = search(options["study"], int(options["trials"]), *read_overrides(words))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    words = read_words(__doc__, options)
+    if not options["study"].replace("-", "").replace("_", "").isalnum():
+        raise ValueError(f"study={options['study']}: becomes a folder name; use letters, digits, '_' and '-'")
+    result = search(options["study"], whole_number("trials", options["trials"]), *read_overrides(words))
     settings = " ".join(f"{key}={value}" for key, value in result["best"]["settings"].items())
     print(f"best: {settings}, τ {result['best']['tau']:.3f}, head in {result['best']['head']}")
     print(json.dumps(result), flush=True)

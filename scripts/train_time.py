@@ -21,18 +21,18 @@ import infer.environment  # noqa: F401
 
 # isort: split
 
-import json
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from models.heads import HEADS
+from scripts.errors import reports_errors
+from scripts.training import read_words, run_training, whole_number
 
+OPTIONS = {"heads": f"[{','.join(HEADS)}]", "against": "[]", "rounds": "1", "save": ""}
 WARM_UP = 2  # steps
-USER_ERROR = 2
 SHOWN = ("data_s", "target_s", "head_s", "optimizer_s")
 
 
@@ -40,48 +40,47 @@ def run_words(head: str, words: list[str], name: str, exported: str) -> list[str
     return [*words, f"head={head}", f"run={name}", f"head.path={exported}", "tracker=none", "log_every=1"]
 
 
-def whole_number(key: str, text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"{key}={text}: must be a whole number above 0")
-    return int(text)
+def items(text: str) -> list[str]:
+    """[a, b] -> ["a", "b"]"""
+    return [item.strip() for item in text.strip("[]").split(",") if item.strip()]
+
+
+def compose(words: list[str]) -> Any:
+    """Return the configuration of a run. Raises ValueError for words that training does not accept."""
+    from infer.cli import compose
+    from train.config import TrainConfig
+
+    return compose("train", TrainConfig, words)
 
 
 def check_words(heads: list[str], variants: dict[str, list[str]]) -> None:
     """Validate the arguments before any run begins. Raises ValueError for arguments that training does not accept."""
-    from infer.cli import compose
-    from train.config import TrainConfig
-
     for head in heads:
         for words in variants.values():
-            config = compose("train", TrainConfig, run_words(head, words, "x", "x"))
-            if config.steps is not None and config.steps <= WARM_UP:
-                raise ValueError(f"steps={config.steps}: give more than {WARM_UP}, which warm up")
+            steps = compose(run_words(head, words, "x", "x")).steps
+            if steps is not None and steps <= WARM_UP:
+                raise ValueError(f"steps={steps}: give more than {WARM_UP}, which warm up")
 
 
-def run_head(head: str, words: list[str], name: str, exported: str) -> list[dict[str, float]]:
+def run_head(head: str, words: list[str], name: str) -> list[dict[str, float]]:
     """Run one training and return the metrics of its steps after the warm-up.
 
     Raises SystemExit, with the run's exit code if it failed.
     """
-    from infer.cli import compose
     from infer.config_checks import resolve_path
-    from train.config import TrainConfig
     from train.publishing.trackers import read_metrics
 
-    overrides = run_words(head, words, name, exported)
-    config = compose("train", TrainConfig, overrides)
-    process = subprocess.run(
-        [sys.executable, str(Path(HERE).parent / "train" / "run.py"), *overrides], stdout=subprocess.PIPE
-    )
+    with tempfile.TemporaryDirectory() as exported:
+        overrides = run_words(head, words, name, str(Path(exported) / "head"))
+        config, process = compose(overrides), run_training(overrides)
     if process.returncode:
         raise SystemExit(process.returncode)
     rows = [row for row in read_metrics(resolve_path(config.output_dir) / name) if "train/tokens_per_s" in row]
-    rows = rows[WARM_UP:]
-    if not rows:
+    if len(rows) <= WARM_UP:
         raise SystemExit(
             f"error: minutes={config.minutes}: no more than the {WARM_UP} steps that warm up fitted into them"
         )
-    return rows
+    return rows[WARM_UP:]
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -103,12 +102,10 @@ def peak_flops(words: list[str]) -> float:
     """Return the FLOP/s of a matrix product in the dtype that the runs compute in."""
     import torch
 
-    from infer.cli import compose
     from infer.engine.loading import resolve_device
-    from train.config import TrainConfig
     from train.planning.plan import measure
 
-    config = compose("train", TrainConfig, words)
+    config = compose(words)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     return measure(resolve_device(config.model.device), dtype).flops
 
@@ -119,52 +116,34 @@ def line(name: str, result: dict[str, float]) -> str:
     return f"{name:<28} {speed}; of a step: {parts}"
 
 
+@reports_errors
 def main() -> int:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return 0
-    from scripts.bench import describe_machine, result_file
+    options = dict(OPTIONS)
+    words = read_words(__doc__, options)
+    from scripts.document import describe_machine, publish
 
-    options = {"heads": f"[{','.join(HEADS)}]", "against": "[]", "rounds": "1", "save": ""}
-    from infer.cli import take_words
-
-    words = take_words(sys.argv[1:], options)
-    against = options["against"].strip("[]")
     # Hydra rejects the same key twice, so an override from `against` replaces the earlier one.
-    replacements = {word.partition("=")[0]: word for word in against.split(",") if word}
+    replacements = {word.partition("=")[0]: word for word in items(options["against"])}
     variants = {"": words}
     if replacements:
-        variants["-against"] = [w for w in words if w.partition("=")[0] not in replacements] + list(
-            replacements.values()
-        )
-    heads = [head.strip() for head in options["heads"].strip("[]").split(",")]
-    try:
-        rounds = whole_number("rounds", options["rounds"])
-        check_words(heads, variants)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        kept = [word for word in words if word.partition("=")[0] not in replacements]
+        variants["-against"] = [*kept, *replacements.values()]
+    heads, rounds = items(options["heads"]), whole_number("rounds", options["rounds"])
+    check_words(heads, variants)
     peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a new name: an existing run would be resumed
-    results: dict[str, Any] = {}
+    against, results = ",".join(replacements.values()), dict[str, Any]()
     for head in heads:
         rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
         for number in range(rounds):
             for variant, chosen in variants.items():
-                with tempfile.TemporaryDirectory() as exported:
-                    name = f"train-time-{head}{variant}-{begun}-{number}"
-                    rows[variant] += run_head(head, chosen, name, str(Path(exported) / "head"))
+                rows[variant] += run_head(head, chosen, f"train-time-{head}{variant}-{begun}-{number}")
         for variant, steps in rows.items():
             result = summary(steps)
             result["mfu"] = result["head_flops_per_s"] / peak
             results[f"{head}{variant}"] = result
             print(line(head + (f" {against}" if variant else ""), result), flush=True)
-    machine = describe_machine()
-    report = {"machine": machine, "words": words, "against": against, "peak_flops": peak, "heads": results}
-    if options["save"]:
-        file = result_file(options["save"], "demo", machine)
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        print(f"written: {file.relative_to(Path(HERE).parent)}")
-    print(json.dumps(report), flush=True)
+    report = {"machine": describe_machine(), "words": words, "against": against, "peak_flops": peak, "heads": results}
+    publish(report, options["save"], "demo")
     return 0
 
 

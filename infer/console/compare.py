@@ -8,10 +8,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
+from infer.speculation.control.step_times import StepTimes
 
 WARM_UP_TOKENS = 8
 Prompts = Sequence[Sequence[int]]
@@ -21,7 +23,8 @@ Prompts = Sequence[Sequence[int]]
 class Run:
     token_ids: list[list[int]]
     seconds: float
-    speculation: SpeculationStats
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    steps: StepTimes | None = None  # of our engine
 
     @property
     def tokens(self) -> int:
@@ -105,14 +108,25 @@ def compare(engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -
         engine.set_proposer(proposer)
 
 
-def timed(engine: Engine, proposer: str, prompts: Prompts, params: SamplingParams) -> Run:
-    engine.set_proposer(proposer)
+def timed(
+    engine: Engine,
+    proposer: str,
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    max_concurrency: int | None = None,
+    **drafts: Any,
+) -> Run:
+    """Run the prompts with a proposer; `drafts` are further arguments of `Engine.set_proposer`."""
+    engine.set_proposer(proposer, **drafts)
     # Switching proposers allocates new memory; its first use must not be part of the measurement.
-    engine.generate(prompts, replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
-    begin = time.perf_counter()
-    completions = engine.generate(prompts, params)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    short = [replace(one, max_tokens=min(WARM_UP_TOKENS, one.max_tokens)) for one in each[:max_concurrency]]
+    engine.generate(prompts[:max_concurrency], short)
+    before, begin = replace(engine.stats.steps), time.perf_counter()
+    completions = engine.generate(prompts, each, max_concurrency=max_concurrency)
     seconds = time.perf_counter() - begin
     speculation = SpeculationStats()
     for completion in completions:
         speculation.merge(completion.stats)
-    return Run([completion.token_ids for completion in completions], seconds, speculation)
+    return Run([completion.token_ids for completion in completions], seconds, speculation, engine.stats.steps - before)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.control.confidence import CERTAIN, Confidence, ExitDecision, Prices
+from infer.speculation.control.confidence import MIN_CHANCE, Confidence, ExitDecision, Prices
 
 
 class EarlyExit(Protocol):
@@ -84,7 +84,7 @@ class TensorExit:
         self._offsets, self._following = terms[:, FIELDS:].chunk(2, dim=1)
 
     def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        confidence = log_probs.exp().logit(1e-6).clamp(-CERTAIN, CERTAIN)
+        confidence = log_probs.exp().clamp(MIN_CHANCE, 1 - MIN_CHANCE).logit()
         self._chance = self._chance * (self._offsets[:, level] + self._slope * confidence).sigmoid()
         keep = ~self._scored | (self._chance >= self._row)
         if level == 0:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.clients.setting import FOLDER, HERE, MODEL, NODE
+from scripts.document import markdown
 
 CHECKS = ("plain", "stream", "tools", "structured")
 LIMIT_S = 600
@@ -118,10 +119,5 @@ def read(lines: Sequence[str], outcome: Outcome) -> None:
 
 def table(outcomes: list[Outcome]) -> str:
     """Return a Markdown table of the results, readable as it is and for the manual."""
-    head = ("client", "version", *CHECKS)
     rows = [(outcome.name, outcome.version, *(outcome.result(check) for check in CHECKS)) for outcome in outcomes]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    return markdown(("client", "version", *CHECKS), rows, pad=True).rstrip()

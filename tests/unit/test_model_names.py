@@ -21,10 +21,11 @@ from infer.options.exported_heads import choose_head, head_folder, with_head
 from infer.options.model_names import find_model, model_choices, model_name, no_model, read_model
 from models.heads.config import HeadConfig
 from models.targets.dtype import stated_dtype
+from scripts import config as scripts_config
 from train import config as train_config
 from train.config import TrainConfig
 
-COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
+COMMANDS = {**infer_config.COMMANDS, **scripts_config.COMMANDS, **train_config.COMMANDS}
 ODD = ["it's ${here}, a=b", "with space", "{a: b}", "[x]", 'say "q"', "a\\b", "choice(a,b)"]
 
 

@@ -13,6 +13,7 @@ import pytest
 from infer import config as infer_config
 from infer.cli import compose
 from infer.options.literal_text import literal_overrides
+from scripts import config as scripts_config
 from scripts.make_tables import PAGES, rewrite
 from train import config as train_config
 
@@ -24,10 +25,10 @@ SCHEMAS = {
     "infer/serve.py": ("serve", infer_config.ServeConfig),
     "infer/chat.py": ("chat", infer_config.ChatConfig),
     "infer/generate.py": ("generate", infer_config.GenerateConfig),
-    "scripts/bench.py": ("bench", infer_config.BenchConfig),
-    "scripts/served.py": ("served", infer_config.ServedConfig),
-    "scripts/evaluate.py": ("eval", infer_config.EvalConfig),
-    "scripts/step_time.py": ("step_time", infer_config.StepTimeConfig),
+    "scripts/bench.py": ("bench", scripts_config.BenchConfig),
+    "scripts/served.py": ("served", scripts_config.ServedConfig),
+    "scripts/evaluate.py": ("eval", scripts_config.EvalConfig),
+    "scripts/step_time.py": ("step_time", scripts_config.StepTimeConfig),
 }
 COMMAND = re.compile(r"^    ((?:python |\./scripts/)(?:.*\\\n)*.*)", re.MULTILINE)  # a line that ends in \ continues
 COMMANDS = [

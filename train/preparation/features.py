@@ -42,7 +42,7 @@ def open_features(
     if isinstance(settings, OnlineFeaturesConfig):
         if not fits_cache(settings, target, aux_layers, int(sequences.offsets[-1])):
             return OnlineFeatures(target, aux_layers)
-        record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), 0, weights)
+        record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), weights)
         of_batches = {"batch_size": config.batch_size, "room": config.room, "process": accelerator.process_index}
         with stopping_together(accelerator, target.join_gathers):
             return CachedFeatures(
