@@ -15,7 +15,7 @@ from models.heads.eagle3.config import Eagle3Config
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import save_head
 from models.weights import fingerprint, load_into, split_merged
-from scripts.inflation.layers import LIFT, LayerAxes, Noise, layer_tensors, marked_vocabulary, norm, put
+from scripts.inflation.layers import LIFT, LayerAxes, Noise, layer_tensors, norm, put, vocabulary
 from scripts.inflation.shapes import Axis, Shape, layer_places
 
 DRAFT_TOKENS = 5  # speculative tokens per step, for the exported config
@@ -111,7 +111,10 @@ def _tensors(
     for index in range(1, old.layer.num_layers):
         yield from layer_tensors(noise, axes, source, f"layers.{index}", f"layers.{index}", new.layer.head_dim)
     yield "norm.weight", norm(noise, source["norm.weight"], hidden, marker=marker, lift=LIFT)
-    yield "lm_head.weight", marked_vocabulary(noise, "lm_head", source["lm_head.weight"], drafts, hidden, marker)
+    yield (
+        "lm_head.weight",
+        vocabulary(noise, "lm_head", source["lm_head.weight"], drafts, hidden, marker),
+    )
 
 
 def _fusion(old: Tensor, noise: Noise, hidden: Axis, fused: Axis, marker: int | None) -> Tensor:

@@ -126,34 +126,31 @@ class LayerAxes:
         yield f"{name}.down_proj.weight", writing(noise, down, self.hidden, self.inner)
 
 
-def marked_vocabulary(
-    noise: Noise, name: str, old: Tensor, rows: Axis, hidden: Axis, marker: int | None, *, tied: float | None = None
+def vocabulary(
+    noise: Noise,
+    name: str,
+    old: Tensor,
+    rows: Axis,
+    hidden: Axis,
+    marker: int | None,
+    *,
+    mark: float | None = None,
+    down: bool = True,
 ) -> Tensor:
-    """Return the LM head: old ids keep their rows, new ids get a very low logit.
+    """Return an LM head or embedding with the rows of old ids; those of new ids are random.
 
-    `tied` is the marker's value if the LM head is also the embedding, else None.
+    An embedding, tied to the LM head or not, has `mark` at `marker` in its old rows; an LM head of its own has None.
+    `down`: of an LM head, which gives new ids a very low logit; an embedding's new ids never occur.
     """
     new = noise.normal(name, rows.size, hidden.size)
-    device, places = noise.device, rows.places.to(noise.device)
-    if tied is not None:
+    places = rows.places.to(noise.device)
+    if mark is not None:
         new[places] = 0.0
     put(new, old, rows, hidden)
     if marker is not None:
-        new[rows.is_new.to(device), marker] = DOWN
-        new[places, marker] = tied or 0.0
-    return new
-
-
-def marked_embedding(
-    noise: Noise, name: str, old: Tensor, rows: Axis, hidden: Axis, marker: int | None, mark: float
-) -> Tensor:
-    """Return the embedding: old ids keep their rows and get `mark` at `marker`; new ids never occur and are random."""
-    new = noise.normal(name, rows.size, hidden.size)
-    places = rows.places.to(noise.device)
-    new[places] = 0.0
-    put(new, old, rows, hidden)
-    if marker is not None:
-        new[places, marker] = mark
+        if down:
+            new[rows.is_new.to(noise.device), marker] = DOWN
+        new[places, marker] = mark or 0.0
     return new
 
 

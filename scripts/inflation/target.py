@@ -24,9 +24,8 @@ from scripts.inflation.layers import (
     Noise,
     layer_tensors,
     mark_of,
-    marked_embedding,
-    marked_vocabulary,
     norm,
+    vocabulary,
 )
 from scripts.inflation.shapes import Axis, Shape, enlarged, layer_places
 
@@ -140,19 +139,15 @@ def _tensors(
 
     def build() -> Iterator[tuple[str, Tensor]]:
         name = EMBEDDING
-        if new.tie_word_embeddings:
-            yield name, marked_vocabulary(noise, name, embedding, vocab, hidden, marker, tied=mark)
-        else:
-            yield name, marked_embedding(noise, name, embedding, vocab, hidden, marker, mark)
-            yield LM_HEAD, marked_vocabulary(noise, "lm_head", lm_head, vocab, hidden, marker)
+        tied = new.tie_word_embeddings
+        yield name, vocabulary(noise, name, embedding, vocab, hidden, marker, mark=mark, down=tied)
+        if not tied:
+            yield LM_HEAD, vocabulary(noise, "lm_head", lm_head, vocab, hidden, marker)
         yield "model.norm.weight", norm(noise, source["model.norm.weight"], hidden, marker=marker, lift=LIFT)
         places = layer_places(old.num_layers, new.num_layers)
         for index in range(new.num_layers):
-            before, after = (
-                (f"model.layers.{places.index(index)}" if index in places else None),
-                f"model.layers.{index}",
-            )
-            yield from layer_tensors(noise, axes, source, before, after, new.head_dim)
+            before = f"model.layers.{places.index(index)}" if index in places else None
+            yield from layer_tensors(noise, axes, source, before, f"model.layers.{index}", new.head_dim)
 
     for name, tensor in build():
         yield name, tensor.to(dtype)
