@@ -10,6 +10,9 @@ from pathlib import Path
 import infer.environment  # noqa: F401
 
 # isort: split
+
+from scripts.errors import reports_errors
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -34,17 +37,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.interpret:  # read when triton is imported
         os.environ.update(TRITON_INTERPRET="1", HEADWAY_KERNELS="triton")
     from scripts.gpu_check import runner
 
-    try:
-        return runner.run(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return runner.run(args)
 
 
 sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.request import SamplingParams
+from infer.request import Request, SamplingParams
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head
 from models.targets import load_target
@@ -113,16 +113,20 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
     return document
 
 
+def prefilled(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:
+    """Add the prompts and run the engine until each has its first token; return their requests."""
+    requests = [engine.request(engine.add(prompt, params)) for prompt in prompts]
+    while any(request.output_length == 0 for request in requests):
+        engine.step()
+    return requests
+
+
 def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, Any]]:
     """Return the token ids, and median time, tokens/s and τ of the rounds after the prefill of all prompts."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     if engine.device.type == "cuda":
         engine.generate([prompts[0]], replace(params, max_tokens=8))  # compile kernels and warm caches
-    names = [engine.add(prompt, params) for prompt in prompts]
-    requests = [engine.request(name) for name in names]
-    while any(request.output_length == 0 for request in requests):
-        engine.step()
-    rounds, emitted = [], 0
+    requests, rounds, emitted = prefilled(engine, prompts, params), [], 0
     while engine.has_work:
         full = all(request.finish_reason is None for request in requests)
         begin = time.perf_counter()
@@ -144,10 +148,7 @@ def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> 
 
     The last rounds, in which requests finish, are not profiled. On a CPU the result has no meaning.
     """
-    names = [engine.add(prompt, SamplingParams(max_tokens=64, ignore_eos=True)) for prompt in prompts]
-    requests = [engine.request(name) for name in names]
-    while any(request.output_length == 0 for request in requests):
-        engine.step()
+    requests = prefilled(engine, prompts, SamplingParams(max_tokens=64, ignore_eos=True))
     on_gpu = engine.device.type == "cuda"
     kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     if on_gpu:
@@ -157,8 +158,8 @@ def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> 
             engine.step()
         if on_gpu:
             torch.cuda.synchronize(engine.device)
-    for name in names:
-        engine.abort(name)
+    for request in requests:
+        engine.abort(request.request_id)
     busy = sum(event.self_device_time_total for event in profiler.key_averages()) / 1000 / (PROFILED if on_gpu else 1)
     return {"gpu_ms": round(busy, 3), "gap_us": round(1000 * (round_ms - busy), 1)}
 
