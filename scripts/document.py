@@ -1,4 +1,4 @@
-"""The result document of a measurement: what states where it comes from, how it is saved, and its tables and plots."""
+"""The result document of a measurement: what states where it comes from, how it is saved, and its tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -110,34 +110,3 @@ def table(records: Sequence[Mapping[str, Any]], *, pad: bool = False) -> str:
         return " ".join(map(text, value)) if isinstance(value, list) else "" if value is None else str(value)
 
     return markdown(list(records[0]), [[text(value) for value in record.values()] for record in records], pad=pad)
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One plot of a figure: curves by label, each a list of points (x, y)."""
-
-    title: str
-    x: str
-    y: str
-    curves: Mapping[str, Sequence[tuple[float, float]]]
-    axes: Mapping[str, Any] | None = None  # what else matplotlib's Axes.set takes
-
-
-def draw_panels(path: str | Path, panels: Sequence[Panel], *, columns: int, legend: str | None = None) -> None:
-    """Draw the panels in rows of `columns`, each with a legend, or the first alone with one titled `legend`."""
-    from matplotlib.figure import Figure
-
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.5 * columns, 3.5 * rows), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).flatten()
-    for place in places[len(panels) :]:
-        place.remove()
-    for number, (place, panel) in enumerate(zip(places, panels, strict=False)):
-        for label, points in panel.curves.items():
-            place.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        place.set(xlabel=panel.x, ylabel=panel.y, **(panel.axes or {}))
-        place.set_title(panel.title, fontsize=10)
-        place.grid(alpha=0.3)
-        if legend is None or number == 0:
-            place.legend(fontsize=7, title=legend)
-    figure.savefig(path, dpi=110)

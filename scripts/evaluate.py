@@ -178,23 +178,22 @@ def tables(cells: Sequence[Cell]) -> tuple[list[dict[str, Any]], list[dict[str, 
     return rows, lengths
 
 
-def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
+def plot(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Plot acceptance by position for every shape, one curve per data set and temperature; with several concurrencies
     also speed over concurrency, one curve per shape too. Returns no paths without matplotlib.
     """
-    from train.publishing.plots import PLAIN_SPEED, draw_curves
+    from train.publishing.plots import PLAIN_SPEED, Panel, by_position, draw
 
     written = []
     for shape in dict.fromkeys(result.shape for result in cells):
         selected = [result for result in cells if result.shape == shape and result.concurrency == cells[0].concurrency]
         curves = {label_of(result): list(enumerate(result.by_position, start=1)) for result in selected}
-        names = "position in the draft", "share that is accepted"
-        written.append(draw_curves(folder / f"acceptance_{shape}.png", curves, *names, ylim=(0, 1), title=shape))
+        written.append(draw(folder / f"acceptance_{shape}.png", by_position(curves, shape)))
     if len({result.concurrency for result in cells}) > 1:
         speeds: dict[str, list[tuple[float, float]]] = {}
         for result in sorted(cells, key=lambda result: result.concurrency):
             speeds.setdefault(f"{label_of(result)}, {result.shape}", []).append((result.concurrency, result.ratio))
-        written.append(draw_curves(folder / "speed.png", speeds, "requests at once", PLAIN_SPEED, level=1))
+        written.append(draw(folder / "speed.png", Panel(speeds, "requests at once", PLAIN_SPEED, level=1)))
     return [path for path in written if path is not None]
 
 
@@ -220,7 +219,7 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
     from train.publishing.trackers import Results, make_trackers
     from train.storage import atomic
 
-    plots = draw(cells, folder)
+    plots = plot(cells, folder)
     title = f"# {config.head.name} for {config.model.name}"
     parts = [title, *map(table, tables(cells)), *(f"![{plot.stem}]({plot.name})" for plot in plots), texts(samples)]
     atomic.write_text(folder / REPORT, "\n\n".join(parts) + "\n")

@@ -55,7 +55,7 @@ class Cell:
     def summary(self, name: str) -> dict[str, Any]:
         """Return the cell of a result document for the system `name`."""
         total = Comparison(self.pairs)
-        drafts = total.speculation.steps > 0 and not name.startswith(OFF)
+        drafts = total.speculation.steps > 0 and name.partition(":")[0] != OFF
         return {
             "rounds": len(self.pairs),
             "tokens_per_s": asdict(Spread.of([pair.on.tokens_per_s for pair in self.pairs])),

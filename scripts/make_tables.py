@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.config_checks import REPO_ROOT
-from scripts.document import RESULTS, Panel, draw_panels, markdown
+from scripts.document import RESULTS, markdown
 from scripts.errors import reports_errors
 
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
@@ -241,6 +241,8 @@ def plot_curves(result: Cell, path: Path) -> None:
     Further panels show the final τ over the steps of training-time test and over the size of the draft vocabulary, if
     runs differ in these.
     """
+    from train.publishing.plots import Panel, draw
+
     base, runs = result["base"], result["runs"]
     first = next(iter(runs))
     changes: dict[str, Cell] = {name: described(item["differs"]) for name, item in runs.items()}
@@ -251,7 +253,7 @@ def plot_curves(result: Cell, path: Path) -> None:
         ),
     }
     panels = [
-        Panel(title, "thousand tokens trained", "τ in the engine, greedy", curves, {"ylim": (1, None)})
+        Panel(curves, "thousand tokens trained", "τ in the engine, greedy", title, axes={"ylim": (1, None)})
         for title, curves in groups.items()
         if len(curves) > 1 or title == "heads"
     ]
@@ -273,8 +275,8 @@ def plot_curves(result: Cell, path: Path) -> None:
                 )
             }
             axes = {"ylim": (1, None), "xticks": [value for value, _ in ends]}
-            panels.append(Panel(title, key, "τ in the engine", curves, axes))
-    draw_panels(path, panels, columns=min(2, len(panels)))
+            panels.append(Panel(curves, key, "τ in the engine", title, axes=axes))
+    draw(path, *panels, columns=min(2, len(panels)))
 
 
 def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], unchanged: str) -> dict[str, list[Any]]:
@@ -291,6 +293,8 @@ def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], uncha
 
 def plot_load(result: Cell, path: Path) -> None:
     """Plot tokens/s and the median times of a response and between tokens over the load, one line per server."""
+    from train.publishing.plots import Panel, draw
+
     values: dict[str, Callable[[Cell], float]] = {
         "tokens/s": lambda level: level["tokens_per_s"],
         "seconds until a response is complete (median)": lambda level: level["latency_s"]["p50"],
@@ -302,9 +306,9 @@ def plot_load(result: Cell, path: Path) -> None:
             label(system): [(level["load"], value(level)) for level in levels]
             for system, levels in result["results"].items()
         }
-        axes = {"yscale": "log"} if number == 1 else None
-        panels.append(Panel(title, "load (1: our plain decoding's capacity)", "", curves, axes))
-    draw_panels(path, panels, columns=3, legend="")
+        axes = {"yscale": "log"} if number == 1 else {}
+        panels.append(Panel(curves, "load (1: our plain decoding's capacity)", "", title, axes=axes))
+    draw(path, *panels, columns=3)
 
 
 PLOTS: dict[str, Callable[[Cell, Path], None]] = {

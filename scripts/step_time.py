@@ -22,12 +22,12 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from infer.cli import entry_point
 from infer.speculation.control.cost_model import CostTable
 from scripts.config import StepTimeConfig
-from scripts.document import Panel, draw_panels
 
 
 class Stopwatch:
@@ -55,6 +55,8 @@ class Stopwatch:
 
 def plot_costs(table: CostTable, file: str) -> None:
     """Plot milliseconds of a verify over rows per request, and of drafting over depth, one line per batch size."""
+    from train.publishing.plots import Panel, draw
+
     panels = []
     for title, curves in (("verify", table.verify), *table.drafts.items()):
         verifies = title == "verify"
@@ -67,8 +69,8 @@ def plot_costs(table: CostTable, file: str) -> None:
         }
         name = title if verifies else f"drafting, {title.replace('_', ' ')}"
         x = "rows of each request" if verifies else "depth"
-        panels.append(Panel(name, x, "milliseconds", points, {"ylim": (0, None)}))
-    draw_panels(file, panels, columns=len(panels), legend="requests")
+        panels.append(Panel(points, x, "milliseconds", name, legend="requests", axes={"ylim": (0, None)}))
+    draw(Path(file), *panels, columns=len(panels))
 
 
 @entry_point("step_time", StepTimeConfig)
