@@ -42,13 +42,6 @@ BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # upper bounds of prompt le
 
 
 @dataclass
-class Context:
-    acceptance_length: float
-    coverage: float
-    cut_short: float
-
-
-@dataclass
 class Cell:
     """The results for one data set, chat template setting, temperature, draft shape and concurrency."""
 
@@ -60,7 +53,7 @@ class Cell:
     prompts: int
     acceptance_length: float
     by_position: list[float]
-    by_context: dict[str, Context]  # by the upper bound of the prompt length in tokens
+    by_context: dict[str, dict[str, float]]  # `about`, by the upper bound of the prompt length in tokens
     coverage: float  # share of the emitted tokens that the draft vocabulary holds
     cut_short: float  # share of the verifies that ended at a token outside it: an upper bound of what it costs
     tokens_per_s: float
@@ -117,7 +110,7 @@ def measure(
             lengths = [max(len(task.prompt) for task in group) for group in groups]
             for shape in config.shapes:
                 pairs = [Pair(runs[OFF], runs[shape]) for runs in rounds]
-                comparison, overall = Comparison(pairs), about(pairs, target_ids)
+                comparison = Comparison(pairs)
                 results.append(
                     Cell(
                         data=name,
@@ -131,13 +124,13 @@ def measure(
                         tokens_per_s=comparison.on_tokens_per_s,
                         ratio=comparison.ratio.median,
                         identical=comparison.identical,
-                        **asdict(overall),
+                        **about(pairs, target_ids),
                     )
                 )
     return results
 
 
-def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
+def about(pairs: Sequence[Pair], target_ids: Any) -> dict[str, float]:
     """Return τ, coverage of the draft vocabulary, and the share of verifies that it cut short.
 
     Only the bonus token, which ends a verify, can lie outside the draft vocabulary, so each token outside it counts one
@@ -153,10 +146,14 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
     for pair in pairs:
         stats.merge(pair.on.speculation)
     lacking = len(later) - round(len(later) * coverage(later, target_ids)) if len(later) else 0
-    return Context(stats.acceptance_length, coverage(emitted, target_ids), lacking / max(1, stats.steps))
+    return {
+        "acceptance_length": stats.acceptance_length,
+        "coverage": coverage(emitted, target_ids),
+        "cut_short": lacking / max(1, stats.steps),
+    }
 
 
-def by_context(lengths: Sequence[int], pairs: Sequence[Pair], target_ids: Any) -> dict[str, Context]:
+def by_context(lengths: Sequence[int], pairs: Sequence[Pair], target_ids: Any) -> dict[str, dict[str, float]]:
     """Group the results by prompt length; prompts that run together count with the length of the longest."""
     groups: dict[int, list[Pair]] = {}
     for length, pair in zip(lengths, pairs, strict=True):

@@ -122,7 +122,7 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         residual = (weights.numel() + (1 + HEADS) * states.numel()) * size
         gathered = 6 * len(index) * states.shape[1] * size
         rotated = 2 * (qkv.numel() + cos.numel()) * size
-        calls = (  # kernel, bytes, function and its arguments
+        calls: tuple[tuple[Any, ...], ...] = (  # kernel, bytes, function and its arguments
             ("MLP head step", 3 * states.numel() * size, embed_norm_gelu, states, ids, table, 0.3, scale, shift, 1e-6),
             ("Medusa's residual blocks", residual, residual_silu, states[None], weights, biases),
             ("norms beside each other", 4 * states.numel() * size, norm_beside, states, states, scale, shift, 1e-6),
