@@ -122,7 +122,7 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         residual = (weights.numel() + (1 + HEADS) * states.numel()) * size
         gathered = 6 * len(index) * states.shape[1] * size
         rotated = 2 * (qkv.numel() + cos.numel()) * size
-        calls: tuple[tuple[Any, ...], ...] = (  # kernel, bytes, function and its arguments
+        calls = (  # kernel, bytes, function and its arguments
             ("MLP head step", 3 * states.numel() * size, embed_norm_gelu, states, ids, table, 0.3, scale, shift, 1e-6),
             ("Medusa's residual blocks", residual, residual_silu, states[None], weights, biases),
             ("norms beside each other", 4 * states.numel() * size, norm_beside, states, states, scale, shift, 1e-6),
@@ -131,7 +131,8 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
             ("SiLU and product", gate_up.numel() * size * 3 // 2, silu_mul, gate_up),
             ("rotary, QK norm, write", rotated, rotate_and_write, qkv, cos, sin, norm, slots, cache, heads),
         )
-        results += [timed(kernel, f"{rows} rows, {dtype}", device, *call) for kernel, *call in calls]
+        for kernel, moved, call, *args in calls:
+            results.append(timed(kernel, f"{rows} rows, {dtype}", device, moved, call, *args))
     layers, paths = (32, 8) if on_gpu else (2, 1)
     stack = torch.zeros(layers, 2, kv_heads, 64 * paths, dim, dtype=dtype, device=device)
     source = (torch.arange(paths)[:, None] * 64 + torch.arange(1, 13, 2)).flatten().to(device)
