@@ -53,7 +53,7 @@ def overrides(folder: Path, *extra: str) -> list[str]:
         "model.device=cpu",
         "engine.threads=1",
         "engine.max_tokens_in_cache=2048",
-        "proposer=ngram",
+        "proposer=suffix",
         "proposer.adaptive=false",
         "max_tokens=24",
         *extra,
@@ -108,7 +108,7 @@ def test_a_pipe_is_one_message_a_line_and_later_ones_see_the_history(chat, respo
     out, err = chat("def f(", "what did I say", "multi\\", "ple lines")
     assert out == shown(responses(["def f(", "what did I say", "multi\nple lines"]))
     assert out != shown(responses(["def f("]) + responses(["what did I say"]) + responses(["multi\nple lines"]))
-    for row in (r"model +tiny \(.*\), float32 on cpu", "speculation +n-gram", "end tokens +0", "memory +weights"):
+    for row in (r"model +tiny \(.*\), float32 on cpu", "speculation +suffix", "end tokens +0", "memory +weights"):
         assert re.search(row, err)
     assert err.count("tokens/s, 24 tokens, the first after") == 3
     assert "> what did I say" in err
@@ -125,7 +125,7 @@ def test_switching_speculation_changes_no_token_of_an_answer(chat, responses):
     assert "not the same" not in err
     lines = [line for line in err.splitlines() if MORE in line]
     assert [line.startswith("τ 1.00, no drafts") for line in lines] == [False, True, True, False, False]
-    assert "drafted by ngram" in lines[0]
+    assert "drafted by suffix" in lines[0]
 
 
 def test_commands_change_the_conversation_and_unknown_ones_are_not_sent(chat, responses):
