@@ -63,11 +63,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), staging)
 
 
-def copy_file(source: Path, path: Path) -> None:
-    with replace_file(path) as staging:
-        shutil.copyfile(source, staging)
-
-
 @contextmanager
 def staging_for(path: Path) -> Iterator[Path]:
     """Yield a new, locked folder beside `path`, removed afterwards with what is then in it. Raises as for a folder."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -96,7 +97,7 @@ def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str]) -> Pat
 
 
 def copy_twin(twin: Path, folder: Path, files: Sequence[str]) -> None:
-    """Copy `files` in this order, so that the last one marks the folder as complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in files:
-        atomic.copy_file(twin / name, folder / name)
+    """Replace `folder` by one with `files` alone."""
+    with atomic.replace_folder(folder) as staging:
+        for name in files:
+            shutil.copyfile(twin / name, staging / name)
