@@ -20,7 +20,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.budget import Budget
-from infer.speculation.proposers import head_proposer
+from infer.speculation.proposers.head import HeadProposer
 from models.attention import CausalAttention
 from models.config import LAST
 from models.heads import HEADS
@@ -352,7 +352,7 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
     if head.config.max_depth is not None:
         deeper = ProposerConfig(name="head", max_draft_tokens=head.config.max_depth + 1)
         with pytest.raises(ValueError, match=f"drafts {head.config.max_depth} tokens at most"):
-            head_proposer(head, 8, deeper)
+            HeadProposer(head, 8, deeper)
 
 
 def test_a_head_may_follow_one_that_drafts_less_far(engine: Engine, head_of: Callable[[str], Head]) -> None:
