@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.request import DrafterState, Phase, Request
 from infer.speculation.budget import NOTHING, Budget, Grant, Grants, VerifiedDraft
 from infer.speculation.control.batch_plan import Candidate
-from infer.speculation.control.planner import PLAN_STEPS, AsAllowed, Planner
+from infer.speculation.control.planner import PLAN_STEPS, Planner
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.tree import DraftTree
@@ -60,7 +60,7 @@ class Speculator:
         self._limits = {name: limit for name, (_, limit) in limits.items()}
         self._stateful = dict.fromkeys(part for proposer in self._proposers.values() for part in stateful(proposer))
         self._context, self.default, self._timer = context, default, timer
-        self.planner: Planner = AsAllowed()
+        self.planner: Planner = Planner()
         self._tracked: dict[str, set[str]] = {}  # by drafter, the requests that it keeps state of
         self._idle: dict[str, int] = {}  # for each of these, steps since its last draft
         self.seconds = 0.0  # spent in proposing, in all

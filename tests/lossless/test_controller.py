@@ -15,14 +15,14 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.control.planner import AsAllowed, Controller
+from infer.speculation.control.planner import Controller, Planner
 from infer.speculation.proposers.head import KEPT_ROWS, MIN_SEEN
 from tests.drafts import chain
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 
-class AtRandom(AsAllowed):
+class AtRandom(Planner):
     """Grants no drafts for stretches longer than KEPT_ROWS features, between them random budgets to random requests.
     `pays`: the probability that `should_track` returns True.
     """
@@ -81,7 +81,7 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
     assert planned == [ids(engine.generate(few, long))] * 2
 
 
-class AtAnyPrice(AsAllowed):
+class AtAnyPrice(Planner):
     """Chains exit early by random prices, which change in every step."""
 
     def __init__(self, seed: int) -> None:
@@ -116,7 +116,7 @@ def test_no_price_changes_a_token(make_engine, prompts, head, params):
     assert_nothing_left(engine)
 
 
-class Switch(AsAllowed):
+class Switch(Planner):
     """Drafting pays for every request or for none, as `pays` says."""
 
     pays = False

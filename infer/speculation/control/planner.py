@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_budgets
 from infer.speculation.control.acceptance_model import AcceptanceModel
@@ -39,83 +39,52 @@ class Forecast(NamedTuple):
     errors: tuple[float, float] | None = None  # of the probabilities (confidence.py), where chains may exit early
 
 
-class Planner(Protocol):
+class Planner:
+    """Grants every request all that is allowed and learns nothing: the planner where speculation is not adaptive."""
+
     @property
     def forecast(self) -> Forecast | None:
         """The current forecast; None from a planner that makes none."""
-        ...
+        return None
 
     def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
         """Return whether the next call of `plan`, with the same requests, needs to be told the candidates."""
-        ...
+        return False
 
     def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
         """Plan the next step of the `decoding` requests.
 
         `candidates`: those of them that may be drafted for, None unless `needs_candidates`.
         """
-        ...
 
     def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         """Return whether tracking a request without history is worth its cost at this batch size.
 
         `tokens` is how many it may yet emit with drafts, `unread` how many its drafter must read first.
         """
-        ...
-
-    def skips(self, request_id: str) -> bool:
-        """Return whether the request's budget is NOTHING whatever is allowed; cheaper than `budget`."""
-        ...
-
-    def budget(self, request_id: str, allowed: Budget) -> Budget: ...
-
-    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
-        """Record the outcome of a request's draft in this step, which may be empty."""
-        ...
-
-    def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record a step without prefill, after its drafts.
-
-        `drafting`: its seconds in the proposers, None if they cannot be told from the rest; `seconds`: in all.
-        """
-        ...
-
-    def forget(self, request_id: str) -> None: ...
-
-
-class AsAllowed:
-    """Grants every request all that is allowed. Learns nothing."""
-
-    @property
-    def forecast(self) -> Forecast | None:
-        return None
-
-    def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
-        return False
-
-    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
-        pass
-
-    def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         return True
 
     def skips(self, request_id: str) -> bool:
+        """Return whether the request's budget is NOTHING whatever is allowed; cheaper than `budget`."""
         return False
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed
 
     def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
-        pass
+        """Record the outcome of a request's draft in this step, which may be empty."""
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        pass
+        """Record a step without prefill, after its drafts.
+
+        `drafting`: its seconds in the proposers, None if they cannot be told from the rest; `seconds`: in all.
+        """
 
     def forget(self, request_id: str) -> None:
-        pass
+        """Drop what is kept of a request that has ended."""
 
 
-class NoDrafts(AsAllowed):
+class NoDrafts(Planner):
     """Grants no drafts, though proposers are kept up to date."""
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
@@ -130,7 +99,7 @@ class Probe:
     steps: int  # that it lasts at most
 
 
-class Controller:
+class Controller(Planner):
     """Plans by expected speed; a plan stays in force for a few steps, or until a request joins those drafted for.
 
     Probes find out whether another plan would pay. They earn their time: a small share of all steps, and the tokens
@@ -176,8 +145,6 @@ class Controller:
             self._speedups.clear()
             planned = [] if self.costs.guessed else [c for c in candidates if c.ready or c.worth_tracking]
             self.current = best_plan(len(decoding), planned, self.costs, self.acceptance, self._margin)
-            if self.current.budgets and self._plain_s:  # whether they keep what older ones promised is soon seen
-                self._age = PLAN_STEPS - PLAN_STEPS // 4
             if self.confidence is not None:
                 self._price_early_exit(self.confidence, candidates)
             if self._probe is not None and (self._probe.candidate is None) != bool(self.current.budgets):
@@ -251,14 +218,10 @@ class Controller:
         else:
             ready = [candidate for candidate in candidates if candidate.ready] or candidates
             chosen = ready[self._turn % len(ready)]
-            request_id, drafter, allowed, sampled, warm_up, _ = chosen
-            gains = self.acceptance.gains(request_id, drafter, allowed, sampled)
-            budgets = candidate_budgets(allowed)
-            seconds = [self.costs.verify(batch, batch + n) + self.costs.draft(drafter, 1, d) for n, d in budgets]
-            speeds = [(batch + gain) / each for gain, each in zip(gains, seconds, strict=True)]
-            best = speeds.index(max(speeds))  # what comes nearest to paying
-            price = seconds[best] - plain + warm_up * TRACKING_SHARE * self.costs.plain(1)
-            probe, least = Probe(chosen._replace(allowed=budgets[best]), 2 * warm_up or 1), price
+            (nodes, depth), warm_up = chosen.allowed, chosen.warm_up
+            price = self.costs.verify(batch, batch + nodes) + self.costs.draft(chosen.drafter, 1, depth) - plain
+            price += warm_up * TRACKING_SHARE * self.costs.plain(1)
+            probe, least = Probe(chosen, 2 * warm_up or 1), price
             if self.costs.guessed and credit_s > 0:  # a plain step was seen
                 least = price = 0.0
         self._credit_s = min(credit_s, price)
@@ -282,8 +245,6 @@ class Controller:
         if self._probe is not None and self._probe.candidate is not None:
             self._credit_s += accepted * self.costs.plain(len(self._planned)) / len(self._planned)
             self._probe = None
-            if accepted > expected:
-                self._age = PLAN_STEPS
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         self._credit_s += self._probe_share * seconds
@@ -294,12 +255,13 @@ class Controller:
                     self._probe, self._age = None, PLAN_STEPS
             self._plain_s += seconds
             return
-        self._plain_s = 0.0
+        if self._plain_s:  # it shows at once whether drafts keep what older ones and the table promised
+            self._plain_s, self._age = 0.0, PLAN_STEPS
         if len(self._depths) == 1:
             ((drafter, depths),) = self._depths.items()
             counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
             if self.confidence is not None and self.confidence.scoring and drafter == DRAFTER:
-                counts = self.confidence.counts
+                counts = self.confidence.counts or counts
             self.costs.learn_drafted(batch, rows, drafter, counts, seconds, drafting)
 
     def forget(self, request_id: str) -> None:

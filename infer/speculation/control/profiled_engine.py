@@ -15,7 +15,7 @@ from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
-from infer.speculation.control.planner import AsAllowed, NoDrafts
+from infer.speculation.control.planner import NoDrafts, Planner
 from infer.speculation.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ProfiledEngine:
             self._engine.abort(request.request_id)
         self._pool.pages.clear_cache()
         self._stats.restore(self._saved_stats)
-        self._speculator.planner, self._steps.overlap = AsAllowed(), self._saved_overlap
+        self._speculator.planner, self._steps.overlap = Planner(), self._saved_overlap
 
     def step(self) -> object:
         return self._engine.step()
