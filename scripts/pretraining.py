@@ -1,4 +1,4 @@
-"""Shared code of the scripts that train a target: schedule, optimisers, checkpoints, and a resumable training loop.
+"""The training of a target (pretrain_demo.py): schedule, optimisers, checkpoints, and a resumable loop.
 
 The learning rate is constant after a warm-up and then cools down linearly. Until the cool-down begins the trajectory
 does not depend on `steps`, so a stopped run can be resumed with another length. Muon trains the layers' matrices, AdamW
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from infer.config_checks import resolve_path
 from infer.options.literal_text import literal_overrides
 from models.targets.llama import LlamaTarget
-from train.checkpoint import latest_checkpoint, load_checkpoint, module_tensors, save_checkpoint
+from train.checkpoint import Trained, latest_checkpoint, load_checkpoint, module_tensors, save_checkpoint
 from train.signals import StopRequest
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -104,9 +104,9 @@ def resume(path: Path, model: LlamaTarget, optimizers: Optimizers, config: LoopC
     for key, value in asdict(config).items():
         if key not in free and saved.get(key) != value:
             raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
-    model.load_state_dict(checkpoint.module)
+    model.load_state_dict(checkpoint.trained.module)
     states = [optimizer.state_dict() for optimizer in optimizers]
-    for name, value in checkpoint.optimizer.items():
+    for name, value in checkpoint.trained.optimizer.items():
         index, parameter, key = name.split("|")
         states[int(index)]["state"].setdefault(int(parameter), {})[key] = value
     for optimizer, state in zip(optimizers, states, strict=True):
@@ -166,8 +166,8 @@ def run_steps(
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
             bar.update()
             if step % config.checkpoint_every == 0 or step == config.steps or stop.requested:
-                state = {"config": asdict(config)}
-                save_checkpoint(checkpoints, step, module_tensors(model), state_of(optimizers), state, keep=1)
+                trained = Trained(module_tensors(model), state_of(optimizers))
+                save_checkpoint(checkpoints, step, trained, {"config": asdict(config)}, keep=1)
     bar.close()
     if step < config.steps:
         print(f"stopped at step {step}; the same command goes on")

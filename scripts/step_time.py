@@ -58,7 +58,7 @@ def plot_costs(table: CostTable, file: str) -> None:
     from train.publishing.plots import Panel, draw
 
     panels = []
-    for title, curves in (("verify", table.verify), *table.drafts.items()):
+    for title, curves in (("verify", table.steps), *table.drafts.items()):
         verifies = title == "verify"
         points = {
             str(batch): [

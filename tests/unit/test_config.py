@@ -32,7 +32,6 @@ FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*
 REQUIRED_OVERRIDES = {  # what the user must set along with an option
     "data/files": ["data.path=x.jsonl"],
     "data/hub": ["data.path=owner/name"],
-    "experiment/chat-eagle3": ["data.path=x.jsonl"],
     **{f"objective/{head}": [f"head={head}"] for head in ("eagle", "medusa", "mlp", "p-eagle")},
     "objective/medusa-2": ["head=medusa"],
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
@@ -135,7 +134,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
             ["head=eagel3"],
             "head=eagel3: no such option; did you mean eagle3? known: auto, eagle, eagle3,",
         ),
-        ("train", ["experiment=x"], "experiment=x: no such option; known: chat-eagle3, demo-eagle3-hour"),
+        ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour, demo-heads"),
         ("train", ["data=files", "data.path=x", "data.columns={a: b}"], "data.columns=a: must be one of input_ids"),
         ("train", ["data=files", "data.path=x", "data.columns=5"], "data.columns=5: must be our names"),
         ("train", ["data=files"], "data.path: must be given, as data.path=..."),

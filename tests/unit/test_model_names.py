@@ -70,10 +70,9 @@ def test_any_folder_is_taken_as_typed(name: str, place: Path) -> None:
 
 def test_what_is_typed_wins_over_a_recipe(place: Path) -> None:
     def model(*words: str) -> ModelConfig:
-        overrides = ["experiment=chat-eagle3", "data.path=x.jsonl", *words]
-        return compose("train", TrainConfig, overrides).model
+        return compose("train", TrainConfig, ["experiment=llama3.2-1b-eagle3-24gb", *words]).model
 
-    assert model().path == "outputs/chat_target"
+    assert model().path == "meta-llama/Llama-3.2-1B-Instruct"
     assert (model("model=Mine").path, model("model=Mine").name) == (str(place / "Mine"), "mine")
     assert model("model=smollm2-135m").path == "package:smollm2-135m"
     assert model("model=Mine", "model.path=other", "model.name=x") == ModelConfig("x", "other", dtype="auto")
