@@ -12,6 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 CONSTANT: dict[str, Any] = {  # key -> its value now; the constant's comment says why
+    "engine.graph_batches": "1, 2, 4, ... engine.max_batch",
+    "engine.graph_rows": "up to engine.max_rows",
+    "engine.graph_context": 32768,
+    "engine.rounds_ahead": "1 with graphs",
     "optim.eps": 1e-8,
     "objective.kl_scale": 1.0,
     "objective.kl_decay": 1.0,

@@ -306,7 +306,8 @@ def test_a_config_of_an_earlier_version_is_read_if_what_it_says_is_still_so(tmp_
     earlier = yaml.safe_load(path.read_text())
     earlier["optim"]["eps"] = 1e-8
     earlier["objective"] |= {"kl_scale": 1.0, "kl_decay": 1.0}
-    earlier["parallel"]["patience_minutes"] = 5.0  # no result depended on it
+    earlier["parallel"]["patience_minutes"] = 5.0  # no result depended on these
+    earlier["engine"] |= {"graph_batches": [1, 4], "graph_context": 4096, "rounds_ahead": None}
     path.write_text(yaml.safe_dump(earlier))
     assert load_config(path, train_config.TrainConfig, SCHEMAS) == config
     earlier["objective"]["kl_decay"] = 3.0
