@@ -50,12 +50,12 @@ class Stopping:
     """Shutdown requests: the first sets `asked` and starts the drain, the second sets `hurry` and ends it."""
 
     def __init__(self) -> None:
-        self.asked, self.hurry = asyncio.Event(), asyncio.Event()
+        self.requested, self.hurry = asyncio.Event(), asyncio.Event()
 
     def ask(self) -> None:
-        if self.asked.is_set():
+        if self.requested.is_set():
             self.hurry.set()
-        self.asked.set()
+        self.requested.set()
 
 
 def serve(
@@ -120,7 +120,7 @@ async def run(
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     loading = service.runtime.start()
     requested, hurry, dead = (
-        asyncio.ensure_future(event.wait()) for event in (stopping.asked, stopping.hurry, service.runtime.dead)
+        asyncio.ensure_future(event.wait()) for event in (stopping.requested, stopping.hurry, service.runtime.dead)
     )
     try:
         await asyncio.wait((loading, requested, serving), return_when=asyncio.FIRST_COMPLETED)

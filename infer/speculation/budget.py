@@ -47,7 +47,7 @@ def candidate_budgets(limit: Budget) -> list[Budget]:
 class VerifiedDraft(NamedTuple):
     """The outcome of a request's draft."""
 
-    asked: Budget  # that it was drafted under
+    budget: Budget  # that it was drafted under
     nodes: int  # number of drafted nodes
     depth: int  # of the deepest of them
     path: Sequence[int]  # which of them were accepted, counted from 1

@@ -72,7 +72,7 @@ def test_plain_texts(tiny_tokenizer: Tokenizer) -> None:
     ids = tiny_tokenizer.encode("def f(x): return x")
     assert parse({"text": "def f(x): return x"}, tiny_tokenizer, prompt_tokens=4).ids == tuple(ids[:4])
     example = parse({"text": "def f(x): return x"}, tiny_tokenizer, responses="given")
-    assert example == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)), asked=len(ids))
+    assert example == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)), prompt_length=len(ids))
     pair = {"prompt": "def f", "response": "(x)"}
     assert parse(pair, tiny_tokenizer, chat_template=False).ids == tuple(tiny_tokenizer.encode("def f"))
     example = parse(pair, tiny_tokenizer, chat_template=False, responses="given")

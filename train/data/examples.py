@@ -39,21 +39,21 @@ BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields t
 class Example:
     """A row before the target has responded: messages, or ids of a prompt, or with `loss_mask` of a whole sequence.
 
-    The first `asked` ids of a whole sequence are its prompt: they decide whether it is held out, and are the prompt
-    that the target continues if it is.
+    The first `prompt_length` ids of a whole sequence are its prompt: they decide whether it is held out, and are what
+    the target continues if it is.
     """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] = ()
     ids: tuple[int, ...] = ()
     loss_mask: tuple[bool, ...] | None = None
-    asked: int = 0
+    prompt_length: int = 0
     place: str = field(default="", compare=False)  # file and line, for messages
 
     @property
     def prompt(self) -> tuple[int, ...]:
         """The prompt's ids, of an example without messages."""
-        return self.ids if self.loss_mask is None else self.ids[: self.asked]
+        return self.ids if self.loss_mask is None else self.ids[: self.prompt_length]
 
     @property
     def opening_key(self) -> int:
@@ -142,7 +142,7 @@ def plain(form: str, row: Mapping[str, Any], data: RowsDataConfig, tokenizer: To
             ids += tokenizer.encode(text_of("response", row["response"]), context=ids)
             ids += tokenizer.eos_ids[:1]
         return Example(
-            ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))), asked=prompt_length
+            ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))), prompt_length=prompt_length
         )
     return Example(ids=tuple(ids[: data.prompt_tokens] if form == "text" else ids))
 
@@ -160,7 +160,7 @@ def tokenised(ids: object, mask: object, vocab_size: int, prompt_tokens: int) ->
         raise ValueError("loss_mask leaves nothing to learn: two neighbouring tokens must be the target's own")
     first = mask.index(1)
     prompt_length = first if first > 1 else min(prompt_tokens, len(ids))
-    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask), asked=prompt_length)
+    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask), prompt_length=prompt_length)
 
 
 def has_served_slot(mask: Sequence[int | bool]) -> bool:

@@ -75,7 +75,7 @@ class AcceptanceModel:
         self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, sampled: bool = False
     ) -> None:
         """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
-        key, accepted = Evidence(drafter, sampled, draft.asked.is_chain), len(draft.path)
+        key, accepted = Evidence(drafter, sampled, draft.budget.is_chain), len(draft.path)
         tried, path = draft.nodes, draft.path
         if key.chain:
             tried, path = min(draft.depth, accepted + 1), range(1, accepted + 1)
@@ -94,8 +94,8 @@ class AcceptanceModel:
 
     def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, sampled: bool = False) -> float:
         """Return how many tokens of this draft are expected to be accepted."""
-        nodes = draft.depth if draft.asked.is_chain else draft.nodes
-        return sum(self._chances(request_id, drafter, draft.asked, sampled)[:nodes])
+        nodes = draft.depth if draft.budget.is_chain else draft.nodes
+        return sum(self._chances(request_id, drafter, draft.budget, sampled)[:nodes])
 
     def chances(self, request_id: str, drafter: str, depth: int, sampled: bool = False) -> tuple[float, ...]:
         """Return, for each depth from 1 to `depth`, the probability that a chain is accepted down to it."""

@@ -129,8 +129,8 @@ class CostModel:
 
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
     Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
-    changes theirs changes all. `guess`: nothing was
-    measured, so that nothing should be planned before corrections are the mean of enough speculative steps.
+    changes theirs changes all. `guess`: nothing was measured, so that nothing should be planned before corrections are
+    the mean of enough speculative steps.
     """
 
     def __init__(self, table: CostTable, *, guess: bool = False) -> None:
