@@ -268,7 +268,7 @@ class Simulation:
             if self.speculator.wants_features(decoding):
                 verify += machine.tracking * machine.verify(1, 1)
         slow = self.speed_of(self.now) * math.exp(self.rng.gauss(0.0, machine.noise))
-        slow *= 4.0 if self.rng.random() < 0.005 else 1.0  # another process had the machine
+        slow *= 4.0 if machine.noise and self.rng.random() < 0.005 else 1.0  # another process had the machine
         self.quiet = self.quiet + 1e-3 * slow * verify if rows == batch else 0.0
         return 1e-3 * slow * (verify + drafting), 1e-3 * slow * drafting
 

@@ -22,9 +22,9 @@ from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
 UNKNOWN = 0.5
 # Drafts that a prior counts like; with a quarter, chance alone ends drafting (LOG.md, 2026-11-23, "Two misses").
 PRIOR_WEIGHT = 16.0
-# Decay of evidence per draft: a request's content changes within some 30 drafts; a drafter's rate is that of some 100,
-# of many requests: with 200 drafts content changed for 80 s unnoticed (LOG.md, 2026-11-26, "The controller's diet").
-REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.99
+# Decay of evidence per draft: a request's content changes within some 30 drafts; a drafter's rate is that of some 200,
+# of many requests. With 100 for either, useless drafts cost up to 5 % (LOG.md, 2026-11-26, "The controller's diet").
+REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.995
 
 
 class Evidence(NamedTuple):
