@@ -89,16 +89,21 @@ def expected(make_small_engine, cases):
 
 
 def controlled(engine: Engine) -> Engine:
-    """Plan as with `proposer.adaptive`, with costs at which drafting pays only for good drafts and few requests."""
+    """Plan as with `proposer.adaptive`, with costs at which drafting pays only for good drafts and few requests.
+
+    Steps are recorded as taking what the table says, whatever this machine takes.
+    """
     curves = Curve((1.0, 2.0), (0.004, 0.0045)), Curve((24.0, 48.0), (0.006, 0.012))
     drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
     acceptance = AcceptanceModel()
-    engine.speculator.planner = Controller(
+    engine.speculator.planner = planner = Controller(
         CostModel(CostTable((1, 24), curves, dict.fromkeys(engine.proposer_names, drafts))),
         acceptance,
         Confidence(acceptance),
         probe_share=0.3,
     )
+    record_step, table = planner.record_step, planner.costs.table
+    planner.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, 0.0, table.step(batch, rows))
     if engine._head is not None and engine._head.exits_early:
         engine._head.confidence = engine.speculator.planner.confidence
     return engine
@@ -115,7 +120,7 @@ def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, n
         assert completion.text == wanted.text, case
     drafted = sum(completion.stats.drafted for completion in completions)
     accepted = sum(completion.stats.accepted for completion in completions)
-    assert 0 < accepted < drafted
+    assert 0 < accepted < drafted + adaptive  # planned drafts may all be right
     if adaptive:  # some request got no drafts, though it allows them
         speculating = [c for (*_, params), c in zip(cases, completions, strict=True) if params.speculate]
         assert any(c.stats.drafted == 0 for c in speculating if c.stats.steps > 3)
