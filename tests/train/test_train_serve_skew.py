@@ -247,7 +247,7 @@ def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
     wrong = torch.tensor([383])
     monkeypatch.setattr(proposer, "propose", propose)
     monkeypatch.setattr(proposer, "_native", None)  # which chooses tokens by itself
-    monkeypatch.setattr(proposer, "choice", lambda logits, positions, parameters: wrong.expand(len(logits)))
+    monkeypatch.setattr(proposer.loop, "choice", lambda logits, positions, parameters: wrong.expand(len(logits)))
     (completion,) = engine.generate([ids[~assistant].tolist()], GREEDY)
     engine.set_proposer("none")
     assert completion.token_ids == ids[assistant].tolist()
@@ -393,7 +393,7 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
             engine.step()
             request = engine._requests[request_id]
         engine.speculator.propose([request], [Budget(1, 1)])  # computes the pending rows
-        slots = [engine._pool._slot(request, position) for position in range(1, computed + 1)]
+        slots = engine._pool.rows([request], [1], [computed]).slots
         caches.append([cache[:, :, slots].clone() for cache in engine._pool.layers.caches[8:]])
     for actual, fresh in zip(*caches, strict=True):
         assert torch.allclose(actual, fresh, atol=1e-4)
