@@ -18,7 +18,7 @@ from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.control.planner import AsAllowed, Controller
+from infer.speculation.control.planner import Controller, Planner
 from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
@@ -91,13 +91,13 @@ def test_each_request_has_its_own_budget(make_small_engine, rounds, head, shape)
     assert len({len(item.stats.drafted_by_position) for item in completions}) > 3
 
 
-class Changing(AsAllowed):
+class Changing(Planner):
     """Grants every request another budget in every step."""
 
     def __init__(self) -> None:
         self.rng, self.depths = random.Random(3), dict[str, int]()
 
-    def plan(self, decoding, load, candidates) -> None:
+    def plan(self, decoding, candidates) -> None:
         self.depths = {name: self.rng.randrange(4) for name in decoding}
 
     def budget(self, request_id, allowed):
