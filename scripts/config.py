@@ -22,7 +22,7 @@ from infer.config import (
 )
 from infer.options.tracker_config import TrackerConfig
 from models.checks import at_least, one_of
-from models.heads import HEADS
+from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
 # systems of a bench, by the first part of their names; scripts/systems.py defines them
@@ -142,7 +142,7 @@ class EvalConfig(PromptsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head.name == "none":
-            raise ValueError("head=none: an evaluation needs a head; say head=eagle3")
+            raise ValueError(f"head=none: an evaluation needs a head; say head={DEFAULT_HEAD}")
         if self.engine.tensor_parallel > 1:
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
 

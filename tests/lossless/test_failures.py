@@ -69,7 +69,9 @@ def test_failures_cost_no_token_and_no_other_requests_drafts(make_small_engine, 
                 assert drafted[request_id] == unharmed[request_id]
     else:  # the state of every request in that commit can no longer be trusted
         assert set(DOOMED) <= set(failed)
-    assert all(drafted[request_id] < unharmed[request_id] for request_id in DOOMED)
+    drafting = [request_id for request_id in DOOMED if unharmed[request_id]]  # n-grams seldom recur in sampled tokens
+    assert drafting
+    assert all(drafted[request_id] < unharmed[request_id] for request_id in drafting)
     engine._pool.invariants([])
 
 
