@@ -149,6 +149,13 @@ def test_files_stay_within_their_budgets() -> None:
         assert {name: lines for name, lines in files.items() if lines > most} == {}
 
 
+def test_the_engine_grows_no_more() -> None:
+    """Engine, KV cache and speculation without its proposers: 4,000 lines are meant, so this bound only goes down."""
+    folders = ("engine", "kvcache", "speculation")
+    files = [path for path in sources(*(f"infer/{name}" for name in folders)) if path.parent.name != "proposers"]
+    assert sum(map(lines_of, files)) <= 5_120
+
+
 ROOTS = {
     "infer": {
         "__init__", "chat", "cli", "config", "config_checks", "environment", "follower", "generate", "request", "serve",
