@@ -15,6 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from infer.config_checks import REPO_ROOT
+from infer.parallel import messages
 
 END_S = 5.0  # how long a child may take to exit by itself before it is killed
 
@@ -42,7 +43,7 @@ class Children:
                     )
                 )
                 remote.close()
-                connection.send(child_settings)
+                messages.send(connection, child_settings)
         except BaseException:
             self.close()
             raise

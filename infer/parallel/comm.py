@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
+from infer.parallel import messages
 from infer.parallel.children import Children
 from models.parallel import Part
 
@@ -61,10 +62,10 @@ class Ranks:
             self._await_loaded()
         else:
             with self._others():
-                self._connections[0].send(error)
+                messages.send(self._connections[0], error)
                 if error:
                     return
-                self._connections[0].recv()
+                messages.receive(self._connections[0])
         connect = _nccl if self.device.type == "cuda" else _gloo
         self._data = connect(self._store, self.rank, self.count)
         self.gather(torch.zeros(1, device=self.device), [1] * self.count)  # NCCL connects at the first collective
@@ -75,7 +76,7 @@ class Ranks:
         while waiting:
             for ready in cast(list[Connection], wait(waiting)):
                 with self._others():
-                    error = ready.recv()
+                    error = messages.receive(ready)
                 if error:
                     raise ValueError(error)
                 waiting.remove(ready)
@@ -110,10 +111,14 @@ class Ranks:
             raise
 
     def send(self, operation: str, values: Sequence[Any] = (), tensors: Sequence[Tensor | None] = ()) -> None:
-        """Send a command to all other ranks, which `receive` it. `values` can be pickled; `tensors` have one dtype."""
+        """Send a command to all other ranks, which `receive` it.
+
+        `values` are of JSON's types; `tensors` have one dtype.
+        """
         parts = [tensor.flatten() for tensor in tensors if tensor is not None]
         payload = torch.cat(parts) if parts else torch.empty(0)
-        self._send((operation, values, payload.dtype, [None if tensor is None else tensor.shape for tensor in tensors]))
+        shapes = [None if tensor is None else list(tensor.shape) for tensor in tensors]
+        self._send([operation, values, str(payload.dtype).removeprefix("torch."), shapes])
         if parts:
             with self._others():
                 self._data.broadcast([payload.view(torch.uint8)]).wait()
@@ -121,16 +126,16 @@ class Ranks:
     def _send(self, message: object) -> None:
         with self._others():
             for connection in self._connections:
-                connection.send(message)
+                messages.send(connection, message)
 
     def receive(self) -> tuple[str, Sequence[Any], list[Any]] | None:
         """Wait for rank 0's next command; return its operation, values and tensors, or None if there will be none."""
         try:
-            operation, values, dtype, shapes = self._connections[0].recv()
+            operation, values, dtype, shapes = messages.receive(self._connections[0])
         except (EOFError, OSError):
             return None
         sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
-        payload = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        payload = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
         if any(shape is not None for shape in shapes):
             with self._others():
                 self._data.broadcast([payload.view(torch.uint8)]).wait()

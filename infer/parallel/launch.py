@@ -14,7 +14,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 
@@ -26,6 +26,7 @@ from infer.config import EngineConfig, ModelConfig
 from infer.engine.exactness import probe_exactness
 from infer.engine.loading import resolve_device, resolve_dtype
 from infer.engine.threads import plan_threads
+from infer.parallel import messages
 from infer.parallel.children import Children
 from infer.parallel.comm import RankLost, Ranks
 from infer.parallel.launched import launched_rank
@@ -63,7 +64,7 @@ def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
     folder = tempfile.TemporaryDirectory(prefix="headway-")
     store = os.path.join(folder.name, "store")
     engine = replace(engine, threads=engine.threads or torch.get_num_threads())
-    children = Children([(rank, model, engine, store) for rank in range(1, count)], folder)
+    children = Children([(rank, asdict(model), asdict(engine), store) for rank in range(1, count)], folder)
     return Ranks(0, count, FileStore(store, count), children.connections, device, children)
 
 
@@ -77,7 +78,8 @@ def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
 
 def follow_parent(connection: Connection) -> None:
     """In a process that `lead` started: run a part of the target, with the settings received from rank 0."""
-    rank, model, engine, store = connection.recv()
+    rank, model_keys, engine_keys, store = messages.receive(connection)
+    model, engine = ModelConfig(**model_keys), EngineConfig(**engine_keys)
     count = engine.tensor_parallel
     device = rank_device(model, rank, count)
     try:

@@ -110,7 +110,7 @@ def follow(shard: Shard, ranks: Ranks) -> None:
             case "allocate", (num_pages, page_size), _:
                 shard.allocate(num_pages, page_size)
             case "forward", (scalars, aux), (ids, positions, *parts):
-                shard.forward(ids, positions, AttentionRows(*parts, *scalars), aux)
+                shard.forward(ids, positions, join_rows(scalars, parts), aux)
             case "logits", _, (hidden,):
                 shard.logits(hidden)
             case "sequences", aux, (ids, positions, starts):
@@ -124,10 +124,16 @@ def follow(shard: Shard, ranks: Ranks) -> None:
 
 
 def split_rows(rows: AttentionRows) -> tuple[tuple[Any, ...], list[Tensor | None]]:
-    """Return scalars and tensors, of which `AttentionRows(*tensors, *scalars)` makes the rows again.
+    """Return scalars and tensors, of which `join_rows` makes the rows again.
 
     The page tables keep only the columns that any row reads.
     """
     table = rows.table[:, : -(-rows.longest // rows.page_size)]
     tensors = [table, rows.request, rows.committed, rows.offset, rows.tree_mask]
     return (rows.page_size, rows.longest, rows.counts, rows.first), tensors
+
+
+def join_rows(scalars: Sequence[Any], tensors: Sequence[Any]) -> AttentionRows:
+    """Make rows of what `split_rows` returned, after it has travelled: tuples have become lists."""
+    fixed = [tuple(value) if isinstance(value, list) else value for value in scalars]
+    return AttentionRows(*tensors, *fixed)

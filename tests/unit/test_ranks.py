@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
@@ -14,7 +15,7 @@ from infer.config import EngineConfig, ModelConfig
 from infer.parallel.comm import RankLost, Ranks
 from infer.parallel.launch import rank_device
 from infer.parallel.launched import launched_rank
-from infer.parallel.tensor_parallel import split_rows
+from infer.parallel.tensor_parallel import join_rows, split_rows
 from kernels.rows import AttentionRows
 
 COUNT = 3
@@ -65,7 +66,7 @@ def test_no_bit_changes_on_the_way(ranks):
     [
         ([], []),
         ([1, -5, 2**40], []),
-        ([(1, "a"), None], [torch.randn(3, 5).bfloat16(), None]),
+        ([[1, "a"], None], [torch.randn(3, 5).bfloat16(), None]),
         ([7], [torch.arange(6).view(2, 3).T, torch.tensor([[1, 2]]).T[0], torch.zeros(0, 4, dtype=torch.int64)]),
     ],
 )
@@ -85,7 +86,8 @@ def test_rows_are_made_again_of_their_parts(tree_mask):
     table = torch.arange(40).view(2, 20)
     rows = AttentionRows.blocks(table, [5, 30], [3, 1], page_size=4, tree_mask=tree_mask, first=1)
     scalars, tensors = split_rows(rows)
-    again = AttentionRows(*tensors, *scalars)
+    again = join_rows(json.loads(json.dumps(scalars)), tensors)
+    assert again.counts == rows.counts
     assert torch.equal(again.slots, rows.slots)
     assert torch.equal(again.table, table[:, :8])  # 31 positions, in pages of 4
     assert (again.tree_mask is None) == (tree_mask is None)
