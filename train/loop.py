@@ -38,7 +38,7 @@ from train.evaluation import acceptance_metrics, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.flops import head_flops
-from train.planning.plan import check_plan, outlook
+from train.planning.plan import check_plan, describe_plan
 from train.planning.refusals import refuse
 from train.preparation.prepare import prepare, start_engine
 from train.publishing.publish import publish_run
@@ -114,7 +114,7 @@ class Run:
         accelerator.wait_for_everyone()
         log_main(accelerator, f"run {config.run}: {self.folder}")
         if config.stage == "all":
-            for line in outlook(config):
+            for line in describe_plan(config):
                 log_main(accelerator, line)
         engine = start_engine(config, accelerator, self.resources)
         data = open_data(config, engine, accelerator, self.folder / "data", self.stop)

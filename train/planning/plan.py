@@ -64,7 +64,7 @@ def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, 
     return {"check": plan.numbers}
 
 
-def outlook(config: TrainConfig) -> list[str]:
+def describe_plan(config: TrainConfig) -> list[str]:
     """Return lines with upper bounds of memory and disk, printed at the start of a run; does not read the data."""
     plan = Plan()
     target, head, _ = shapes(config)
