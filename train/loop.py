@@ -67,7 +67,7 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         return check_plan(config, overrides)
     started = time.perf_counter()
     accelerator = make_accelerator(config)
-    config = dataclasses.replace(config, run=broadcast(run_folder.name_run(config).run))
+    config = dataclasses.replace(config, run=broadcast(accelerator, run_folder.name_run(config).run))
     with StopRequest() as stop, ExitStack() as resources:
         resources.callback(release, accelerator)
         run = Run(config, accelerator, stop, resources, started)
@@ -316,7 +316,7 @@ class Run:
         self.prepared.placement.collect()
         taus: list[float] = []
         self._on_main_process(lambda: taus.append(self._evaluate_alone()))
-        return broadcast(taus[0] if taus else 0.0)
+        return broadcast(self.accelerator, taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
         evaluator = self.prepared.served.evaluator()
@@ -353,7 +353,7 @@ class Run:
             left = 60 * config.minutes - (time.perf_counter() - self.started)
             fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
         decided = min(limit for limit in (config.steps, fit) if limit is not None)
-        budget = schedule.Budget(broadcast(decided), config.steps, config.minutes, fit, pace)
+        budget = schedule.Budget(broadcast(self.accelerator, decided), config.steps, config.minutes, fit, pace)
         budget = dataclasses.replace(budget, warmup=schedule.warmup_steps(budget.decided, config.optim))
         self._write_budget(budget)
         return budget
@@ -362,7 +362,7 @@ class Run:
         """Return the budget of a resumed run. If extended after its decay began, it goes back to before the decay."""
         config, folder = self.config, self.folder / "checkpoints"
         new = old.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
-        new = dataclasses.replace(new, decided=broadcast(new.decided))
+        new = dataclasses.replace(new, decided=broadcast(self.accelerator, new.decided))
         if new == old:
             return old
         move = schedule.extension(self.step, old.decided, new.decided, config.optim)

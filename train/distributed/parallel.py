@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
 from train.config import TrainConfig
@@ -139,9 +139,18 @@ def release(accelerator: Accelerator) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def broadcast(value: T) -> T:
-    """Return the main process's value on every process."""
-    return broadcast_object_list([value])[0]
+def broadcast(accelerator: Accelerator, value: T) -> T:
+    """Return the main process's value, of JSON's types, on every process. Nothing is pickled."""
+    if accelerator.num_processes == 1:
+        return value
+    content = json.dumps(value).encode()
+    length = torch.tensor([len(content)], device=accelerator.device)
+    torch.distributed.broadcast(length, src=0)
+    buffer = torch.zeros(int(length), dtype=torch.uint8, device=accelerator.device)
+    if accelerator.is_main_process:
+        buffer.copy_(torch.tensor(list(content), dtype=torch.uint8))
+    torch.distributed.broadcast(buffer, src=0)
+    return json.loads(bytes(buffer.tolist()))
 
 
 def total(accelerator: Accelerator, value: Tensor) -> Tensor:
