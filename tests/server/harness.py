@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import openai
 
+from tests.server import patient
+
 MODEL = "tiny"
 
 
@@ -29,7 +31,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=300, **options)
+        return patient.post(f"{self.url}{path}", json=body, **options)
 
     def complete(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": "def f(", **fields})
@@ -40,7 +42,7 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Return metric values by sample name, without the labels that never vary."""
         samples = {}
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in patient.get(f"{self.url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 for label in ('engine="0",', 'engine="0"', f'model_name="{MODEL}",', f'model_name="{MODEL}"'):

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.test_wire import read_events
 from tests.vocabularies import write_end_tokens
@@ -69,4 +70,4 @@ def test_what_heeds_them_heeds_all(instruct: Server, end: int) -> None:
 
 
 def test_they_are_listed(instruct: Server) -> None:
-    assert sorted(httpx.get(f"{instruct.url}/tokenizer_info").json()["eos_token_ids"]) == sorted(ENDS)
+    assert sorted(patient.get(f"{instruct.url}/tokenizer_info").json()["eos_token_ids"]) == sorted(ENDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -37,6 +36,7 @@ from infer.server.protocol.responses import (
 )
 from infer.server.protocol.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from infer.server.protocol.tools import CalledFunction, FunctionTool, OtherTool, Tool, ToolCall
+from tests.server import patient
 from tests.server.harness import MODEL, Server
 
 FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -268,10 +268,10 @@ def test_values_are_shortened() -> None:
 
 
 def test_unknown_endpoints_and_methods_say_what_there_is(server: Server) -> None:
-    missing = httpx.post(f"{server.url}/v1/embeddings", json={})
+    missing = patient.post(f"{server.url}/v1/embeddings", json={})
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert missing.json()["error"]["message"] == "POST /v1/embeddings: no such endpoint"
-    wrong = httpx.get(f"{server.url}/v1/chat/completions")
+    wrong = patient.get(f"{server.url}/v1/chat/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert wrong.json()["error"]["message"] == "GET /v1/chat/completions: this endpoint takes POST"
 
@@ -279,14 +279,14 @@ def test_unknown_endpoints_and_methods_say_what_there_is(server: Server) -> None
 def test_paths_may_end_in_a_slash(server: Server) -> None:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     assert server.post("/v1/completions/", body).status_code == 200
-    assert httpx.get(f"{server.url}/v1/models/").json() == httpx.get(f"{server.url}/v1/models").json()
-    assert httpx.get(f"{server.url}/v1/models/{MODEL}/").json()["id"] == MODEL
-    unknown = httpx.get(f"{server.url}/v1/models/owner/name")
+    assert patient.get(f"{server.url}/v1/models/").json() == patient.get(f"{server.url}/v1/models").json()
+    assert patient.get(f"{server.url}/v1/models/{MODEL}/").json()["id"] == MODEL
+    unknown = patient.get(f"{server.url}/v1/models/owner/name")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", f"/v1/models/{MODEL}", "/version", "/metrics"])
 def test_head_is_get_without_the_body(server: Server, path: str) -> None:
-    head, get = httpx.head(server.url + path), httpx.get(server.url + path)
+    head, get = patient.head(server.url + path), patient.get(server.url + path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == get.headers["content-type"]

@@ -7,12 +7,12 @@ import string
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
+from tests.server import patient
 from tests.server.harness import MODEL, Server
 
 PAIRS = [
@@ -109,7 +109,7 @@ def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[
     drafts = "vllm:spec_decode_num_drafts_total"
     before = server.metrics()[drafts]
     headers = {"x-request-id": "bench-17", "authorization": "Bearer none"}
-    response = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
+    response = patient.post(f"{server.url}{path}", json=body, headers=headers)
     assert response.status_code == 200, response.text
     assert response.headers["x-request-id"] == "bench-17"
     messages = response.text.removesuffix("\n\n").split("\n\n")

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infer.request import SamplingParams
+from tests.server import patient
 from tests.server.harness import MODEL, Server
 
 RAW = "raw text "  # prefix of a value that is inserted into the JSON verbatim
@@ -121,7 +122,7 @@ def test_no_extreme_of_any_field_harms_anybody(server: Server, plain_engine: Any
     body = {"model": MODEL, "prompt": "def f(", "max_tokens": count, "seed": 5, "ignore_eos": True, "stream": True}
     params = SamplingParams(temperature=1.0, max_tokens=count, seed=5, ignore_eos=True)
     alone = plain_engine.generate(["def f("], params)[0].token_ids
-    schema = httpx.get(f"{server.url}/openapi.json").json()
+    schema = patient.get(f"{server.url}/openapi.json").json()
     endpoints = {
         path: (resolved(content["schema"], schema), sorted(set(paths_in(content["schema"], schema)), key=str))
         for path, methods in schema["paths"].items()
@@ -160,7 +161,7 @@ def test_no_extreme_of_any_field_harms_anybody(server: Server, plain_engine: Any
         assert beside.wrong == []
     assert beside.wrong == []
     assert beside.ended > 0
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert patient.get(f"{server.url}/health").status_code == 200
 
 
 @pytest.mark.parametrize(("path", "value"), [(("a", 0, "b"), 1), (("a",), None)])

@@ -19,6 +19,7 @@ from infer.config import EngineConfig, ServerConfig
 from infer.server import service
 from infer.server.address import bind, check_exposure, is_loopback, read_api_keys
 from infer.server.service import Service
+from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, slow_down, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
@@ -65,7 +66,7 @@ def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server
 def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
     keys = ["s3cret-of-a", "s3cret-of-b"]
     with make_server(api_keys=keys) as server:
-        described = httpx.get(f"{server.url}/openapi.json", headers={"authorization": f"Bearer {keys[0]}"}).json()
+        described = patient.get(f"{server.url}/openapi.json", headers={"authorization": f"Bearer {keys[0]}"}).json()
         routes = [(method, path) for path, methods in described["paths"].items() for method in methods]
         expected = {"/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/metrics", "/ready"}
         assert expected <= {path for _, path in routes}
@@ -76,18 +77,18 @@ def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
             path = path.replace("{model_id}", MODEL)
             wrong = ("Bearer wrong", "Bearer", "Basic s3cret-of-a", f"Basic {wrong_password}")
             for headers in ({}, {"x-api-key": "wrong"}, *({"authorization": value} for value in wrong)):
-                response = httpx.request(method, server.url + path, headers=headers)
+                response = patient.request(method, server.url + path, headers=headers)
                 assert response.status_code == 401, path
                 assert response.json()["error"]["type"] == "authentication_error"
                 assert response.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert patient.get(f"{server.url}/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
             server.openai.models.list()
         for key in keys:
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
             assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
-            assert httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code == 200
-            page = httpx.get(f"{server.url}/", auth=("anybody", key))  # as a browser does it
+            assert patient.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code == 200
+            page = patient.get(f"{server.url}/", auth=("anybody", key))  # as a browser does it
             assert "Headway" in page.text
 
 
@@ -115,7 +116,7 @@ def test_a_large_body_is_refused_before_it_is_read(make_server: MakeServer) -> N
         def chunked() -> Any:
             yield from (b"x" * 500 for _ in range(10))
 
-        assert httpx.post(f"{server.url}/v1/completions", content=chunked()).status_code == 413
+        assert patient.post(f"{server.url}/v1/completions", content=chunked()).status_code == 413
         assert server.complete(prompt=["a"] * 3, max_tokens=1).status_code == 200
         too_many = server.complete(prompt=["a"] * 4, max_tokens=1)
         assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
@@ -128,7 +129,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(make_server: MakeServ
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         ending = pool.submit(server.finish)
         wait_until(lambda: server.service.runtime.state == "draining")
-        health = httpx.get(f"{server.url}/health")
+        health = patient.get(f"{server.url}/health")
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
         refused = server.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
@@ -200,12 +201,12 @@ def test_a_dead_engine_is_reported_everywhere(make_server: MakeServer, caplog: p
             server.engine.step = broken  # a fault in the real engine's next step
             with pytest.raises(openai.APIError, match="the engine has stopped"):
                 list(pieces)
-            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            wait_until(lambda: patient.get(f"{server.url}/health").status_code == 503)
         assert "the device is gone" in caplog.text
         assert "CANARY" not in caplog.text
         after = server.complete()
         assert (after.status_code, after.json()["error"]["code"]) == (503, "dead")
-        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert patient.get(f"{server.url}/metrics").status_code == 200
         assert server.finish() == 1
 
 
@@ -224,7 +225,7 @@ def test_a_failure_in_one_request_is_that_request_s_alone(make_server: MakeServe
         assert failed.json()["error"]["type"] == "server_error"
         assert "defect" not in failed.text
         assert server.complete(prompt=[7, 7], max_tokens=2).status_code == 200
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert patient.get(f"{server.url}/health").status_code == 200
 
 
 def test_503_while_loading() -> None:
@@ -245,7 +246,7 @@ def test_503_while_loading() -> None:
         serving = asyncio.ensure_future(
             run(service, listener, Stopping(), api_keys=(), on_ready=lambda engine: pytest.fail("nothing loaded"))
         )
-        async with httpx.AsyncClient(base_url=url(listener)) as client:
+        async with httpx.AsyncClient(base_url=url(listener), timeout=patient.SECONDS) as client:
             health = await client.get("/health")
             assert (health.status_code, health.json()) == (503, {"status": "loading"})
             completion = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})

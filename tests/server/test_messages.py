@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import anthropic
-import httpx
 import jsonschema
 import pytest
 
+from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, named_events, slow_down
 from tests.server.talking import ASKED
 from tests.server.test_tools import ADD, NOW, PARAMETERS, WANTED
@@ -337,7 +337,7 @@ def test_other_errors_have_that_shape_too(make_server: MakeServer) -> None:
         with pytest.raises(anthropic.APIStatusError) as large:
             client.messages.create(**sdk([{"role": "user", "content": "x" * 3000}]))
         assert (large.value.status_code, large.value.type) == (413, "request_too_large")
-        assert httpx.post(f"{server.url}/v1/completions").json()["error"]["code"] == "invalid_api_key"
+        assert patient.post(f"{server.url}/v1/completions").json()["error"]["code"] == "invalid_api_key"
 
 
 def test_an_error_in_the_stream(make_server: MakeServer) -> None:

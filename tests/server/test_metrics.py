@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, wait_until
 
 COUNTERS = (
@@ -30,7 +30,7 @@ HISTOGRAMS = (
 
 def test_vllm_s_names_types_and_labels(server: Server) -> None:
     server.complete(prompt="x = 1\n" * 6, max_tokens=20, temperature=0, ignore_eos=True)
-    response = httpx.get(f"{server.url}/metrics")
+    response = patient.get(f"{server.url}/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(response.text)}
     for kind, names in (("counter", COUNTERS), ("gauge", GAUGES), ("histogram", HISTOGRAMS)):

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
-import httpx
 import pytest
 
 from infer.request import SamplingParams
 from infer.server.watchdog import Watchdog, is_compiling
 from tests.lossless.faults import Fault, PanicException
+from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, wait_until
 
 BESIDE: dict[str, Any] = {"max_tokens": 150, "seed": 11, "ignore_eos": True, "return_token_ids": True}
@@ -149,7 +149,7 @@ def test_a_number_that_no_tensor_holds_is_a_400_by_its_name(server: Server, path
 
 
 def post_text(server: Server, path: str, content: str) -> dict[str, Any]:
-    response = httpx.post(
+    response = patient.post(
         f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=600
     )
     assert response.status_code == 400, response.text

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from infer.server.playground import page as the_page
+from tests.server import patient
 from tests.server.harness import MakeServer, Server, slow_down
 
 SIZES = pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
@@ -22,7 +22,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def test_it_needs_nothing_from_elsewhere(server: Server) -> None:
-    response = httpx.get(f"{server.url}/")
+    response = patient.get(f"{server.url}/")
     assert response.headers["content-type"].startswith("text/html")
     assert response.text == the_page().html
     addresses = set(re.findall(r"https?://[^\s\"'`]+", response.text)) - {"http://www.w3.org/2000/svg"}  # a namespace

@@ -24,6 +24,7 @@ from infer.config import ModelConfig, ProposerConfig
 from infer.engine.loading import load_parts
 from infer.server.address import bind
 from models.heads.config import HeadConfig
+from tests.server import patient
 from tests.server.dying_server import DYING_SEED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,8 +157,8 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
     with start(sys.executable, *entry[1:], *default, *overrides, folder=image) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
         process.wait_for("try: curl")
-        assert httpx.get(f"{url}/health").status_code == 200
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert patient.get(f"{url}/health").status_code == 200
+        assert patient.get(f"{url}/v1/models").status_code == 401
         assert process.end(signal.SIGTERM) == 0
 
 
@@ -177,7 +178,7 @@ def test_a_dead_engine_ends_the_process(tiny_target_folder: Path) -> None:
         with pytest.raises(openai.APIError, match="the engine has stopped"):
             client.completions.create(model="tiny", prompt="x", seed=DYING_SEED)
         try:
-            health = httpx.get(f"{url}/health").status_code
+            health = patient.get(f"{url}/health").status_code
         except httpx.TransportError:
             health = 0  # the process has exited already
         assert health in (503, 0)
@@ -220,7 +221,7 @@ def test_a_divided_target_is_served(tiny_target_folder: Path, started_here: Call
 def test_ctrl_c_while_loading(tiny_target_folder: Path) -> None:
     with start(*command(tiny_target_folder)) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
-        httpx.get(f"{url}/health", timeout=300)  # HTTP is up, the model need not be
+        patient.get(f"{url}/health")  # HTTP is up, the model need not be
         assert process.end(signal.SIGINT) == 0
     assert "Traceback" not in process.output
 

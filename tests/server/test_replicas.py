@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from starlette.requests import Request
@@ -17,6 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from infer.request import SamplingParams
+from tests.server import patient
 from tests.server.harness import wait_until
 from tests.server.test_process import command, run, start
 
@@ -40,7 +40,9 @@ def test_two_replicas_behind_one_address(
         def counter(session: str, name: str = "headway_prompt_tokens_total") -> float:
             """Return a counter of the replica that serves this session."""
             headers = {"authorization": f"Bearer {KEY}", "x-session-id": session}
-            match = re.search(rf"^{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics", headers=headers).text, re.MULTILINE)
+            match = re.search(
+                rf"^{name}{{.*}} (\S+)$", patient.get(f"{url}/metrics", headers=headers).text, re.MULTILINE
+            )
             assert match
             return float(match[1])
 
@@ -51,8 +53,8 @@ def test_two_replicas_behind_one_address(
                 model="tiny", extra_headers={"x-session-id": session}, extra_body=extra, **request
             )
 
-        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
-        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert patient.get(f"{url}/health").json() == {"status": "ready"}
+        assert patient.get(f"{url}/v1/models").status_code == 401
         # Group sessions by replica: a request changes its replica's counters, which all sessions of that replica see.
         (expected,) = plain_engine.generate(
             ["def wrap(text):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True)

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 
 from infer.cli import compose
@@ -18,6 +17,7 @@ from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.completions import CompletionRequest
 from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
 from infer.server.protocol.responses import ResponsesRequest
+from tests.server import patient
 from tests.server.harness import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def unbounded_numbers(schema: Any, path: str = "") -> list[str]:
 
 def test_every_number_of_the_wire_is_bounded(server: Server) -> None:
     """Except for the ids of a prompt, which are checked against the vocabulary."""
-    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    schemas = patient.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
     paths = [path for path in unbounded_numbers(schemas) if "/CompletionRequest/properties/prompt/" not in path]
     assert [path for path in paths if not path.startswith("/ValidationError/")] == []
     assert len(schemas) > 20
@@ -72,12 +72,12 @@ def test_every_number_of_the_wire_is_bounded(server: Server) -> None:
 
 def test_every_body_is_read_strictly(server: Server) -> None:
     """Every endpoint that reads a body refuses NaN as invalid JSON, even in a field that it does not use."""
-    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    paths = patient.get(f"{server.url}/openapi.json").json()["paths"]
     reading = [path for path, methods in paths.items() if "requestBody" in methods.get("post", {})]
     assert len(reading) >= 5
     for path in reading:
         headers = {"content-type": "application/json"}
-        response = httpx.post(f"{server.url}{path}", content=b'{"of_no_api": [NaN]}', headers=headers)
+        response = patient.post(f"{server.url}{path}", content=b'{"of_no_api": [NaN]}', headers=headers)
         assert response.status_code == 400, path
         assert "of_no_api[0]: NaN is not JSON" in response.text, path
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from infer.config import EngineConfig
 from infer.request import Request
 from infer.sampling.params import SamplingParams
+from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
 from tests.server.test_wire import read_events
 
@@ -274,7 +274,7 @@ def test_the_tokenizer(server: Server, plain_engine: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
     chat = server.post("/tokenize", {"model": MODEL, "messages": messages}).json()["tokens"]
     assert chat == plain_engine.tokenizer.apply_chat_template(messages)
-    info = httpx.get(f"{server.url}/tokenizer_info").json()
+    info = patient.get(f"{server.url}/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>"
     assert server.post("/detokenize", {"tokens": [0]}).json() == {"prompt": info["eos_token"]}
     assert server.post("/tokenize", {"prompt": ""}).json()["tokens"] == []
@@ -291,5 +291,5 @@ def test_the_tokenizer(server: Server, plain_engine: Any) -> None:
 
 
 def test_version_and_ready(server: Server) -> None:
-    assert httpx.get(f"{server.url}/version").json()["version"]
-    assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
+    assert patient.get(f"{server.url}/version").json()["version"]
+    assert patient.get(f"{server.url}/ready").json() == {"status": "ready"}

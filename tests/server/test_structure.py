@@ -7,7 +7,6 @@ import json
 import re
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pydantic
@@ -16,6 +15,7 @@ import pytest
 from infer.sampling.grammar import Grammar
 from infer.server.parsing.grammar_check import GrammarCheck, GrammarRefused
 from models.json_text import depth
+from tests.server import patient
 from tests.server.harness import MODEL, Server
 from tests.server.test_wire import read_events
 
@@ -109,7 +109,7 @@ def test_a_schema_that_no_answer_could_hold_is_a_400(talking: dict[str, Server],
         ("responses", f'{responses}, "tools": [{{"type": "function", "name": "x", "parameters": {schema}}}]'),
         ("responses", f'{responses}, "text": {{"format": {{"type": "json_schema", "name": "x", "schema": {schema}}}}}'),
     ):
-        response = httpx.post(
+        response = patient.post(
             f"{server.url}/v1/{path}",
             content=f'{{"model": "{MODEL}", {body}}}',
             headers={"content-type": "application/json"},

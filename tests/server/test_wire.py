@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server import patient
 from tests.server.harness import MODEL, Server, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
@@ -81,7 +82,7 @@ def test_the_request_id_is_echoed(server: Server) -> None:
 def test_a_body_that_is_no_request_is_a_400(
     server: Server, content: bytes, headers: dict[str, str], code: str | None
 ) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    response = patient.post(f"{server.url}/v1/completions", content=content, headers=headers)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -93,7 +94,7 @@ def test_a_body_that_is_no_request_is_a_400(
 def test_a_message_that_is_no_text_is_a_400(server: Server) -> None:
     body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\udfff"}]}'
     headers = {"content-type": "application/json"}
-    assert httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers).status_code == 400
+    assert patient.post(f"{server.url}/v1/chat/completions", content=body, headers=headers).status_code == 400
 
 
 def test_what_the_engine_refuses_is_a_400(server: Server) -> None:
@@ -118,8 +119,8 @@ def test_one_bad_prompt_fails_its_request_and_no_other(server: Server) -> None:
 
 
 def test_unknown_endpoints_have_openai_s_shape(server: Server) -> None:
-    assert httpx.get(f"{server.url}/v1/embeddings").json()["error"]["code"] == "not_found"
-    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+    assert patient.get(f"{server.url}/v1/embeddings").json()["error"]["code"] == "not_found"
+    assert patient.get(f"{server.url}/v1/completions").status_code == 405
 
 
 def test_a_hang_up_while_streaming_frees_the_pages(server: Server) -> None:
