@@ -30,6 +30,7 @@ from infer.config import ServeConfig
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 APPLICATION = "headway"
+RAY_STARTS = 10  # attempts, of half a minute each
 
 
 class ProxyGone:
@@ -93,6 +94,21 @@ class Replica:
         self._service.runtime.stop(0)
 
 
+def start_ray(replicas: int) -> None:
+    """Start Ray on this machine. Raises ValueError if it does not start.
+
+    Ray gives its own processes 30 seconds, which are too few on a busy machine, so it is tried several times.
+    """
+    for attempt in range(1, RAY_STARTS + 1):
+        try:
+            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+            return
+        except Exception as error:  # Ray raises no narrower class here
+            ray.shutdown()
+            if attempt == RAY_STARTS:
+                raise ValueError(f"server.replicas={replicas}: Ray did not start; {error}") from error
+
+
 def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], on_ready: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, then let running requests finish; a second signal ends it immediately.
 
@@ -104,7 +120,7 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
         signal.signal(number, signal.default_int_handler)
         stopping.set()
 
-    ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+    start_ray(config.server.replicas)
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(

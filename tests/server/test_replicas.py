@@ -137,3 +137,21 @@ def test_a_call_that_ray_cancelled_is_a_client_that_hung_up() -> None:
     scope = {"type": "http", "method": "POST", "headers": [], "asgi": {"spec_version": "2.1"}}
     asyncio.run(asyncio.wait_for(ProxyGone(app)(scope, receive, send), 300))
     assert (calls, disconnected) == (2, True)
+
+
+def test_ray_is_started_again_when_a_busy_machine_was_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infer.server import ray_app
+
+    failures = iter([True, True, False])
+    started: list[bool] = []
+
+    def init(**options: Any) -> None:
+        if next(failures, True):
+            raise Exception("The current node timed out during startup.")
+        started.append(True)
+
+    monkeypatch.setattr(ray_app.ray, "init", init)
+    ray_app.start_ray(2)
+    assert started == [True]
+    with pytest.raises(ValueError, match=r"server\.replicas=2: Ray did not start; The current node timed out"):
+        ray_app.start_ray(2)
