@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
+from models.demo.corpus import corpus_hash, cut_prompts, held_out_prompts
 from models.tokenizer import Tokenizer
 from train.config import ChatDataConfig, DataConfig, DemoDataConfig, HubDataConfig, RowsDataConfig, TrainConfig, as_list
 from train.data.dialogue import TooLong, first_prompt, provided_dialogue
@@ -84,7 +84,7 @@ def read_prompts(
     if isinstance(data, DemoDataConfig):
         if data.prompt_tokens + 2 >= context:
             raise ValueError(f"data.prompt_tokens={data.prompt_tokens}: leaves no room in a context of {context}")
-        train = by_key(train_prompts(tokenizer, data.num_sequences, data.prompt_tokens, config.seed))
+        train = by_key(cut_prompts(tokenizer, "train", data.num_sequences, data.prompt_tokens, config.seed))
         held_out = by_key(held_out_prompts(tokenizer, config.eval_prompts, data.prompt_tokens, config.seed))
         count = len(train) + len(held_out)
         reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
