@@ -40,6 +40,12 @@ class Batch(NamedTuple):
         starts = None if self.starts is None else self.starts.to(device)
         return self._replace(ids=self.ids.to(device), assistant=self.assistant.to(device), starts=starts)
 
+    def spans(self, offsets: Tensor) -> Iterator[tuple[tuple[int, slice], slice]]:
+        """Yield where each sequence lies in the batch, and where among all tokens: row r begins at offsets[r]."""
+        for row, place in zip(self.rows, self.places, strict=True):
+            low, high = int(offsets[row]), int(offsets[row + 1])
+            yield (place.row, slice(place.first, place.first + high - low)), slice(low, high)
+
 
 @dataclass(frozen=True)
 class Sequences:
