@@ -19,6 +19,8 @@ from models.gguf.config import config_json
 from models.gguf.file import is_gguf, open_gguf
 from models.gguf.tensors import GgufTensors
 
+DTYPES = ("float32", "bfloat16", "float16")
+OF_GGUF = torch.bfloat16  # its tensors have several types, and it states none for computation
 SAMPLE = 65536  # bytes that a fingerprint reads at each sampled place of a file
 
 
@@ -32,13 +34,12 @@ def open_tensors(
 ) -> Mapping[str, Tensor]:
     """Return the tensors, each read on access: those of a folder as they are stored, those of a GGUF file in `dtype`.
 
-    `rows` and `progress` are for a GGUF file: see GgufTensors. Raises ValueError for a broken checkpoint.
+    `rows` selects rows of each tensor; `progress` shows a bar for a GGUF file. Raises ValueError for a broken one.
     """
     if is_gguf(checkpoint):
         file = open_gguf(checkpoint)
         return GgufTensors(file, config_json(file), dtype, rows, progress=progress)
-    assert rows is None
-    return weights.LazyTensors(checkpoint)
+    return weights.LazyTensors(weights.shard_files(checkpoint), rows)
 
 
 def has_weights(checkpoint: Path) -> bool:
@@ -55,3 +56,17 @@ def fingerprint(checkpoint: Path) -> str:
     for sample in file.samples(SAMPLE):
         digest.update(sample)
     return digest.hexdigest()[:32]
+
+
+def stated_dtype(checkpoint: Path) -> torch.dtype:
+    """Return `dtype`, formerly `torch_dtype`, of a folder's config.json, or float32; bfloat16 for a .gguf file.
+
+    Raises ValueError for a dtype that is not in DTYPES.
+    """
+    if is_gguf(checkpoint):
+        return OF_GGUF
+    config = read_json(checkpoint / "config.json")
+    stated = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stated not in DTYPES:
+        raise ValueError(f"{checkpoint}: config.json: dtype={stated!r}: say model.dtype={' or '.join(DTYPES)}")
+    return getattr(torch, stated)

@@ -46,6 +46,8 @@ class RopeConfig:
         for key in ROPE_NEEDS[rope_type]:
             if key not in numbers:
                 raise ValueError(f"rope_scaling.{key}: missing, rope_type={rope_type!r} needs it")
+        if rope_type == "default":  # reads none
+            return cls(theta)
         return cls(theta, rope_type, tuple(sorted((key, float(value)) for key, value in numbers.items())))
 
     def to_json(self) -> dict[str, Any]:

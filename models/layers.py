@@ -12,12 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.elementwise import add_rms_norm, gelu_mul, rms_norm, rotate, silu_mul
+from kernels.elementwise import add_rms_norm, gelu_mul, rms_norm, silu_mul
 from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat
 from models.config import RopeConfig
-
-__all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "RotaryEmbedding", "pack", "rope_frequencies", "rotate"]
 
 
 class Linear(nn.Linear):

@@ -7,7 +7,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Self
 import tokenizers
 
 from models.chat import DEFAULT, Chat, Message, find_chat_templates
+from models.config import read_json
 from models.end_tokens import read_end_tokens
 from models.gguf.file import GgufFile, is_gguf, open_gguf
 from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
@@ -229,15 +229,7 @@ class DetokenizeStream:
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: cannot be read ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: must be a JSON object")
-    return content
+    return read_json(file) if file.is_file() else {}
 
 
 def token_text(value: object) -> str | None:

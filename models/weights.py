@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # (tensor name, number of rows) -> first and last + 1 of the wanted rows, None for all
 Rows = Callable[[str, int], tuple[int, int] | None]
 CHUNK_ROWS = 1024
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -49,120 +50,77 @@ def has_weights(folder: Path) -> bool:
         return False
 
 
-def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a checkpoint folder, or only the rows that `rows` selects; no others are read.
+class NamedTensors(Mapping[str, Tensor]):
+    """Base of mappings that read a tensor on access; `_sources` says where each comes from."""
 
-    Raises ValueError for a broken file and for a name that two shards contain.
-    """
-    files_by_name: dict[str, Path] = {}
-    files = shard_files(folder)
-    sizes = [file.stat().st_size >> 20 for file in files]
-    for number, file in enumerate(files):
-        progress = number + 1, len(files), sum(sizes[:number]), sum(sizes)
-        log.info("reading weights: file %d of %d, %d of %d MiB done (%s)", *progress, folder)
-        for name, tensor in read_file(file, rows=rows):
-            if name in files_by_name:
-                raise ValueError(f"{folder}: {name} is doubled, in {files_by_name[name].name} and in {file.name}")
-            files_by_name[name] = file
-            yield name, tensor
-
-
-class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint folder, each read on access. Raises ValueError as `read_tensors` does."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file: dict[str, Path] = {}
-        for file in shard_files(folder):
-            for name in _names(file):
-                if name in self._file:
-                    raise ValueError(f"{folder}: {name} is doubled, in {self._file[name].name} and in {file.name}")
-                self._file[name] = file
-
-    def __getitem__(self, name: str) -> Tensor:
-        return next(tensor for _, tensor in read_file(self._file[name], only=name))
+    _sources: Mapping[str, Any]
 
     def __contains__(self, name: object) -> bool:  # Mapping's default would read the tensor
-        return name in self._file
+        return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file)
-
-    def file(self, name: str) -> Path:
-        return self._file[name]
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._file)
+        return len(self._sources)
 
 
-class Selected(Mapping[str, Tensor]):
-    """The tensors of another mapping that have these names; each is still read on access only."""
+class LazyTensors(NamedTensors):
+    """The tensors of safetensors files, each read on access, and only the rows of it that `rows` selects.
 
-    def __init__(self, tensors: Mapping[str, Tensor], names: Set[str]) -> None:
-        self._tensors, self._names = tensors, names
+    Raises ValueError for a truncated or invalid file and for a name that two files contain.
+    """
+
+    def __init__(self, files: Sequence[Path], rows: Rows | None = None) -> None:
+        self._files, self._rows = files, rows
+        self._shards = {file: _open(file) for file in files}
+        self._begun: set[Path] = set()
+        self._sources: dict[str, Path] = {}
+        for file, shard in self._shards.items():
+            for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
+                first = self._sources.setdefault(name, file)
+                if first != file:
+                    raise ValueError(f"{file.parent}: {name} is doubled, in {first.name} and in {file.name}")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._tensors[name]
+        file = self._sources[name]
+        if file not in self._begun:
+            self._log_progress(file)
+        if self._rows is None:
+            return self._shards[file].get_tensor(name)
+        piece = self.slice(name)
+        row_range = self._rows(name, next(iter(piece.get_shape()), 0))
+        return self._shards[file].get_tensor(name) if row_range is None else piece[row_range[0] : row_range[1]]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names and name in self._tensors
+    def slice(self, name: str) -> Any:
+        """Return safetensors' view of a tensor, which reads the rows that it is indexed with."""
+        return self._shards[self._sources[name]].get_slice(name)
 
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._tensors if name in self._names)
+    def _log_progress(self, file: Path) -> None:
+        sizes = {each: each.stat().st_size >> 20 for each in self._files}
+        done, total = sum(sizes[each] for each in self._begun), sum(sizes.values())
+        self._begun.add(file)
+        progress = len(self._begun), len(sizes), done, total
+        log.info("reading weights: file %d of %d, %d of %d MiB done (%s)", *progress, file.parent)
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
-
-def equal_values(folder: Path, first_name: str, second_name: str) -> bool:
-    """Return whether two tensors of a checkpoint folder hold the same numbers, whatever their dtypes.
-
-    Reads a few rows at a time. Raises ValueError as `read_tensors` does.
-    """
-    tensors = LazyTensors(folder)
-    files = [tensors.file(name) for name in (first_name, second_name)]
+def _open(file: Path) -> Any:
     try:
-        with safe_open(str(files[0]), framework="pt") as first, safe_open(str(files[1]), framework="pt") as second:
-            left, right = first.get_slice(first_name), second.get_slice(second_name)
-            if left.get_shape() != right.get_shape():
-                return False
-            for row in range(0, next(iter(left.get_shape()), 0), CHUNK_ROWS):
-                a, b = (piece[row : row + CHUNK_ROWS] for piece in (left, right))
-                if not torch.equal(a, b.to(a.dtype)) or not torch.equal(a.to(b.dtype), b):
-                    return False
+        return safe_open(str(file), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{folder}: {first_name} or {second_name} cannot be read ({error}); copy or download it again"
-        ) from error
+        raise ValueError(f"{file}: cannot be read ({error}); copy or download it again") from error
+
+
+def equal_values(tensors: LazyTensors, first: str, second: str) -> bool:
+    """Return whether two tensors hold the same numbers, whatever their dtypes. Reads a few rows at a time."""
+    left, right = tensors.slice(first), tensors.slice(second)
+    if left.get_shape() != right.get_shape():
+        return False
+    for row in range(0, next(iter(left.get_shape()), 0), CHUNK_ROWS):
+        a, b = (piece[row : row + CHUNK_ROWS] for piece in (left, right))
+        if not torch.equal(a, b.to(a.dtype)) or not torch.equal(a.to(b.dtype), b):
+            return False
     return True
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(str(file), framework="pt") as shard:
-            return list(shard.keys())
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); copy or download it again") from error
-
-
-def read_file(file: Path, *, only: str | None = None, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a safetensors file, or the one named. Raises ValueError for a truncated or invalid file."""
-    try:
-        with safe_open(str(file), framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
-                if only in (None, name):
-                    yield name, _read(shard, name, rows)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); copy or download it again") from error
-
-
-def _read(shard: Any, name: str, rows: Rows | None) -> Tensor:
-    if rows is None:
-        return shard.get_tensor(name)
-    piece = shard.get_slice(name)
-    row_range = rows(name, next(iter(piece.get_shape()), 0))
-    return shard.get_tensor(name) if row_range is None else piece[row_range[0] : row_range[1]]
 
 
 def allocate(module: nn.Module, device: str | torch.device) -> None:
@@ -179,16 +137,22 @@ def allocate(module: nn.Module, device: str | torch.device) -> None:
 
 
 def load_into(
-    module: nn.Module, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], *, source: str
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    layout: Mapping[str, tuple[str, ...]],
+    *,
+    source: str,
+    names: Set[str] | None = None,
 ) -> None:
-    """Copy `tensors` into the parameters and buffers that `layout` names.
+    """Copy `tensors`, or those of `names` alone, into the parameters and buffers that `layout` names.
 
     Raises ValueError listing every missing, unexpected or misshapen tensor; nothing is dropped silently.
     """
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     expected = [name for names in layout.values() for name in names]
-    problems = [f"{name}: missing" for name in expected if name not in tensors]
-    problems += [f"{name}: not part of this architecture" for name in sorted(set(tensors) - set(expected))]
+    present = set(tensors) if names is None else names & set(tensors)
+    problems = [f"{name}: missing" for name in expected if name not in present]
+    problems += [f"{name}: not part of this architecture" for name in sorted(present - set(expected))]
     if not problems:
         for name, parts in layout.items():
             value = tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
@@ -203,13 +167,27 @@ def load_into(
         raise ValueError(f"{source}: the tensors do not fit the config:\n  {listing}")
 
 
-def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes: Mapping[str, list[int]]) -> dict:
-    """Return checkpoint tensors by name, the inverse of `load_into`. `sizes`: rows of each part of a merged tensor."""
+def merged_parts(name: str) -> tuple[str, ...]:
+    """Return the names of the checkpoint tensors that are concatenated along dim 0 to make the tensor `name`."""
+    for merged, parts in MERGED.items():
+        if merged in name:
+            return tuple(name.replace(merged, part) for part in parts)
+    return (name,)
+
+
+def split_merged(
+    module: nn.Module, layout: Mapping[str, tuple[str, ...]], heads: tuple[int, int] = (1, 1)
+) -> dict[str, Tensor]:
+    """Return checkpoint tensors by name, the inverse of `load_into`.
+
+    `heads`: the numbers of query and of KV heads, by which a merged QKV projection is divided.
+    """
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors: dict[str, Tensor] = {}
     for name, parts in layout.items():
         value = state[name].detach()
-        pieces = [value] if len(parts) == 1 else list(value.split(sizes[name]))
+        shares = (*heads, heads[1]) if len(parts) == 3 else (1,) * len(parts)
+        pieces = value.split([share * len(value) // sum(shares) for share in shares])
         tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
     return tensors
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the client programs of scripts/clients/ into .clients/, starts a server and runs each client against it with
+# Installs the client programs of tests/clients/ into .clients/, starts a server and runs each client against it with
 # the client's default settings:
 #
 #   ./scripts/clients.sh                       # all of them; exit code 1 if one fails
@@ -11,4 +11,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z "${PYTHON:-}" ]]; then
     source scripts/setup_env.sh serve
 fi
-exec "$PYTHON" -m scripts.clients "$@"
+exec "$PYTHON" -m tests.clients "$@"

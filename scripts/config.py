@@ -21,7 +21,7 @@ from infer.config import (
     register,
 )
 from infer.options.tracker_config import TrackerConfig
-from models.checks import at_least, one_of
+from models.checks import check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
@@ -29,7 +29,6 @@ from models.heads.config import HeadConfig
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
 TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
-COUNTS = ("num_prompts", "prompt_tokens", "max_tokens", "min_tokens", "rounds", "slots")  # numbers of at least 1
 LISTS = ("systems", "loads", "concurrency", "temperatures", "shapes", "chat_template")  # lists of at least one item
 
 
@@ -41,18 +40,15 @@ class MeasureConfig:
     head: HeadConfig = MISSING
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
-    num_prompts: int = 16
-    prompt_tokens: int = 64  # length of a prompt cut from the corpus or from plain text
-    max_tokens: int = 128
+    num_prompts: int = number(16, low=1)
+    prompt_tokens: int = number(64, low=1)  # length of a prompt cut from the corpus or from plain text
+    max_tokens: int = number(128, low=1)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for key in LISTS:
             if getattr(self, key, None) == []:
                 raise ValueError(f"{key}=[]: name at least one")
-        for key in COUNTS:
-            at_least(key, getattr(self, key, None), 1)
-        for value in getattr(self, "concurrency", ()):
-            at_least("concurrency", value, 1)
         for temperature in getattr(self, "temperatures", ()):
             check_sampling(temperature, 0, 1.0)
 
@@ -89,16 +85,16 @@ class SystemsConfig(PromptsConfig):
 @dataclass
 class BenchConfig(SystemsConfig):
     systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
-    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
-    min_tokens: int | None = None  # output lengths vary from this to max_tokens; null: all are max_tokens
+    concurrency: list[int] = number([1, 4, 16], low=1)
+    min_tokens: int | None = number(None, low=1)  # output lengths vary from this to max_tokens; null: all are that
     temperatures: list[float] = field(default_factory=lambda: [0.0])
-    rounds: int = 3  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
-    never_slower: float | None = None  # fail if an `auto` system is slower than `off` by more than this plus noise
+    rounds: int = number(3, low=1)  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
+    # fail if an `auto` system is slower than `off` by more than this plus noise
+    never_slower: float | None = number(None, low=0)
     ignore_eos: bool = True  # outputs have exactly the requested length; false: they end at the target's end token
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("never_slower", self.never_slower, 0)
         for system in self.systems:
             one_of("systems", system.partition(":")[0], (*ENGINE_SYSTEMS, *TRANSFORMERS, *SERVERS))
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
@@ -113,20 +109,18 @@ class ServedConfig(SystemsConfig):
     """
 
     systems: list[str] = field(default_factory=lambda: ["server", "server:head:chain3", "server:head:auto3"])
-    num_prompts: int = 64
-    max_tokens: int = 64
-    capacity: float | None = None  # requests/s at a load of 1; null: the measured capacity of the first system
-    loads: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9, 1.5, 3.0])
-    seconds: float = 20.0  # duration of each load
-    slots: int = 16  # requests that a server runs concurrently
+    num_prompts: int = number(64, low=1)
+    max_tokens: int = number(64, low=1)
+    # requests/s at a load of 1; null: the measured capacity of the first system
+    capacity: float | None = number(None, above=0)
+    loads: list[float] = number([0.1, 0.5, 0.9, 1.5, 3.0], above=0)
+    seconds: float = number(20.0, above=0)  # duration of each load
+    slots: int = number(16, low=1)  # requests that a server runs concurrently
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for system in self.systems:
             one_of("systems", system.partition(":")[0], SERVERS)
-        for key, value in (("capacity", self.capacity), ("seconds", self.seconds), *(("loads", x) for x in self.loads)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{key}={value}: must be above 0")
 
 
 @dataclass
@@ -137,7 +131,7 @@ class EvalConfig(PromptsConfig):
     chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file with and without
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
     shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see scripts/systems.py
-    concurrency: list[int] = field(default_factory=lambda: [1])  # prompts in flight together
+    concurrency: list[int] = number([1], low=1)  # prompts in flight together
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,7 +144,7 @@ class EvalConfig(PromptsConfig):
 @dataclass
 class StepTimeConfig(MeasureConfig):
     proposer: ProposerConfig = MISSING
-    num_prompts: int = 4
+    num_prompts: int = number(4, low=1)
     temperature: float = 0.0
     plot: str | None = None  # file for a plot of the costs of steps and drafts, measured with proposer.adaptive=true
 

@@ -31,7 +31,6 @@ from infer.config import ProposerConfig
 from infer.config_checks import resolve_path
 from infer.console.compare import Comparison, Pair
 from infer.options.exported_heads import export_folder, head_folder, with_head
-from infer.request import SpeculationStats
 from scripts.config import EvalConfig
 from scripts.document import document, publish, table
 from scripts.harness import OFF, run_round
@@ -142,9 +141,7 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> dict[str, float]:
 
     outputs = [ids for pair in pairs for ids in pair.on.token_ids]
     emitted, later = (torch.tensor([t for ids in outputs for t in ids[first:]]) for first in (0, 1))
-    stats = SpeculationStats()
-    for pair in pairs:
-        stats.merge(pair.on.speculation)
+    stats = Comparison(list(pairs)).speculation
     lacking = len(later) - round(len(later) * coverage(later, target_ids)) if len(later) else 0
     return {
         "acceptance_length": stats.acceptance_length,

@@ -25,13 +25,15 @@ import torch
 
 from infer.config_checks import REPO_ROOT
 from models.heads.eagle3.head import Eagle3Head
-from models.heads.files import load_head
+from models.heads.files import load_head, save_head
 from models.targets import load_target
+from models.weights import fingerprint
 from scripts.errors import reports_errors
-from scripts.inflation import SHAPES, inflate_head, shape_of, write_head, write_target
+from scripts.inflation import SHAPES, inflate_head, shape_of, write_target
 from train.publishing.provenance import provenance
 from train.storage import atomic
 
+DRAFT_TOKENS = 5  # speculative tokens per step, for the exported config
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -69,7 +71,15 @@ def inflate(args: argparse.Namespace) -> None:
             layers = small.config.num_layers
             wide = inflate_head(head, shape, target_layers=layers, dtype=dtype, device="cpu", seed=args.seed)
             facts = {"inflated_from": str(args.head), "target": str(args.model), "shape": args.shape}
-            write_head(wide, folder, staging, provenance({}, **facts), verifier=str(args.out))
+            facts |= {"target_fingerprint": fingerprint(staging)}
+            save_head(
+                wide,
+                folder,
+                verifier=str(args.out),
+                verifier_architecture=small.config.architecture,
+                speculative_tokens=DRAFT_TOKENS,
+                provenance=provenance({}, **facts),
+            )
 
 
 @reports_errors

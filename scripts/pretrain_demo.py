@@ -21,17 +21,23 @@ import infer.environment  # noqa: F401
 import json
 import math
 import platform
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from infer.config import ModelConfig
 from infer.config_checks import resolve_path
 from infer.engine import Engine
+from infer.options.literal_text import literal_overrides
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig
@@ -39,8 +45,19 @@ from models.demo.corpus import Split, corpus_hash, read_split
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.targets.writing import save_target
-from scripts.pretraining import FREE_ON_RESUME, LoopConfig, read_config, run_steps
+from train.checkpoint import (
+    Trained,
+    gather_trained,
+    latest_checkpoint,
+    load_checkpoint,
+    load_trained,
+    module_tensors,
+    save_checkpoint,
+)
+from train.signals import StopRequest
 
+Optimizers = Sequence[torch.optim.Optimizer]
+RECENT = 100  # steps over which the printed training loss is averaged
 END = "<|endoftext|>"
 # Renders messages as Python comments, which this base model has seen in training. The demo is no chat model; the
 # template makes /v1/chat/completions usable with it.
@@ -51,7 +68,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass
-class PretrainConfig(LoopConfig):
+class PretrainConfig:
     layers: int = 16
     hidden_size: int = 256
     intermediate_size: int = 640
@@ -61,9 +78,40 @@ class PretrainConfig(LoopConfig):
     context: int = 1024
     short_context: int = 256  # used before the last `long_share` of steps; later positions take a few hundred steps
     long_share: float = 0.15  # share of the steps
+    batch_tokens: int = 4096
+    steps: int = 1760
+    warmup: int = 60
+    cooldown: float = 0.4  # share of the steps
+    muon_lr: float = 0.02
+    adam_lr: float = 0.003
+    weight_decay: float = 0.02
+    seed: int = 0
     eval_tokens: int = 32768
-    folder: str = "outputs/pretrain_demo"
+    eval_every: int = 200
+    checkpoint_every: int = 100
+    threads: int = 0  # 0 = torch's default
+    compile: bool = False
+    folder: str = "outputs/pretrain_demo"  # checkpoints and metrics.jsonl
     export: str = "models/demo"
+
+
+FREE_ON_RESUME = {
+    "steps", "cooldown", "long_share", "eval_every", "checkpoint_every", "threads", "compile", "folder", "export",
+}  # fmt: skip
+
+
+def read_config(argv: Sequence[str]) -> PretrainConfig:
+    """Parse key=value arguments; -h prints the keys. Raises SystemExit with a message that names the key."""
+    structured = OmegaConf.structured(PretrainConfig)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        print("Options, key=value:\n" + OmegaConf.to_yaml(structured))
+        raise SystemExit(0)
+    try:
+        overrides = OmegaConf.from_dotlist(literal_overrides(argv, PretrainConfig))
+        return OmegaConf.to_object(OmegaConf.merge(structured, overrides))  # type: ignore[return-value]
+    except (OmegaConfBaseException, ValueError) as error:
+        raise SystemExit(f"error: {error}\nkeys: {', '.join(structured)}") from error
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
@@ -146,6 +194,86 @@ def held_out_loss(model: LlamaTarget, stream: Tensor, tokens: int, context: int)
     return torch.cat(losses).mean().item()
 
 
+def make_optimizers(model: LlamaTarget, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+    inner = [(p.ndim == 2 and not n.startswith(("embed_tokens", "lm_head")), p) for n, p in model.named_parameters()]
+    matrices, others = ([p for is_matrix, p in inner if is_matrix == wanted] for wanted in (True, False))
+    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+    adamw = torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [muon, adamw]
+
+
+def learning_rate_factor(step: int, config: PretrainConfig) -> float:
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return min(1.0, (config.steps - step) / max(1, config.cooldown * config.steps))
+
+
+def resume(path: Path, model: LlamaTarget, optimizers: Optimizers, config: PretrainConfig) -> int:
+    """Load model and optimisers and return the checkpoint's step.
+
+    Raises SystemExit if a key outside FREE_ON_RESUME differs from the checkpoint's configuration.
+    """
+    checkpoint = load_checkpoint(path, module_tensors(model))
+    saved = checkpoint.state["config"]
+    for key, value in asdict(config).items():
+        if key not in FREE_ON_RESUME and saved.get(key) != value:
+            raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
+    for optimizer in optimizers:
+        load_trained(model, optimizer, checkpoint.trained)
+    return checkpoint.state["step"]
+
+
+def pretrain(config: PretrainConfig, model: LlamaTarget, train_stream: Tensor, held_out: Tensor) -> float | None:
+    """Train to config.steps, resuming from the folder's checkpoint if there is one.
+
+    SIGTERM and SIGINT stop the loop after writing a checkpoint, a second one at once. Returns the mean training loss of
+    the last RECENT steps, or None when stopped.
+    """
+    folder, losses_of = resolve_path(config.folder), torch.compile(token_losses) if config.compile else token_losses
+    optimizers, checkpoints, step = make_optimizers(model, config), folder / "checkpoints", 0
+    peak = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    if (latest := latest_checkpoint(checkpoints)) is not None:
+        step = resume(latest, model, optimizers, config)
+        print(f"resuming {latest}")
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    recent: list[float] = []
+    bar = tqdm(total=config.steps, initial=step, unit="step", dynamic_ncols=True)
+    with StopRequest() as stop, (folder / "metrics.jsonl").open("a") as log:
+        while step < config.steps and not stop.requested:
+            started = time.perf_counter()
+            factor = learning_rate_factor(step, config)
+            for group, rate in zip(groups, peak, strict=True):
+                group["lr"] = rate * factor
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = losses_of(model, sample_batch(train_stream, step, config)).mean()
+            loss.backward()
+            if not torch.isfinite(loss):
+                raise SystemExit(f"error: the loss is {loss.item()} at step {step}; the last checkpoint is kept")
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            recent = [*recent[1 - RECENT :], loss.item()]
+            row = {"step": step, "loss": recent[-1], "lr": factor, "seconds": time.perf_counter() - started}
+            if step % config.eval_every == 0 or step == config.steps:
+                row["held_out"] = held_out_loss(model, held_out, config.eval_tokens, config.short_context)
+                bar.write(f"step {step}: train {sum(recent) / len(recent):.3f}, held-out {row['held_out']:.3f} nats")
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
+            bar.update()
+            if step % config.checkpoint_every == 0 or step == config.steps or stop.requested:
+                muon, adamw = (gather_trained(model, optimizer).optimizer for optimizer in optimizers)
+                trained = Trained(module_tensors(model), muon | adamw)
+                save_checkpoint(checkpoints, step, trained, {"config": asdict(config)}, keep=1)
+    bar.close()
+    if step < config.steps:
+        print(f"stopped at step {step}; the same command goes on")
+        return None
+    return sum(recent) / len(recent) if recent else float("nan")
+
+
 PROMPTS = ("    def __init__(self, ", "class Error(Exception):\n", "import os\nimport sys\n")
 CARD = """# The demo target
 
@@ -216,7 +344,7 @@ def export(model: LlamaTarget, config: PretrainConfig, train_loss: float, stream
 
 
 def main(argv: list[str]) -> None:
-    config = read_config(PretrainConfig, argv, __doc__)
+    config = read_config(argv)
     if config.threads:
         torch.set_num_threads(config.threads)
     folder = resolve_path(config.folder)
@@ -230,15 +358,7 @@ def main(argv: list[str]) -> None:
     model = begin(folder, config)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
-    losses_of = torch.compile(token_losses) if config.compile else token_losses
-
-    def loss_at(step: int) -> Tensor:
-        return losses_of(model, sample_batch(train_stream, step, config)).mean()
-
-    def measure() -> dict[str, float]:
-        return {"held_out": held_out_loss(model, held_out, config.eval_tokens, config.short_context)}
-
-    train_loss = run_steps(config, model, loss_at, measure, free=FREE_ON_RESUME | {"long_share"})
+    train_loss = pretrain(config, model, train_stream, held_out)
     if train_loss is not None:
         print(json.dumps({"steps": config.steps, **export(model, config, train_loss, held_out)}))
 

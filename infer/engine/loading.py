@@ -12,11 +12,11 @@ from infer.options.exported_heads import choose_head, head_folder, is_head, read
 from infer.options.model_names import read_model, read_option
 from infer.parallel.comm import Ranks
 from infer.speculation.measured_tree import rank_accuracy, resolve_tree
+from models.checkpoint import stated_dtype
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.files import check_exported, load_head
 from models.targets import load_target, resolve_checkpoint
-from models.targets.dtype import stated_dtype
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 

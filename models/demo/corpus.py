@@ -82,7 +82,3 @@ def cut_prompts(tokenizer: Encoder, split: Split, count: int, tokens: int, seed:
 
 def held_out_prompts(tokenizer: Encoder, count: int, tokens: int = 64, seed: int = 0) -> list[list[int]]:
     return cut_prompts(tokenizer, "held_out", count, tokens, seed)
-
-
-def train_prompts(tokenizer: Encoder, count: int, tokens: int = 64, seed: int = 0) -> list[list[int]]:
-    return cut_prompts(tokenizer, "train", count, tokens, seed)

@@ -71,11 +71,11 @@ class Checkpoint:
     head: str
     config: HeadShape
     tensors: dict[str, Tensor]
-    sources: dict[str, str]
-    remarks: dict[str, str]
-    verifier: Verifier | None
-    speculative_tokens: int | None
-    notes: list[str]
+    sources: dict[str, str] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
+    verifier: Verifier | None = None
+    speculative_tokens: int | None = None
+    notes: list[str] = field(default_factory=list)
     provenance: dict[str, Any] | None = None
 
     def facts(self, *, needs_verifier: bool = True) -> dict[str, Any]:
@@ -104,10 +104,11 @@ class Format:
 
     name: str
     heads: tuple[str, ...]
-    weights: tuple[str, ...]  # file names, in order of preference; the first is what is written
     matches: Callable[[Mapping[str, Any], Collection[str]], bool]  # config.json and the names of the files beside it
     read: Callable[[Fields, Shapes, ConversionOptions], ParsedConfig]
-    write: Callable[[Checkpoint], dict[str, Any]]
+    write: Callable[[Checkpoint], dict[str, Any]] = lambda checkpoint: checkpoint.config.to_json(**checkpoint.facts())
+    # file names, in order of preference; the first is what is written
+    weights: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
     prefixes: tuple[str, ...] = ()  # that tensor names may have
     written_prefix: str = ""

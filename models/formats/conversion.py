@@ -20,7 +20,7 @@ from models.config import read_json
 from models.fields import Fields
 from models.formats import headway
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier
-from models.formats.files import find_weights, read_weights
+from models.formats.files import read_weights
 from models.formats.matching import bare_names, expected_tensors, match
 from models.heads import HEADS
 from models.heads.config import EMBEDDING, LM_HEAD, PROVENANCE, HeadShape
@@ -65,7 +65,7 @@ def read_checkpoint(
     Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `provided.verifier`.
     """
     config = read_config(folder)
-    tensors = read_weights(find_weights(folder, form.weights), pickles=pickles)
+    tensors = read_weights(folder, form.weights, pickles=pickles)
     try:
         checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:

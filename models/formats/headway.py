@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.fields import Fields
 from models.formats import speculators
-from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.formats.checkpoint import DRAFT_TOKENS, ConversionOptions, Format, ParsedConfig, Shapes
 from models.heads import HEADS
 from models.heads.config import EMBEDDING, PROVENANCE, HeadShape
 
@@ -72,17 +72,12 @@ def optional(config: HeadShape) -> frozenset[str]:
     return frozenset(() if getattr(config, "own_embedding", True) else {EMBEDDING})
 
 
-def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    return checkpoint.config.to_json(**checkpoint.facts())
-
-
 FORMAT = Format(
     name="headway",
     heads=tuple(HEADS),
     weights=("model.safetensors",),
     matches=matches,
     read=read,
-    write=write,
     optional=optional,
     incoming=incoming,
 )

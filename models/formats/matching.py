@@ -12,7 +12,6 @@ from torch import Tensor
 from models.formats.checkpoint import Blame, Format, ParsedConfig
 from models.heads import HEADS
 from models.heads.config import HeadShape
-from models.weights import split_merged
 
 SHOWN = 8
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -22,8 +21,7 @@ WHOLE = (torch.int64, torch.int32)
 def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
     """Return name -> tensor without storage, for every tensor of our export of such a head."""
     with torch.device("meta"):
-        head = HEADS[config.name].module()(config)
-    return split_merged(head, head.checkpoint_layout(), head.merged_sizes())
+        return HEADS[config.name].module()(config).checkpoint_tensors()
 
 
 def bare_names(

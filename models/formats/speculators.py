@@ -7,7 +7,7 @@ from typing import Any
 
 from models.fields import Fields
 from models.formats import eagle3
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
+from models.formats.checkpoint import ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
 from models.heads.config import EMBEDDING
 from models.heads.eagle3.config import Eagle3Config
@@ -76,17 +76,11 @@ def read_verifier(fields: Fields) -> Verifier | None:
     return Verifier(name, str(architectures[0]) if architectures else None) if name else None
 
 
-def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    return checkpoint.config.to_json(**checkpoint.facts())
-
-
 FORMAT = Format(
     name="speculators",
     heads=tuple(shape.name for shape in KINDS.values()),
-    weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
-    write=write,
     aliases=(("midlayer.", "layers.0."),),
     optional=eagle3.shared_with_target,
     blame=eagle3.BLAME,

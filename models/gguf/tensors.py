@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from models.gguf.config import ARCHITECTURE, ROPE_FREQS
 from models.gguf.file import GgufFile
-from models.weights import Rows
+from models.weights import NamedTensors, Rows
 
 GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
@@ -44,7 +44,7 @@ class Source(NamedTuple):
     change: Callable[[Tensor], Tensor] | None = None
 
 
-class GgufTensors(Mapping[str, Tensor]):
+class GgufTensors(NamedTensors):
     """Tensors by Hugging Face's name, dequantised to `dtype` on access. Raises ValueError naming an unknown tensor."""
 
     def __init__(
@@ -106,15 +106,6 @@ class GgufTensors(Mapping[str, Tensor]):
         if self._bar.n >= len(self):
             self._bar.close()
             self._progress = False
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._sources
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
 
 
 def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:

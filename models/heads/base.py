@@ -20,6 +20,7 @@ from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget
+from models.weights import merged_parts, split_merged
 
 
 class AttentionShape(NamedTuple):
@@ -125,28 +126,13 @@ class Head(nn.Module, ABC):
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         """Return parameter or buffer name -> names of the checkpoint's tensors that are concatenated to make it."""
-        layout: dict[str, tuple[str, ...]] = {}
-        for name, _ in self.named_parameters():
-            if "qkv_proj" in name:
-                layout[name] = tuple(name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
-            elif "gate_up_proj" in name:
-                layout[name] = tuple(name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
-            else:
-                layout[name] = (name,)
-        return layout
+        return {name: merged_parts(name) for name, _ in self.named_parameters()}
 
-    def merged_sizes(self) -> dict[str, list[int]]:
-        """Return the rows of each part of the merged tensors, for writing the parts separately."""
-        sizes: dict[str, list[int]] = {}
-        for name, parts in self.checkpoint_layout().items():
-            if "qkv_proj" in name:
-                assert self.attention is not None
-                _, heads, kv_heads, head_dim = self.attention
-                sizes[name] = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-            elif len(parts) > 1:
-                rows = self.get_parameter(name).shape[0]
-                sizes[name] = [rows // len(parts)] * len(parts)
-        return sizes
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of its checkpoint, by name."""
+        shape = self.attention
+        heads = (1, 1) if shape is None else (shape.num_heads, shape.num_kv_heads)
+        return split_merged(self, self.checkpoint_layout(), heads)
 
 
 class Borrowed:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import MISSING
 
+from models.checks import check_fields
 from models.config import TargetConfig
 from models.heads.objectives import ObjectiveConfig
 
@@ -50,6 +51,9 @@ class HeadConfig:
     name: str = MISSING
     path: str | None = None  # an exported head; null: looked up by infer/options/exported_heads.py
     allow_mismatch: bool = False  # load a head even if it was trained for another target
+
+    def __post_init__(self) -> None:
+        check_fields(self, "head.")
 
     @property
     def max_depth(self) -> int | None:

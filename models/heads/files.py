@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -10,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Verifier
-from models.formats.conversion import detect, read_checkpoint
+from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint
 from models.formats.verifier import weights_of
 from models.heads import HEADS
 from models.heads.base import Head
-from models.heads.config import EMBEDDING, LM_HEAD, PROVENANCE
+from models.heads.config import EMBEDDING, LM_HEAD
 from models.heads.layer_config import reaching
 from models.targets.llama import LlamaTarget
-from models.weights import load_into, split_merged
+from models.weights import load_into
 
 
 def save_head(
@@ -39,19 +37,21 @@ def save_head(
     `provenance` must hold `target_fingerprint`; `load_head` compares it with the target that the head is loaded for.
     """
     assert "target_fingerprint" in provenance
-    tensors = split_merged(head, head.checkpoint_layout(), head.merged_sizes())
+    tensors = {
+        name: value.to("cpu", dtype if value.is_floating_point() else None)
+        for name, value in head.checkpoint_tensors().items()
+    }
     if not getattr(head.config, "own_embedding", True):
         tensors.pop(EMBEDDING, None)
-    if dtype is not None:
-        tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokens = min(speculative_tokens, head.config.max_depth or speculative_tokens)
-    config = head.config.to_json(
-        verifier=verifier, verifier_architecture=verifier_architecture, speculative_tokens=tokens
+    checkpoint = Checkpoint(
+        head=head.name,
+        config=head.config,
+        tensors=tensors,
+        verifier=Verifier(verifier, verifier_architecture),
+        speculative_tokens=min(speculative_tokens, head.config.max_depth or speculative_tokens),
+        provenance=provenance,
     )
-    config["torch_dtype"] = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
+    write_checkpoint(FORMATS["headway"], checkpoint, folder)
 
 
 def check_exported(folder: Path) -> None:

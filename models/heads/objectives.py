@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from omegaconf import MISSING
 
-from models.checks import check_fields, choice, number
+from models.checks import bounded, check_fields, choice, number
 
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses/functions.py
 
@@ -51,15 +51,14 @@ class JointObjectiveConfig(ObjectiveConfig):
     Loss of the second stage: KL(original target || adapted target) + heads_weight * the heads' loss.
     """
 
-    heads_first: float = 0.5  # share of the run in which the target is frozen
+    # share of the run in which the target is frozen
+    heads_first: float = bounded(0.5, "is a share, must be 0 to below 1", lambda share: 0 <= share < 1)
     heads_weight: float = number(0.2, above=0)
     lora_rank: int = number(32, low=1)
     lora_on: list[str] = field(default_factory=lambda: ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.heads_first < 1:
-            raise ValueError(f"objective.heads_first={self.heads_first}: is a share, must be 0 to below 1")
         if not self.lora_on:
             raise ValueError("objective.lora_on=[]: names no layer of the target to train")
 

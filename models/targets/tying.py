@@ -12,7 +12,7 @@ from pathlib import Path
 
 from models.checkpoint import open_tensors
 from models.gguf.file import is_gguf
-from models.weights import LazyTensors, equal_values
+from models.weights import LazyTensors, equal_values, shard_files
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 log = logging.getLogger("headway.targets")
@@ -26,12 +26,12 @@ def keeps_two(folder: Path) -> bool:
     """
     if is_gguf(folder):
         return False
-    names = set(LazyTensors(folder))
-    heads = {name for name in names if name.startswith("lm_head.")}
-    if not heads or EMBEDDING not in names:
+    tensors = LazyTensors(shard_files(folder))
+    heads = {name for name in tensors if name.startswith("lm_head.")}
+    if not heads or EMBEDDING not in tensors:
         return False
     # A quantised LM head is stored as other tensors, and was rounded separately from the embedding.
-    if heads == {LM_HEAD} and equal_values(folder, EMBEDDING, LM_HEAD):
+    if heads == {LM_HEAD} and equal_values(tensors, EMBEDDING, LM_HEAD):
         return False
     log.warning(
         "%s: config.json states tie_word_embeddings=true, but %s differs from %s; both are kept. Set "

@@ -53,6 +53,6 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
         config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as decided by the loaded weights
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = split_merged(target, layout, target.merged_sizes())
+    tensors = split_merged(target, layout, target.heads[:2])
     # Parts of a merged tensor share its memory, which the writer would take for tied weights.
     save_torch_state_dict({name: value.clone() for name, value in tensors.items()}, folder, metadata={"format": "pt"})

@@ -7,8 +7,8 @@ their effect.
 
 from __future__ import annotations
 
-from scripts.inflation.head import inflate_head, write_head
+from scripts.inflation.head import inflate_head
 from scripts.inflation.shapes import SHAPES, Shape, shape_of
 from scripts.inflation.target import inflate_target, write_target
 
-__all__ = ["SHAPES", "Shape", "inflate_head", "inflate_target", "shape_of", "write_head", "write_target"]
+__all__ = ["SHAPES", "Shape", "inflate_head", "inflate_target", "shape_of", "write_target"]

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.config import read_json
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.eagle3.head import Eagle3Head
-from models.heads.files import save_head
-from models.weights import fingerprint, load_into, split_merged
-from scripts.inflation.layers import LIFT, LayerAxes, Noise, layer_tensors, norm, put, vocabulary
+from models.weights import load_into
+from scripts.inflation.layers import LAYER, LIFT, LayerAxes, Noise, norm, put, vocabulary
 from scripts.inflation.shapes import Axis, Shape, layer_places
-
-DRAFT_TOKENS = 5  # speculative tokens per step, for the exported config
 
 
 def inflate_head(
@@ -35,7 +29,7 @@ def inflate_head(
         wide = Eagle3Head(new)
     wide = wide.to(dtype).to_empty(device=device)
     noise = Noise(seed, torch.device(device))
-    source = split_merged(head, head.checkpoint_layout(), head.merged_sizes())
+    source = head.checkpoint_tensors()
     tensors = {name: tensor.to(dtype) for name, tensor in _tensors(source, old, new, noise)}
     layout = {name: parts for name, parts in wide.checkpoint_layout().items() if name not in ("d2t", "t2d")}
     load_into(wide, tensors, layout, source="the enlarged head")
@@ -45,14 +39,6 @@ def inflate_head(
         wide.d2t.copy_(ids - torch.arange(len(ids)))
         wide.t2d.copy_(torch.zeros(new.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
     return wide.eval().requires_grad_(False)
-
-
-def write_head(head: Eagle3Head, out: Path, target: Path, provenance: Mapping[str, Any], *, verifier: str) -> None:
-    """Write an enlarged head for `head.path=`, bound to the enlarged target in folder `target`. `out` must exist."""
-    record = dict(provenance) | {"target_fingerprint": fingerprint(target)}
-    architecture = read_json(target / "config.json")["architectures"][0]
-    facts = {"verifier": verifier, "verifier_architecture": architecture, "speculative_tokens": DRAFT_TOKENS}
-    save_head(head, out, provenance=record, **facts)
 
 
 def _enlarged(old: Eagle3Config, shape: Shape, target_layers: int) -> Eagle3Config:
@@ -100,21 +86,12 @@ def _tensors(
             name = f"fc_norm.{index}.weight"
             yield name, norm(noise, source[name], hidden, marker=marker, lift=1.0)
     yield "fc.weight", _fusion(source["fc.weight"], noise, hidden, fused, marker)
-    first = "layers.0"
-    for part in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        name = f"{first}.{part}.weight"
-        yield name, norm(noise, source[name], hidden, marker=marker)
-    attention = {part: source[f"{first}.self_attn.{part}_proj.weight"] for part in "qkvo"}
-    yield from axes.attention(noise, f"{first}.self_attn", attention, hidden.then(hidden), new.layer.head_dim)
-    mlp = {part: source[f"{first}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
-    yield from axes.mlp(noise, f"{first}.mlp", mlp)
-    for index in range(1, old.layer.num_layers):
-        yield from layer_tensors(noise, axes, source, f"layers.{index}", f"layers.{index}", new.layer.head_dim)
+    for index in range(old.layer.num_layers):
+        modules, reads = (LAYER, hidden) if index else ((*LAYER, "hidden_norm"), hidden.then(hidden))
+        for name in (f"layers.{index}.{module}.weight" for module in modules):
+            yield name, axes.tensor(noise, name, source[name], reads)
     yield "norm.weight", norm(noise, source["norm.weight"], hidden, marker=marker, lift=LIFT)
-    yield (
-        "lm_head.weight",
-        vocabulary(noise, "lm_head", source["lm_head.weight"], drafts, hidden, marker),
-    )
+    yield "lm_head.weight", vocabulary(noise, "lm_head", source["lm_head.weight"], drafts, hidden, marker)
 
 
 def _fusion(old: Tensor, noise: Noise, hidden: Axis, fused: Axis, marker: int | None) -> Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +22,10 @@ from torch import Tensor
 from models.config import TargetConfig
 from scripts.inflation.shapes import Axis, heads
 
+LAYER = (  # its modules
+    "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
 STD = 0.02  # of new weights
 SMALL, LIFT, DOWN = 2.0**-18, 2.0**15, -(2.0**24)  # of the marker dimension, which gives new ids a very low logit
 
@@ -50,18 +53,6 @@ def put(into: Tensor, old: Tensor, rows: Axis, columns: Axis, scale: float = 1.0
     return into
 
 
-def reading(noise: Noise, name: str, old: Tensor | None, rows: Axis, columns: Axis) -> Tensor:
-    """Return a projection that reads the stream: the old weights, if any, and random weights everywhere else."""
-    new = noise.normal(name, rows.size, columns.size)
-    return new if old is None else put(new, old, rows, columns)
-
-
-def writing(noise: Noise, old: Tensor | None, rows: Axis, columns: Axis) -> Tensor:
-    """Return a projection that writes to the stream: the old weights, if any, and zeros everywhere else."""
-    new = noise.zeros(rows.size, columns.size)
-    return new if old is None else put(new, old, rows, columns)
-
-
 def norm(noise: Noise, old: Tensor | None, axis: Axis, *, marker: int | None, lift: float = 0.0) -> Tensor:
     """Return an RMSNorm's weight over the wider stream, with `lift` at dimension `marker`."""
     new = torch.ones(axis.size, device=noise.device)
@@ -81,6 +72,7 @@ class LayerAxes:
     query: Axis
     kv: Axis
     inner: Axis
+    head_dim: int
     query_scale: float  # compensates attention's division by the root of the new head size
     marker: int | None  # the dimension that gives new ids a very low logit, if there are new ids
 
@@ -92,38 +84,40 @@ class LayerAxes:
             query,
             kv,
             Axis.padded(old.intermediate_size, new.intermediate_size, "intermediate_size"),
+            new.head_dim,
             math.sqrt(new.head_dim / old.head_dim),
             old.hidden_size if new.vocab_size > old.vocab_size else None,
         )
 
-    def attention(
-        self, noise: Noise, name: str, old: dict[str, Tensor] | None, reads: Axis, head_dim: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the q, k, v and o projections.
+    def tensor(self, noise: Noise, name: str, old: Tensor | None, reads: Axis) -> Tensor:
+        """Return the tensor `name` of a layer from the old one; None makes a layer that adds nothing to the stream.
 
-        `old` holds the old ones by these letters; None makes a layer that adds nothing to the stream. `reads` is the
-        axis that q, k and v read.
+        `reads` is the axis that q, k and v read.
         """
-        q, k, v, o = (None if old is None else old[part] for part in "qkvo")
-        query = reading(noise, f"{name}.q_proj", None, self.query, reads)
-        if q is not None:
-            by_head = self.query.is_new.view(-1, head_dim)
-            inside = (~by_head.all(1, keepdim=True) & by_head).flatten()  # new dimensions of old heads
-            query[inside.to(noise.device)] = 0.0
-            put(query, q, self.query, reads, self.query_scale)
-        yield f"{name}.q_proj.weight", query
-        yield f"{name}.k_proj.weight", reading(noise, f"{name}.k_proj", k, self.kv, reads)
-        yield f"{name}.v_proj.weight", reading(noise, f"{name}.v_proj", v, self.kv, reads)
-        yield f"{name}.o_proj.weight", writing(noise, o, self.hidden, self.query)
-
-    def mlp(self, noise: Noise, name: str, old: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gate, up and down projections; `old` None makes a layer that adds nothing to the stream."""
-        for part in ("gate", "up"):
-            full = f"{name}.{part}_proj"
-            weight = None if old is None else old[part]
-            yield f"{full}.weight", reading(noise, full, weight, self.inner, self.hidden)
-        down = None if old is None else old["down"]
-        yield f"{name}.down_proj.weight", writing(noise, down, self.hidden, self.inner)
+        part = name.split(".")[-2]
+        if part.endswith("norm"):
+            return norm(noise, old, self.hidden, marker=self.marker)
+        rows, columns = {
+            "q_proj": (self.query, reads),
+            "k_proj": (self.kv, reads),
+            "v_proj": (self.kv, reads),
+            "o_proj": (self.hidden, self.query),
+            "gate_proj": (self.inner, self.hidden),
+            "up_proj": (self.inner, self.hidden),
+            "down_proj": (self.hidden, self.inner),
+        }[part]
+        if part in ("o_proj", "down_proj"):  # write to the stream
+            new = noise.zeros(rows.size, columns.size)
+        else:
+            new = noise.normal(name.removesuffix(".weight"), rows.size, columns.size)
+        if old is None:
+            return new
+        if part != "q_proj":
+            return put(new, old, rows, columns)
+        by_head = rows.is_new.view(-1, self.head_dim)
+        inside = (~by_head.all(1, keepdim=True) & by_head).flatten()  # new dimensions of old heads
+        new[inside.to(noise.device)] = 0.0
+        return put(new, old, rows, columns, self.query_scale)
 
 
 def vocabulary(
@@ -158,18 +152,3 @@ def mark_of(embedding: Tensor) -> float:
     """Return SMALL times the embedding's root mean square, which is rounded to a power of two."""
     size = float(embedding.float().square().mean().sqrt())
     return SMALL * 2.0 ** round(math.log2(size))
-
-
-def layer_tensors(
-    noise: Noise, axes: LayerAxes, source: Mapping[str, Tensor], before: str | None, after: str, head_dim: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a decoder layer's tensors by their checkpoint names; `before` None makes a layer that adds nothing."""
-    attention = mlp = None
-    if before:
-        attention = {part: source[f"{before}.self_attn.{part}_proj.weight"] for part in "qkvo"}
-        mlp = {part: source[f"{before}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
-    for part in ("input_layernorm", "post_attention_layernorm"):
-        old = source[f"{before}.{part}.weight"] if before else None
-        yield f"{after}.{part}.weight", norm(noise, old, axes.hidden, marker=axes.marker)
-    yield from axes.attention(noise, f"{after}.self_attn", attention, axes.hidden, head_dim)
-    yield from axes.mlp(noise, f"{after}.mlp", mlp)

@@ -12,21 +12,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.chat import TEMPLATE_FOLDER
+from models.checkpoint import open_tensors
 from models.config import TargetConfig, read_json
 from models.gguf.file import is_gguf
-from models.targets import is_quantised, read_target_config, resolve_checkpoint
+from models.heads.layer_config import layer_json
+from models.quantised import SECTION
+from models.targets import read_target_config, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.targets.tying import EMBEDDING, LM_HEAD, shared_weight
-from models.weights import INDEX, load_into, read_tensors
-from scripts.inflation.layers import (
-    LIFT,
-    LayerAxes,
-    Noise,
-    layer_tensors,
-    mark_of,
-    norm,
-    vocabulary,
-)
+from models.weights import INDEX, load_into
+from scripts.inflation.layers import LAYER, LIFT, LayerAxes, Noise, mark_of, norm, vocabulary
 from scripts.inflation.shapes import Axis, Shape, enlarged, layer_places
 
 SHARD_BYTES = 4 * 2**30
@@ -66,20 +61,9 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
     old = _read_config(folder)
     written = read_json(folder / "config.json")
     new = enlarged(old, shape)
-    sizes = {
-        "vocab_size": new.vocab_size,
-        "hidden_size": new.hidden_size,
-        "intermediate_size": new.intermediate_size,
-        "num_hidden_layers": new.num_layers,
-        "num_attention_heads": new.num_heads,
-        "num_key_value_heads": new.num_kv_heads,
-        "head_dim": new.head_dim,
-        "max_position_embeddings": new.max_position_embeddings,
-        "rms_norm_eps": new.rms_norm_eps,
-        "tie_word_embeddings": new.tie_word_embeddings,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    (out / "config.json").write_text(json.dumps(written | sizes, indent=2) + "\n", encoding="utf-8")
+    written |= layer_json(new)
+    written |= {"tie_word_embeddings": new.tie_word_embeddings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     for file in folder.iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
             shutil.copy(file, out / file.name)
@@ -91,7 +75,7 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
 def _read_config(folder: Path) -> TargetConfig:
     if is_gguf(folder):
         raise ValueError(f"{folder}: a GGUF file can be served and trained for, not enlarged; give a checkpoint folder")
-    if is_quantised(folder):
+    if SECTION in read_json(folder / "config.json"):
         raise ValueError(
             f"{folder}: quantization_config: a quantised target can be served and trained for, not enlarged"
         )
@@ -129,7 +113,7 @@ def _tensors(
     """Yield the tensors by their checkpoint names, creating one large tensor at a time."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: must be float32 or bfloat16")
-    source = dict(read_tensors(folder))
+    source = open_tensors(folder)
     noise, axes = Noise(seed, device), LayerAxes.between(old, new)
     vocab = Axis.padded(old.vocab_size, new.vocab_size, "vocab_size")
     hidden, marker = axes.hidden, axes.marker
@@ -146,8 +130,10 @@ def _tensors(
         yield "model.norm.weight", norm(noise, source["model.norm.weight"], hidden, marker=marker, lift=LIFT)
         places = layer_places(old.num_layers, new.num_layers)
         for index in range(new.num_layers):
-            before = f"model.layers.{places.index(index)}" if index in places else None
-            yield from layer_tensors(noise, axes, source, before, f"model.layers.{index}", new.head_dim)
+            for module in LAYER:
+                name = f"model.layers.{index}.{module}.weight"
+                before = f"model.layers.{places.index(index)}.{module}.weight" if index in places else None
+                yield name, axes.tensor(noise, name, None if before is None else source[before], hidden)
 
     for name, tensor in build():
         yield name, tensor.to(dtype)

@@ -455,10 +455,10 @@ def test_a_head_of_another_target_is_refused(make_folder, refusal, tmp_path, cha
 def test_a_verifier_that_is_not_there(make_folder, refusal, tmp_path):
     folder = make_folder(SPECULATORS)
     assert "no such folder (a hub id would be written owner/name)" in refusal(folder, "--verifier", tmp_path / "none")
-    assert "neither a folder nor reachable" in refusal(folder, "--verifier", "no-such-owner/no-such-model")
+    assert "neither a local folder nor reachable" in refusal(folder, "--verifier", "no-such-owner/no-such-model")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no config.json in this folder" in refusal(folder, "--verifier", empty)
+    assert "the folder has no config.json" in refusal(folder, "--verifier", empty)
 
 
 def test_what_a_format_says_of_the_target_must_be_known(make_folder, refusal, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from models.chat_template import chat_environment
-from scripts.clients.target import learn
+from tests.clients.target import learn
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
 # The text of a chat template from which the server recognises the style of tool calls or reasoning.

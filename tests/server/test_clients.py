@@ -1,4 +1,4 @@
-"""The programs of scripts/clients that need no more packages than the tests do; scripts/clients.sh runs all of them."""
+"""The programs of tests/clients that need no more packages than the tests do; scripts/clients.sh runs all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.clients.programs import CHECKS, PROGRAMS, Outcome, read, table
-from scripts.clients.setting import HERE, PINS
-from scripts.clients.target import make_target
+from tests.clients.programs import CHECKS, PROGRAMS, Outcome, read, table
+from tests.clients.setting import HERE, PINS
+from tests.clients.target import make_target
 from tests.server.harness import MODEL, MakeServer, Server
 
 

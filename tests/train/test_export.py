@@ -18,7 +18,9 @@ from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
 from train.config import TrainConfig
-from train.publishing.export import Acceptance, Measured, check_room, export_head
+from train.planning.refusals import export_has_room
+from train.planning.shapes import Shapes
+from train.publishing.export import Acceptance, Measured, export_head
 from train.publishing.provenance import provenance
 
 FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
@@ -153,7 +155,8 @@ def test_what_a_killed_export_left_is_removed(
 def test_room_is_checked_before_the_run(
     random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_room(config, random_head, tiny_target)
+    shapes = Shapes(tiny_target, random_head, tiny_target.folder)
+    export_has_room(config, shapes)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(ValueError, match=r"heads/demo/eagle3: the export will need \d+ bytes, 10 are free"):
-        check_room(config, random_head, tiny_target)
+        export_has_room(config, shapes)

@@ -10,14 +10,14 @@ from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from train.config import OnlineFeaturesConfig
 from train.data.sequences import Sequences
-from train.features.online import CachedFeatures, OnlineFeatures, feature_bytes, fits_cache
+from train.features.online import CachedFeatures, feature_bytes, fits_cache, online_features
 
 AUX = (2, 4, 5)
 
 
 def test_cached_equals_online(engine: Engine, responses: Sequences) -> None:
     cached = CachedFeatures(engine.target, AUX, responses, batch_size=2, show=False)
-    online = OnlineFeatures(engine.target, AUX)
+    online = online_features(engine.target, AUX)
     batch = responses.batch([5, 0, 3])
     inside = torch.arange(batch.ids.shape[1]) < responses.lengths[list(batch.rows)][:, None]
     for a, b in zip(
@@ -36,7 +36,7 @@ def test_the_same_bits_whatever_was_asked_before(engine: Engine, responses: Sequ
 
 def test_features_are_the_models(tiny_target: LlamaTarget, responses: Sequences) -> None:
     batch = responses.batch([2])
-    features = OnlineFeatures(tiny_target, AUX)(batch)
+    features = online_features(tiny_target, AUX)(batch)
     positions = torch.arange(batch.ids.shape[1])[None]
     with torch.no_grad():
         output = tiny_target(batch.ids, positions, CausalAttention(), aux_layers=AUX)

@@ -101,7 +101,7 @@ def test_conversations_that_open_alike_are_on_one_side(
     rows = [row(opening, after) for opening in range(20) for after in range(3)]
     prompts = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses=responses, held_out_share=0.3)
     openings = {example.messages[0]["content"] for example in prompts.train.values()}
-    assert not openings & {example.messages[0]["content"] for example in prompts.held_out_conversations.values()}
+    assert not {example.opening_key for example in prompts.train.values()} & prompts.held_out.keys()
     assert len(openings) + len(prompts.held_out) == 20
     assert len(prompts.train) == 3 * len(openings)  # nor does a common opening make them duplicates
 

@@ -11,12 +11,12 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
+from models.checkpoint import open_tensors
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets import ARCHITECTURES, load_target
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
-from models.weights import read_tensors
 from tests.unit.reference import (
     TOLERANCE,
     assert_equals_reference,
@@ -96,7 +96,7 @@ def test_logits_and_hidden_states_equal_transformers(make_family_folder, name):
 def test_a_target_that_is_written_is_read_as_it_was(make_family_folder, name, tmp_path):
     target = load_target(str(make_family_folder(name)))
     save_target(target, tmp_path)
-    before, after = (dict(read_tensors(folder)) for folder in (target.folder, tmp_path))
+    before, after = (dict(open_tensors(folder)) for folder in (target.folder, tmp_path))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     again = load_target(str(tmp_path))

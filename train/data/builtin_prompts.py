@@ -14,11 +14,11 @@ import ast
 import random
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, product, tee, zip_longest
+from itertools import islice, product, tee
 from typing import NamedTuple, TypeVar
 
 from models.demo.corpus import is_held_out, read_split
-from train.data.entries import Item, cut_text
+from train.data.entries import Item, cut_text, in_turn
 
 LONGEST = 900  # characters of code or documentation in a prompt
 PER_FILE = 8  # at most so many functions of a file, so that long files do not dominate
@@ -62,9 +62,7 @@ class Function(NamedTuple):
 
 def builtin_items(*, held_out: bool) -> Iterator[Item]:
     explained, written = tee(functions(held_out))  # a file is parsed once
-    kinds = (explanations(explained), documentation(held_out), questions(held_out), tasks(written))
-    for items in zip_longest(*kinds):
-        yield from (item for item in items if item is not None)
+    return in_turn((explanations(explained), documentation(held_out), questions(held_out), tasks(written)))
 
 
 def explanations(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
 from train.config import TEMPLATE_FIELD
@@ -26,6 +26,12 @@ class Item(NamedTuple):
     place: str  # file and line, or data set and row
     row: Any
     error: str | None = None  # why the row could not be read
+
+
+def in_turn(parts: Iterable[Iterator[Item]]) -> Iterator[Item]:
+    """Yield a row of each part in turn (round robin); exhausted parts are skipped."""
+    for rows in zip_longest(*parts):
+        yield from (row for row in rows if row is not None)
 
 
 def shaped(items: Iterable[Item], entry: Mapping[str, Any]) -> Iterator[Item]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
+from models.demo.corpus import corpus_hash, cut_prompts, held_out_prompts
 from models.tokenizer import Tokenizer
 from train.config import ChatDataConfig, DataConfig, DemoDataConfig, HubDataConfig, RowsDataConfig, TrainConfig, as_list
 from train.data.dialogue import TooLong, first_prompt, provided_dialogue
@@ -71,7 +71,6 @@ def first_of(label: str, lines: Sequence[str]) -> list[str]:
 class Prompts:
     train: dict[int, Example]  # by key
     held_out: dict[int, Example]  # prompts as token ids
-    held_out_conversations: dict[int, Example]  # the same rows as read, including any responses
     source: str  # identifies the data in the record
     reading: Reading
 
@@ -84,11 +83,11 @@ def read_prompts(
     if isinstance(data, DemoDataConfig):
         if data.prompt_tokens + 2 >= context:
             raise ValueError(f"data.prompt_tokens={data.prompt_tokens}: leaves no room in a context of {context}")
-        train = by_key(train_prompts(tokenizer, data.num_sequences, data.prompt_tokens, config.seed))
+        train = by_key(cut_prompts(tokenizer, "train", data.num_sequences, data.prompt_tokens, config.seed))
         held_out = by_key(held_out_prompts(tokenizer, config.eval_prompts, data.prompt_tokens, config.seed))
         count = len(train) + len(held_out)
         reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
-        return Prompts(train, held_out, held_out, f"demo corpus {corpus_hash()}", reading)
+        return Prompts(train, held_out, f"demo corpus {corpus_hash()}", reading)
     assert isinstance(data, RowSource)
     return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts, check).read()
 
@@ -119,7 +118,6 @@ class Reader:
         self.name = "data=chat" if isinstance(data, ChatDataConfig) else f"data.path={data.path}"
         self.train: dict[int, Example] = {}
         self.held_out: dict[int, Example] = {}  # by opening key
-        self.held_out_conversations: dict[int, Example] = {}
         self._count = 0
 
     def read(self) -> Prompts:
@@ -139,7 +137,7 @@ class Reader:
         assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
         digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
         source = f"{name_of(self.data)} {digest:016x}"
-        return Prompts(self.train, self.held_out, self.held_out_conversations, source, reading)
+        return Prompts(self.train, self.held_out, source, reading)
 
     def read_prompts(self) -> list[list[int]]:
         """Return the first prompts of up to `eval_prompts` rows, all treated as held out. Raises ValueError if none."""
@@ -200,7 +198,6 @@ class Reader:
     def _hold_out(self, example: Example) -> None:
         """Hold out a row; acceptance is measured on the response to its first prompt."""
         self.held_out[example.opening_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
-        self.held_out_conversations[example.opening_key] = example
 
     def _hold_one_out(self) -> None:
         """Move the training row with the lowest opening key to the held-out side, when the hash has selected none.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +39,12 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> Batch:
         starts = None if self.starts is None else self.starts.to(device)
         return self._replace(ids=self.ids.to(device), assistant=self.assistant.to(device), starts=starts)
+
+    def spans(self, offsets: Tensor) -> Iterator[tuple[tuple[int, slice], slice]]:
+        """Yield where each sequence lies in the batch, and where among all tokens: row r begins at offsets[r]."""
+        for row, place in zip(self.rows, self.places, strict=True):
+            low, high = int(offsets[row]), int(offsets[row + 1])
+            yield (place.row, slice(place.first, place.first + high - low)), slice(low, high)
 
 
 @dataclass(frozen=True)
@@ -130,23 +136,18 @@ class Sequences:
             digest.update(part.contiguous().numpy().tobytes())
         return digest.hexdigest()[:32]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"ids": self.ids.to(torch.int32), "assistant": self.assistant, "offsets": self.offsets}
-
-    @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Sequences:
-        return cls(tensors["ids"].to(torch.int64), tensors["assistant"], tensors["offsets"])
-
     def save(self, path: Path) -> None:
         """Write the file atomically."""
-        atomic.write_tensors(path, self.tensors())
+        tensors = {"ids": self.ids.to(torch.int32), "assistant": self.assistant, "offsets": self.offsets}
+        atomic.write_tensors(path, tensors)
 
     @classmethod
     def load(cls, path: Path) -> Sequences:
         try:
-            return cls.from_tensors(load_file(path))
+            tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: cannot be read ({error}); delete it to have it made again") from error
+        return cls(tensors["ids"].to(torch.int64), tensors["assistant"], tensors["offsets"])
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

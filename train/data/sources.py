@@ -12,14 +12,14 @@ import gzip
 import itertools
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from infer.config_checks import REPO_ROOT, resolve_path
 from train.config import ChatDataConfig, FilesDataConfig, HubDataConfig, as_list
 from train.data.builtin_prompts import builtin_items
-from train.data.entries import Item, shaped
+from train.data.entries import Item, in_turn, shaped
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 RowSource = ChatDataConfig | FilesDataConfig | HubDataConfig
@@ -47,12 +47,6 @@ def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
             files = find_files(key, entry["path"], data.root)
             parts.append(shaped(itertools.chain.from_iterable(read_file(file) for file in files), entry))
     return in_turn(parts) if data.interleave else itertools.chain.from_iterable(parts)
-
-
-def in_turn(parts: Sequence[Iterator[Item]]) -> Iterator[Item]:
-    """Yield a row of each part in turn (round robin); exhausted parts are skipped."""
-    for rows in itertools.zip_longest(*parts):
-        yield from (row for row in rows if row is not None)
 
 
 def find_files(key: str, paths: str | Iterable[str], root: str | None = None) -> list[Path]:

@@ -59,14 +59,9 @@ def stored_layers(aux_layers: Sequence[int]) -> list[int]:
     return sorted({*aux_layers, LAST})
 
 
-class OnlineFeatures:
-    """Features computed by running the target for every batch."""
-
-    def __init__(self, target: LlamaTarget, aux_layers: Sequence[int]) -> None:
-        self.target, self.aux_layers = target, tuple(aux_layers)
-
-    def __call__(self, batch: Batch) -> Features:
-        return compute_features(self.target, batch, self.aux_layers)
+def online_features(target: LlamaTarget, aux_layers: Sequence[int]) -> FeatureSource:
+    """Return the features computed by running the target for every batch."""
+    return lambda batch: compute_features(target, batch, aux_layers)
 
 
 class CachedFeatures:
@@ -118,10 +113,9 @@ class CachedFeatures:
 
     def _compute(self, target: LlamaTarget, batch: Batch, layers: Sequence[int]) -> None:
         features = compute_features(target, batch.to(self._device), layers)
-        for row, place in zip(batch.rows, batch.places, strict=True):
-            low, high = int(self._offsets[row]), int(self._offsets[row + 1])
+        for place, stored in batch.spans(self._offsets):
             for part, feature in enumerate(features.aux):
-                self._store[part, low:high] = feature[place.row, place.first : place.first + high - low]
+                self._store[part, stored] = feature[place]
 
     def _save(self, file: Path, batches: int, tokens: int) -> None:
         """Save the first `batches`; `tokens` is the end of their last sequence."""
@@ -141,9 +135,8 @@ class CachedFeatures:
     def __call__(self, batch: Batch) -> Features:
         shape = (self._store.shape[0], *batch.ids.shape, self._store.shape[2])
         out = self._store.new_zeros(shape)  # [parts, B, T, H]
-        for row, place in zip(batch.rows, batch.places, strict=True):
-            low, high = int(self._offsets[row]), int(self._offsets[row + 1])
-            out[:, place.row, place.first : place.first + high - low] = self._store[:, low:high]
+        for (row, slots), stored in batch.spans(self._offsets):
+            out[:, row, slots] = self._store[:, stored]
         return Features(tuple(out[part] for part in self._aux), out[self._hidden])
 
 

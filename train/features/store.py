@@ -228,17 +228,16 @@ class FeatureStore:
 
     def _compute(self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None]) -> dict[str, Tensor]:
         layout, offsets = self._layout, self._sequences.offsets
-        begin, size = int(offsets[shard.first]), int(offsets[shard.last] - offsets[shard.first])
+        offsets = offsets - offsets[shard.first]  # in the shard
+        size = int(offsets[shard.last])
         out: dict[str, Tensor] = {}
         for batch in self._sequences.batches(range(shard.first, shard.last), batch_size, room):
             check()
             features = compute_features(self._target, batch.to(self._device), layout.layers)
             states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
-            for row, place in zip(batch.rows, batch.places, strict=True):
-                low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
-                span = place.row, slice(place.first, place.first + high - low)
-                for name, value in layout.encode(states[span], self._target, features.hidden[span]).items():
-                    out.setdefault(name, value.new_empty(size, *value.shape[1:]))[low:high] = value
+            for place, stored in batch.spans(offsets):
+                for name, value in layout.encode(states[place], self._target, features.hidden[place]).items():
+                    out.setdefault(name, value.new_empty(size, *value.shape[1:]))[stored] = value
         return out
 
     def __call__(self, batch: Batch) -> Features:

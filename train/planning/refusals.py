@@ -6,6 +6,7 @@ and head, a folder, a package, a server or the command-line arguments; the heavi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 from infer.config_checks import resolve_path
@@ -21,8 +22,8 @@ from train.features.layout import Layout
 from train.features.store import origin, refuse_other_store, wider_layout
 from train.planning.shapes import Shapes, processes, shapes
 from train.preparation.head import refuse_other_shape
-from train.publishing.export import check_room
 from train.publishing.trackers import check_tracker
+from train.storage.atomic import free_disk
 
 
 def refuse(config: TrainConfig, overrides: Sequence[str] = ()) -> None:
@@ -126,11 +127,16 @@ def processes_are_the_runs(config: TrainConfig, meta_shapes: Shapes) -> None:
 
 
 def export_has_room(config: TrainConfig, meta_shapes: Shapes) -> None:
-    """Check the disk space for the export; a target that is trained too is published beside the head."""
-    target = meta_shapes.target
-    size = sum(value.numel() * value.element_size() for value in target.parameters())
-    extra_bytes = size if config.trains_target else 0
-    check_room(config, meta_shapes.head, target, extra_bytes)
+    """Check that the export can be written: the head and, beside it, a target that is trained too."""
+    target, head = meta_shapes.target, meta_shapes.head
+    exported = [head.state_dict()[name] for name in head.checkpoint_layout()]
+    exported += target.parameters() if config.trains_target else ()
+    size = sum(value.numel() for value in exported) * target.norm.weight.element_size()
+    place, free = free_disk(config.export_folder)
+    if free < size:
+        raise ValueError(f"{config.export_folder}: the export will need {size} bytes, {free} are free; free some space")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{config.export_folder}: {place} is not writable; give another output_dir=")
 
 
 def server_responds(config: TrainConfig, meta_shapes: Shapes) -> None:

@@ -12,7 +12,7 @@ from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfi
 from train.data.sequences import Sequences
 from train.distributed.parallel import log_main, stopping_together
 from train.features.layout import Layout
-from train.features.online import CachedFeatures, FeatureSource, OnlineFeatures, fits_cache
+from train.features.online import CachedFeatures, FeatureSource, fits_cache, online_features
 from train.features.store import (
     FeatureStore,
     manifest,
@@ -41,7 +41,7 @@ def open_features(
     place = resolve_path(config.output_dir) / "features" / config.model.name
     if isinstance(settings, OnlineFeaturesConfig):
         if not fits_cache(settings, target, aux_layers, int(sequences.offsets[-1])):
-            return OnlineFeatures(target, aux_layers)
+            return online_features(target, aux_layers)
         record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), weights)
         of_batches = {"batch_size": config.batch_size, "room": config.room, "process": accelerator.process_index}
         with stopping_together(accelerator, target.join_gathers):

@@ -25,12 +25,12 @@ from train.distributed.exchange import ProcessExchange
 from train.distributed.parallel import log_main
 from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
-from train.features.online import FeatureSource, OnlineFeatures
+from train.features.online import FeatureSource, online_features
 from train.objectives.joint import JointObjective
 from train.preparation.features import open_features
 from train.preparation.head import give_vocabulary, make_head, make_objective
 from train.preparation.target import open_engine, pool_for
-from train.publishing.target_view import AdaptedTarget, FrozenTarget, ServedTarget
+from train.publishing.target_view import AdaptedTarget, ServedTarget
 from train.schedule import peak_rate
 from train.signals import StopRequest
 
@@ -42,7 +42,7 @@ class Prepared:
     packs: list[list[int]]  # indices of the sequences that share a row
     features: FeatureSource
     placement: Replicated  # head, objective and optimiser
-    served: ServedTarget
+    served: ServedTarget | AdaptedTarget
     data_source: str
     data_hash: str
     data_counts: dict[str, Any]  # of rows and conversations
@@ -89,13 +89,18 @@ def prepare(
     # an error, of which other processes need not know, leaves the block of `resources`; an end or a stop is of all
     resources.push(lambda error, *_: placement.close(together=error is None))
     features = open_features(config, engine, head.config.aux_layers, sequences, accelerator, stop)
-    served: ServedTarget
+    served: ServedTarget | AdaptedTarget
     if isinstance(objective, JointObjective):
         served = AdaptedTarget(config, objective, tokenizer, pool_for(config), data.held_out, stop.check)
     else:
-        features_of = OnlineFeatures(target, head.config.aux_layers)
-        served = FrozenTarget(config, target, Evaluator(config, engine, data.held_out, features_of, stop.check))
-    counts = cut_counts(uncut, sequences)
+        features_of = online_features(target, head.config.aux_layers)
+        served = ServedTarget(config, target, Evaluator(config, engine, data.held_out, features_of, stop.check))
+    counts = {
+        "sequences": len(sequences),
+        "tokens": int(sequences.offsets[-1]),
+        "learnt": int(sequences.assistant.sum()),
+        "left_out": len(uncut) - len(sequences),  # of which cutting left no token to train on
+    }
     lost = 1 - counts["learnt"] / max(1, int(uncut.assistant.sum()))
     log_main(
         accelerator,
@@ -123,9 +128,3 @@ def prepare(
         data_counts={**data.counts, "learnt": counts},
         data_hash=uncut.content_hash(),
     )
-
-
-def cut_counts(uncut: Sequences, cut: Sequences) -> dict[str, int]:
-    """Return counts of `cut`, the training data, and of the sequences of which cutting left no token to train on."""
-    sizes = {"sequences": len(cut), "tokens": int(cut.offsets[-1]), "learnt": int(cut.assistant.sum())}
-    return {**sizes, "left_out": len(uncut) - len(cut)}

@@ -6,7 +6,6 @@ The folder is replaced atomically. Before that, the exported files are loaded ba
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -156,18 +155,3 @@ def serving_arguments(config: TrainConfig) -> tuple[str, str]:
     meanings = {TARGET_FOLDER: "where the target lies", HEAD_FOLDER: "where this card lies"}
     unfilled = [f"`{place}` ({why})" for place, why in meanings.items() if any(place in word for word in arguments)]
     return shlex.join(arguments), f", with {' and '.join(unfilled)} filled in" if unfilled else ""
-
-
-def check_room(config: TrainConfig, head: Head, target: LlamaTarget, extra_bytes: int = 0) -> None:
-    """Check at the start of a run that its export and `extra_bytes` more can be written.
-
-    Raises ValueError if the disk is too full or the folder is not writable.
-    """
-    folder = config.export_folder
-    values = (head.state_dict()[name] for name in head.checkpoint_layout())
-    size = sum(value.numel() for value in values) * target.norm.weight.element_size() + extra_bytes
-    place, free = atomic.free_disk(folder)
-    if free < size:
-        raise ValueError(f"{folder}: the export will need {size} bytes, {free} are free; free some space")
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"{folder}: {place} is not writable; give another output_dir=")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,14 +20,8 @@ from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
 from train.publishing.report import write_report
 from train.publishing.samples import how_many
-from train.publishing.target_view import Publication
+from train.publishing.target_view import ServedTarget
 from train.publishing.trackers import Results, Tracker
-
-
-class Exported(NamedTuple):
-    published: Publication  # the target
-    folder: Path
-    measured: Measured
 
 
 def publish_run(
@@ -44,34 +38,32 @@ def publish_run(
     `progress`: steps, tokens and seconds of the run; `best`: its highest acceptance length in the engine.
     """
     record = record_of(config, prepared, progress)
-    exported = export(prepared, record)
-    metrics = exported.published.evaluator.losses(prepared.placement.measured)
-    tracker.log(record["steps"], metrics | acceptance_metrics(exported.measured.greedy))
-    if config.export == "best" and best > exported.measured.greedy.engine.acceptance_length:
+    target, head_folder, measured = export(prepared, record)
+    metrics = target.measure.losses(prepared.placement.measured)
+    tracker.log(record["steps"], metrics | acceptance_metrics(measured.greedy))
+    if config.export == "best" and best > measured.greedy.engine.acceptance_length:
         state = load_best(folder, prepared)
         log(f"exporting the head of step {state['step']}, τ {best:.3f} in the engine: the last is worse")
         exact = {"steps": state["step"], "tokens": state["tokens"], "seconds": round(state["seconds"], 1)}
         record = {**record, **exact}
-        exported = export(prepared, record)
-    evaluator, measured = exported.published.evaluator, exported.measured
-    samples = evaluator.samples(prepared.head, how_many(config.tracker))
+        target, head_folder, measured = export(prepared, record)
+    samples = target.measure.samples(prepared.head, how_many(config.tracker))
     speeds = dict[int, float]()
     if config.eval_concurrency:
-        speeds = evaluator.speeds(prepared.head, config.eval_concurrency)
+        speeds = target.measure.speeds(prepared.head, config.eval_concurrency)
         ratios = {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()}
         tracker.log(progress["steps"], ratios)
     plots = draw_plots(folder, measured, speeds)
-    results = Results(plots, samples, exported.folder, ("latest", f"step_{record['steps']}"))
+    results = Results(plots, samples, head_folder, ("latest", f"step_{record['steps']}"))
     report = write_report(folder, config, record, measured, results)
     tracker.publish(results)
     lengths = measured.greedy.summary()
     positions = " ".join(f"{share:.2f}" for share in measured.greedy.engine.acceptance_by_position)
     log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
-    log(f"exported to {exported.folder}; report in {report}")
-    model = exported.published.config.model
-    arguments = [*model_overrides(model), *head_words(config.head, config.output_dir)]
+    log(f"exported to {head_folder}; report in {report}")
+    arguments = [*model_overrides(target.config.model), *head_words(config.head, config.output_dir)]
     log(f"serve it: {python_command('infer/serve.py', *arguments)}")
-    return {"export": str(exported.folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
+    return {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
 
 
 def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,17 +85,11 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
     )
 
 
-def export(prepared: Prepared, record: Mapping[str, Any]) -> Exported:
-    published = prepared.served.publish()
-    folder, measured = export_head(
-        prepared.head,
-        published.target,
-        published.config,
-        record,
-        published.evaluator.measure_fully,
-        note=published.note,
-    )
-    return Exported(published, folder, measured)
+def export(prepared: Prepared, record: Mapping[str, Any]) -> tuple[ServedTarget, Path, Measured]:
+    """Publish target and head. Returns the target, the head's folder, and what was measured of its files."""
+    target = prepared.served.publish()
+    measure = target.measure.measure_fully
+    return target, *export_head(prepared.head, target.target, target.config, record, measure, note=target.note)
 
 
 def load_best(folder: Path, prepared: Prepared) -> Mapping[str, Any]:

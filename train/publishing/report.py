@@ -33,6 +33,7 @@ def write_report(
 def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, results: Results) -> str:
     rows = [row for row in read_metrics(folder) if "eval/tau_engine" in row]
     commit = ((record.get("git") or {}).get("commit") or "unknown")[:12]
+    depth = len(measured.greedy.engine.acceptance_by_position)
     parts = [
         f"# {config.run}: {config.head.name} for {config.model.name}",
         f"{record['steps']} updates over {record['tokens']:,} tokens, {record['trained_parameters']:,} parameters, "
@@ -44,7 +45,7 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
         f"Chains of up to {config.eval_draft_tokens} tokens, {config.eval_prompts} held-out prompts of up to "
         f"{config.eval_max_tokens} tokens each. τ: tokens per verify, the bonus token included.",
         table(
-            ["", "τ, engine", "τ, simulated", "gap", *(f"position {place}" for place in positions(measured))],
+            ["", "τ, engine", "τ, simulated", "gap", *(f"position {place}" for place in range(1, depth + 1))],
             [line("greedy", measured.greedy), line("temperature 1", measured.sampled)],
         ),
         "## On the way",
@@ -115,10 +116,6 @@ def named_rows(folder: Path) -> str:
     named = read_record(path).get(NAMED, {}) if path.is_file() else {}
     lines = [line for label, rows in named.items() for line in first_of(label, rows)]
     return fenced("\n".join(lines)) if lines else ""
-
-
-def positions(measured: Measured) -> range:
-    return range(1, len(measured.greedy.engine.acceptance_by_position) + 1)
 
 
 def line(name: str, acceptance: Acceptance) -> list[str]:

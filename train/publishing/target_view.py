@@ -24,7 +24,7 @@ from models.tokenizer import Tokenizer
 from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.evaluation import Evaluator, prompts_of
-from train.features.online import OnlineFeatures
+from train.features.online import FeatureSource, online_features
 from train.objectives.joint import JointObjective
 from train.objectives.teacher import teach
 from train.publishing.provenance import target_name
@@ -32,25 +32,20 @@ from train.storage import atomic
 
 
 @dataclass(frozen=True)
-class Publication:
-    config: TrainConfig  # `model` is the published target
-    target: LlamaTarget
-    evaluator: Evaluator
-    note: str = ""  # for the head's card
+class ServedTarget:
+    """A target that no longer changes: as loaded, or as an AdaptedTarget was published."""
 
-
-@dataclass(frozen=True)
-class FrozenTarget:
-    config: TrainConfig
+    config: TrainConfig  # `model` is this target
     target: LlamaTarget
     measure: Evaluator
+    note: str = ""  # for the head's card
 
     def evaluator(self) -> Evaluator:
         """Return an evaluator on the target in its current state."""
         return self.measure
 
-    def publish(self) -> Publication:
-        return Publication(self.config, self.target, self.measure)
+    def publish(self) -> ServedTarget:
+        return self
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class AdaptedTarget:
     def evaluator(self) -> Evaluator:
         return self._evaluator_of(self._merged(), self.config)
 
-    def publish(self) -> Publication:
+    def publish(self) -> ServedTarget:
         before, name, target = self.config.model, self.config.published_model, self._merged()
         folder = resolve_path(self.config.output_dir) / "models" / name
         atomic.sweep(folder.parent)
@@ -79,7 +74,7 @@ class AdaptedTarget:
         atomic.write_text(
             folder / "README.md", CARD.format(name=name, before=target_name(before), difference=difference)
         )
-        return Publication(config, target, evaluator, f"The target is not `{before.name}`. {difference}\n\n")
+        return ServedTarget(config, target, evaluator, f"The target is not `{before.name}`. {difference}\n\n")
 
     def _merged(self) -> LlamaTarget:
         target = copy.deepcopy(self.objective.target).requires_grad_(False)
@@ -87,8 +82,8 @@ class AdaptedTarget:
         return target
 
     def _evaluator_of(self, target: LlamaTarget, config: TrainConfig) -> Evaluator:
-        features = OnlineFeatures(target, self.objective.head.config.aux_layers)
-        drift = self._drift(features)  # before the engine packs it
+        features = online_features(target, self.objective.head.config.aux_layers)
+        drift = self._drift(target, features)  # before the engine packs it
         drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
         engine = Engine(target, tokenizer=self.tokenizer, proposer="none", config=self.settings, proposer_config=drafts)
         responses = self._responses(engine)
@@ -102,21 +97,17 @@ class AdaptedTarget:
         return Sequences.of_completions(completions)
 
     @torch.no_grad()
-    def _drift(self, features: OnlineFeatures) -> float:
+    def _drift(self, target: LlamaTarget, features: FeatureSource) -> float:
         """Return mean KL(unadapted || adapted) per token, in nats, over the unadapted target's held-out responses."""
         objective, size, total, count = self.objective, self.config.batch_size, 0.0, 0.0
-        before = OnlineFeatures(objective.target, features.aux_layers)
-        for start in range(0, len(self.held_out), size):
-            batch = self.held_out.batch(range(start, min(start + size, len(self.held_out))))
-            batch = batch.to(features.target.norm.weight.device)
+        before = online_features(objective.target, objective.head.config.aux_layers)
+        for batch in self.held_out.batches(range(len(self.held_out)), size):
+            batch = batch.to(target.norm.weight.device)
             with unadapted(objective.target):
                 teacher = teach(objective.target, before(batch).hidden, batch, objective.head.target_ids)
             total += objective.drift(batch, features(batch).hidden, teacher).item()
             count += objective.denominators(batch)[0].item()
         return total / max(1.0, count)
-
-
-ServedTarget = FrozenTarget | AdaptedTarget
 
 
 def same_tokens(one: Sequences, other: Sequences) -> float:

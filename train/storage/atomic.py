@@ -82,21 +82,17 @@ def lock(path: Path) -> Iterator[bool]:
 
     Raises BlockingIOError if it is locked already, by another process or by this one.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor, locked = os.open(path, os.O_RDONLY), True
     try:
-        yield try_lock(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # of a file system without locks
+            locked = False
+        yield locked
     finally:
         os.close(descriptor)
-
-
-def try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # of a file system without locks
-        return False
-    return True
 
 
 def sweep(folder: Path) -> None:

@@ -63,7 +63,6 @@ def losses(checkpoint: Checkpoint) -> list[str]:
 FORMAT = Format(
     name="safeailab-eagle",
     heads=("eagle",),
-    weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
     write=write,

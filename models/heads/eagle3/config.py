@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from models.checks import at_least
+from models.checks import number
 from models.config import TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
 from models.heads.layer_config import SIZES, check_draft_vocabulary, draft_vocabulary, head_layer, layer_json
@@ -94,13 +94,14 @@ class Eagle3Options(NewHeadConfig):
     fuses_layers: ClassVar = True
     files: ClassVar = "The files follow the `speculators` format, which vLLM reads as well."
 
-    draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
-    num_layers: int | None = None  # null: 1; p-eagle: 4, or 1 for a target of fewer than 24 layers
-    hidden_size: int | None = None  # null for these five: the target's
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
+    # at most this many draft tokens; null or more than the target has: all of them
+    draft_vocab_size: int | None = number(None, low=1)
+    num_layers: int | None = number(None, low=1)  # null: 1; p-eagle: 4, or 1 for a target of fewer than 24 layers
+    hidden_size: int | None = number(None, low=1)  # null for these five: the target's
+    intermediate_size: int | None = number(None, low=1)
+    num_heads: int | None = number(None, low=1)
+    num_kv_heads: int | None = number(None, low=1)
+    head_dim: int | None = number(None, low=1)
     norm_before_residual: bool = False  # the residual is the normed fused state
     norm_before_fc: bool = False  # one norm over the concatenated features
     fc_norm: bool = False  # one norm per feature
@@ -110,8 +111,7 @@ class Eagle3Options(NewHeadConfig):
     aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
 
     def __post_init__(self) -> None:
-        for key in ("draft_vocab_size", *SIZES):
-            at_least(f"head.{key}", getattr(self, key), 1)
+        super().__post_init__()
         check_norms(norm_before_fc=self.norm_before_fc, fc_norm=self.fc_norm)
         if self.aux_layers is not None and (
             not self.aux_layers or min(self.aux_layers) < 0 or len(set(self.aux_layers)) < len(self.aux_layers)

@@ -114,7 +114,6 @@ def losses(checkpoint: Checkpoint) -> list[str]:
 FORMAT = Format(
     name="safeailab-eagle3",
     heads=("eagle3",),
-    weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
     write=write,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.checks import at_least, choice, number
+from models.checks import choice, number
 from models.config import LAST, TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
 from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary
@@ -85,15 +85,12 @@ class MedusaOptions(NewHeadConfig):
     separate_depths: ClassVar = True
     files: ClassVar = "The files follow vLLM's layout of Medusa heads."
 
-    num_heads: int = 4
-    num_layers: int = 1  # residual layers of each head
-    draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
+    num_heads: int = number(4, low=1)
+    num_layers: int = number(1, low=1)  # residual layers of each head
+    # at most this many draft tokens; null or more than the target has: all of them
+    draft_vocab_size: int | None = number(None, low=1)
     shared: bool = False  # all heads read one frozen copy of the target's LM head; false: each trains its own
     bias: bool = True  # of the residual layers
-
-    def __post_init__(self) -> None:
-        for key in ("num_heads", "num_layers", "draft_vocab_size"):
-            at_least(f"head.{key}", getattr(self, key), 1)
 
     @property
     def max_depth(self) -> int:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from models.checks import at_least
+from models.checks import number
 from models.config import LAST, TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
 from models.heads.objectives import ObjectiveConfig, TttConfig
@@ -90,14 +90,13 @@ class MlpOptions(NewHeadConfig):
     files: ClassVar = "The files follow IBM's layout of MLP speculators."
 
     init_from_target: bool = False
-    n_predict: int = 4  # heads
-    inner_dim: int | None = None  # width of the state; null: the target's
+    n_predict: int = number(4, low=1)  # heads
+    inner_dim: int | None = number(None, low=1)  # width of the state; null: the target's
     tie_weights: bool = False  # one embedding, norm and LM head for all heads, one projection after the first
     scale_input: bool = False  # norm the target's hidden state first
 
     def __post_init__(self) -> None:
-        for key in ("n_predict", "inner_dim"):
-            at_least(f"head.{key}", getattr(self, key), 1)
+        super().__post_init__()
         if self.init_from_target:
             raise ValueError("head.init_from_target=true: an MLP speculator has no place for the target's weights")
 

@@ -86,7 +86,6 @@ def losses(checkpoint: Checkpoint) -> list[str]:
 FORMAT = Format(
     name="ibm-mlp",
     heads=("mlp",),
-    weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
     write=write_with_base_model,

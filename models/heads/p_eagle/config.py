@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.checks import at_least, choice, number
+from models.checks import choice, number
 from models.config import TargetConfig
 from models.heads.eagle3.config import Eagle3Config, Eagle3Options
 from models.heads.objectives import LOSSES, ObjectiveConfig
@@ -64,12 +64,8 @@ class PEagleOptions(Eagle3Options):
     files: ClassVar = "The files follow the `speculators` format (`peagle`), which vLLM reads as well."
 
     embed_requires_grad: bool | None = True
-    num_depths: int = 8  # tokens drafted in one forward
+    num_depths: int = number(8, low=1)  # tokens drafted in one forward
     mask_token_id: int | None = None  # placeholder for tokens not known yet; null: the end-of-text token
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("head.num_depths", self.num_depths, 1)
 
     @property
     def max_depth(self) -> int:

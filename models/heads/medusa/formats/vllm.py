@@ -80,7 +80,6 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
 FORMAT = Format(
     name="vllm-medusa",
     heads=("medusa",),
-    weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
     write=write_with_base_model,

@@ -1,4 +1,4 @@
-"""python -m scripts.clients [CLIENT ...]: see scripts/clients.sh."""
+"""python -m tests.clients [CLIENT ...]: see scripts/clients.sh."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import infer.environment  # noqa: F401
 
 # isort: split
 
-from scripts.clients.programs import PROGRAMS, run_program, table
-from scripts.clients.setting import install, serving
+from tests.clients.programs import PROGRAMS, run_program, table
+from tests.clients.setting import install, serving
 
 
 def parse(argv: list[str]) -> list[str]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.clients.setting import FOLDER, HERE, MODEL, NODE
 from scripts.document import markdown
+from tests.clients.setting import FOLDER, HERE, MODEL, NODE
 
 CHECKS = ("plain", "stream", "tools", "structured")
 LIMIT_S = 600

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.clients.target import make_target
 from scripts.peer_servers import Server, free_port
+from tests.clients.target import make_target
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[1] / ".clients"
