@@ -48,12 +48,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp, scale_input": ("mlp", {"n_predict": 5, "scale_input": True}),
     "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
     "p-eagle, one layer": ("p-eagle", {"num_layers": 1, "mask_token_id": 7, "embed_requires_grad": False}),
+    "dflash": ("dflash", {"num_layers": 2, "block_size": 6}),
+    "dflash, one layer": ("dflash", {"num_layers": 1, "block_size": 6, "mask_token_id": 7}),
+    "dflash, causal": ("dflash", {"num_layers": 2, "block_size": 6, "causal": True, "draft_vocab_size": DRAFT_VOCAB}),
+    "dflash, window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12}),
+    "dflash, causal window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12, "causal": True}),
+    "dflash, from the anchor": ("dflash", {"num_layers": 1, "block_size": 5, "sample_from_anchor": True}),
     "p-eagle, norms": ("p-eagle", {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}),
 }
 
 
-OBJECTIVE_OF = {"eagle": "ttt", "eagle3": "ttt", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
-ONE_OF_EACH = ("eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer")  # variants that draft five tokens or more
+OBJECTIVE_OF = {name: name for name in HEADS} | {"eagle": "ttt", "eagle3": "ttt"}
+# variants that draft five tokens or more
+ONE_OF_EACH = ("eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer", "dflash")
 
 
 def make_objective(head: Head, name: str, **settings: Any) -> Objective:

@@ -187,7 +187,7 @@ class TorchLoop:
             unread.root + 1 - unread.base,
             offset,
             page_size=rows.page_size,
-            longest=rows.longest + (1 if tree_mask is None else MAX_NODES),
+            longest=rows.longest + (len(offset) if tree_mask is None else MAX_NODES),
             tree_mask=tree_mask,
             first=rows.first,
         )

@@ -1,19 +1,24 @@
-"""vllm-project/speculators, the format that vLLM serves EAGLE-3 and P-EAGLE from; Headway exports these two in it."""
+"""vllm-project/speculators, the format that vLLM serves EAGLE-3, P-EAGLE and DFlash from; our export of these."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from models.fields import Fields
-from models.formats import eagle3
+from models.formats import dflash, eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
-from models.heads.config import EMBEDDING
+from models.heads.config import EMBEDDING, HeadShape
+from models.heads.dflash.config import DFlashConfig
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.p_eagle.config import PEagleConfig
 
-KINDS: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
+EAGLES: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
+BLOCKS: dict[str, type[DFlashConfig]] = {shape.algorithm: shape for shape in (DFlashConfig,)}
+KINDS = (*EAGLES, *BLOCKS)
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -28,10 +33,24 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     fields.ignore("speculators_version", "architectures", "enable_sp_ulysses")
     verifier, speculative_tokens = read_proposal(fields, kind)
     section = fields.need_section("transformer_layer_config")
-    section.only("model_type", "llama")
     section.ignore("architectures")  # left by the trainer; model_type decides
-    layer = read_layer(section, notes)
+    read_shape = _read_block if kind in BLOCKS else _read_eagle
+    config = read_shape(kind, fields, section, speculative_tokens, shapes, provided, notes)
     section.done()
+    return ParsedConfig(config, verifier, speculative_tokens, notes, dflash.BLAME if kind in BLOCKS else eagle3.BLAME)
+
+
+def _read_eagle(
+    kind: str,
+    fields: Fields,
+    section: Fields,
+    speculative_tokens: int,
+    shapes: Shapes,
+    provided: ConversionOptions,
+    notes: list[str],
+) -> Eagle3Config:
+    section.only("model_type", "llama")
+    layer = read_layer(section, notes)
     options: dict[str, Any] = {}
     if kind == "peagle":
         options["mask_token_id"] = fields.need("mask_token_id", int)
@@ -41,7 +60,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     else:
         fields.only("mask_token_id")
     trained = fields.take("embed_requires_grad", bool, kind == "peagle")
-    config = KINDS[kind](
+    return EAGLES[kind](
         layer=layer,
         draft_vocab_size=fields.size("draft_vocab_size"),
         aux_layers=eagle3.read_aux_layers(fields, provided, notes, raw=False),
@@ -54,7 +73,40 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
         **eagle3.read_flags(fields, notes),
         **options,
     )
-    return ParsedConfig(config, verifier, speculative_tokens, notes)
+
+
+def _read_block(
+    kind: str,
+    fields: Fields,
+    section: Fields,
+    speculative_tokens: int,
+    shapes: Shapes,
+    provided: ConversionOptions,
+    notes: list[str],
+) -> DFlashConfig:
+    """Full layers are bidirectional, those with a window block-causal unless `sliding_window_non_causal`."""
+    section.only("model_type", "qwen3")
+    layer = dflash.read_layers(section, notes)
+    fields.only("target_hidden_size", layer.hidden_size)
+    from_anchor = fields.maybe("sample_from_anchor", bool)
+    if from_anchor is None:
+        notes.append("sample_from_anchor is not stated: false, the default for dflash")
+    aux_layers = fields.numbers("aux_hidden_state_layer_ids")
+    if aux_layers is None:
+        raise ValueError("config.json: aux_hidden_state_layer_ids is missing")
+    if aux_layers != sorted(set(aux_layers)) or aux_layers[0] < 0:
+        raise ValueError(f"config.json: aux_hidden_state_layer_ids={aux_layers}: must ascend from 0")
+    windowed = not fields.take("sliding_window_non_causal", bool, False)
+    full = fields.take("causal_head", bool, False)
+    return BLOCKS[kind](
+        layer=layer,
+        draft_vocab_size=fields.size("draft_vocab_size", layer.vocab_size),
+        aux_layers=tuple(aux_layers),
+        block_size=fields.size("block_size", 8),
+        mask_token_id=fields.need("mask_token_id", int),
+        causal_layers=dflash.causal_layers(layer, full=full, windowed=windowed),
+        sample_from_anchor=bool(from_anchor),
+    )
 
 
 def read_proposal(fields: Fields, algorithm: str) -> tuple[Verifier | None, int]:
@@ -76,19 +128,27 @@ def read_verifier(fields: Fields) -> Verifier | None:
     return Verifier(name, str(architectures[0]) if architectures else None) if name else None
 
 
+def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    return (dflash if isinstance(config, DFlashConfig) else eagle3).incoming(tensors, config)
+
+
+def shared_with_target(config: HeadShape) -> frozenset[str]:
+    return frozenset() if isinstance(config, DFlashConfig) else eagle3.shared_with_target(config)
+
+
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
     return checkpoint.config.to_json(**checkpoint.facts())
 
 
 FORMAT = Format(
     name="speculators",
-    heads=tuple(shape.name for shape in KINDS.values()),
+    heads=tuple(shape.name for shape in (*EAGLES.values(), *BLOCKS.values())),
     weights=("model.safetensors", "pytorch_model.bin"),
     matches=matches,
     read=read,
     write=write,
     aliases=(("midlayer.", "layers.0."),),
-    optional=eagle3.shared_with_target,
+    optional=shared_with_target,
     blame=eagle3.BLAME,
-    incoming=eagle3.incoming,
+    incoming=incoming,
 )

@@ -167,7 +167,8 @@ class Objective(nn.Module):
     def pairs(self, batch: Batch, first: int, slots: Sequence[Tensor]) -> Iterator[Pairs]:
         """Pair the `slots` of each step with the rows of the teacher.
 
-        The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order.
+        The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order. Slots
+        that were sampled for each sequence stand for all its served slots.
         """
         masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
         weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
@@ -175,8 +176,13 @@ class Objective(nn.Module):
         for step, kept in enumerate(slots):
             trained = alignment.at(masks[step], kept).flatten().nonzero().squeeze(-1)
             rows = alignment.at(alignment.shift_left(numbers, step), kept)
-            share = 1.0 if kept.ndim == 2 else max(1, len(kept)) / (batch.ids.shape[1] - first)
-            yield Pairs(trained, alignment.at(weights[step], kept).flatten()[trained], rows.flatten()[trained], share)
+            weight, share = alignment.at(weights[step], kept), 1.0
+            if kept.ndim == 2:
+                sampled = alignment.at(masks[0], kept).sum(-1, keepdim=True).clamp(min=1)
+                weight = weight * (masks[0].sum(-1, keepdim=True) / sampled)
+            else:
+                share = max(1, len(kept)) / (batch.ids.shape[1] - first)
+            yield Pairs(trained, weight.flatten()[trained], rows.flatten()[trained], share)
 
     def losses(
         self, states: Iterable[Tensor], pairs: Iterable[Pairs], teacher: Teacher, denominators: Tensor, metrics: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from train.objectives.base import Objective
+from train.objectives.block import BlockObjective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.joint import JointObjective
 
@@ -13,4 +14,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "medusa-2": JointObjective,
     "mlp": Objective,
     "p-eagle": Objective,
+    "dflash": BlockObjective,
 }
