@@ -13,11 +13,12 @@ from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Par
 from models.formats.llama import read_layer
 from models.heads.config import EMBEDDING, HeadShape
 from models.heads.dflash.config import DFlashConfig
+from models.heads.dspark.config import DSparkConfig
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.p_eagle.config import PEagleConfig
 
 EAGLES: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
-BLOCKS: dict[str, type[DFlashConfig]] = {shape.algorithm: shape for shape in (DFlashConfig,)}
+BLOCKS: dict[str, type[DFlashConfig]] = {shape.algorithm: shape for shape in (DFlashConfig, DSparkConfig)}
 KINDS = (*EAGLES, *BLOCKS)
 
 
@@ -89,8 +90,17 @@ def _read_block(
     layer = dflash.read_layers(section, notes)
     fields.only("target_hidden_size", layer.hidden_size)
     from_anchor = fields.maybe("sample_from_anchor", bool)
+    options: dict[str, Any] = {}
+    if kind == "dspark":
+        options = {
+            "markov_rank": fields.size("markov_rank", 256),
+            "markov_head_type": fields.take("markov_head_type", str, "vanilla"),
+            "enable_confidence_head": fields.need("enable_confidence_head", bool),
+            "confidence_head_with_markov": fields.need("confidence_head_with_markov", bool),
+        }
     if from_anchor is None:
-        notes.append("sample_from_anchor is not stated: false, the default for dflash")
+        from_anchor = kind == "dspark"
+        notes.append(f"sample_from_anchor is not stated: {str(from_anchor).lower()}, speculators' default for {kind}")
     aux_layers = fields.numbers("aux_hidden_state_layer_ids")
     if aux_layers is None:
         raise ValueError("config.json: aux_hidden_state_layer_ids is missing")
@@ -102,10 +112,11 @@ def _read_block(
         layer=layer,
         draft_vocab_size=fields.size("draft_vocab_size", layer.vocab_size),
         aux_layers=tuple(aux_layers),
-        block_size=fields.size("block_size", 8),
+        block_size=fields.size("block_size"),
         mask_token_id=fields.need("mask_token_id", int),
         causal_layers=dflash.causal_layers(layer, full=full, windowed=windowed),
-        sample_from_anchor=bool(from_anchor),
+        sample_from_anchor=from_anchor,
+        **options,
     )
 
 

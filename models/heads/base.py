@@ -35,6 +35,7 @@ class Head(nn.Module, ABC):
     """A draft head. Parameters with `requires_grad` are trained; those in `checkpoint_layout` are exported."""
 
     parallel: ClassVar[bool] = False
+    corrects: ClassVar[bool] = False  # the logits of a depth are those of its LM head, changed by the token before it
     config: Any  # its HeadShape
 
     @property

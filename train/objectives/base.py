@@ -93,6 +93,8 @@ class Objective(nn.Module):
         parameter = next(self.head.parameters())
         return (
             self.config.fused is None
+            and type(self).slot_costs is Objective.slot_costs
+            and not self.head.corrects
             and self.loss in NATIVE_LOSSES
             and vocabulary.supported(parameter.device, parameter.dtype)
             and all(is_plain(self.head.lm_head_at(depth)) for depth in range(self.steps))
@@ -122,6 +124,12 @@ class Objective(nn.Module):
         costs = self.share(teacher) * slot_losses(self.loss, logits, teacher)
         others = self.state_costs(states, teacher)
         return costs if others is None else costs + others
+
+    def slot_costs(self, states: Tensor, teacher: Teacher, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the logits `[N, Vd]` that the head drafts from, fp32, and the total loss per slot `[N]`."""
+        logits = self.head.logits(states, depth).float()
+        with in_fp32(logits.device.type):
+            return logits, self.costs(logits, states.float(), teacher)
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:
         """Return the slots that each depth is trained on, each a subset of the depth before; None for all slots."""
@@ -251,9 +259,8 @@ class Objective(nn.Module):
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
         teacher = teacher.rows(rows).whole()
-        logits = self.head.logits(states, depth).float()  # [N, Vd]
+        logits, costs = self.slot_costs(states, teacher, depth)
         with in_fp32(logits.device.type):
-            costs = self.costs(logits, states.float(), teacher)
             zero = costs.new_zeros(())
             if not metrics:
                 return (costs * weights).sum(), costs.sum(), zero, zero

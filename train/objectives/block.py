@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.heads.dflash.config import BlockObjectiveConfig
+from models.heads.objectives import BlockObjectiveConfig
 from train.data.sequences import Batch
 from train.objectives import alignment
 from train.objectives.base import Objective

@@ -83,6 +83,9 @@ def block_draft_states(
     rows = head.block_rows(steps)
     positions = head.block_positions(alignment.at(base_pos, anchor_slots) + 1, rows)
     anchors = alignment.at(alignment.draft_tokens(ids, 0), anchor_slots)
-    states = head.block_states(head.block_ids(anchors, rows), positions, attention.attend)
+    states = head.block_states(head.block_ids(anchors, rows), positions, attention.attend, rows)
+    carried = head.begin_walk(states[:, :, 0])
     for step in range(steps):
-        yield states[:, :, head.first_row + step]
+        before = alignment.at(alignment.draft_tokens(ids, step), anchor_slots)
+        state, carried = head.slot_state(states[:, :, head.first_row + step], before, carried)
+        yield state

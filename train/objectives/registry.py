@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from train.objectives.base import Objective
 from train.objectives.block import BlockObjective
+from train.objectives.dflash2 import DFlash2Objective
+from train.objectives.dspark import DSparkObjective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.joint import JointObjective
 
@@ -15,4 +17,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "mlp": Objective,
     "p-eagle": Objective,
     "dflash": BlockObjective,
+    "dspark": DSparkObjective,
+    "dflash2": DFlash2Objective,
 }

@@ -22,11 +22,11 @@ from infer.kvcache.tensors import LayerShape
 from infer.request import Phase, Request
 from infer.sampling.batch import choice_parameters
 from infer.sampling.constraint import narrowed
-from infer.speculation.block_loop import BlockLoop
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
 from infer.speculation.early_exit import HostExit
+from infer.speculation.proposers.block_loop import BlockLoop
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from models.checks import at_least, choice, number
+from models.checks import at_least
 from models.config import TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
 from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary, head_layer, layer_json
-from models.heads.objectives import LOSSES, ObjectiveConfig
+from models.heads.objectives import BlockObjectiveConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 MAX_BLOCK = 64  # rows of a block see each other by a mask of 64 bits
@@ -111,6 +111,27 @@ def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
     }
 
 
+def flat_json(config: DFlashConfig, architecture: str) -> dict[str, Any]:
+    """Return z-lab's flat config.json: a Qwen3Config and a section. Raises ValueError for masks that have no key."""
+    kinds = set(config.causal_layers)
+    if len(kinds) > 1 and (config.causal(windowed=True), config.causal(windowed=False)) != ({True}, {False}):
+        raise ValueError(
+            "causal_layers: this format has one mask for all layers, or a causal one for those with a window"
+        )
+    reduced = config.draft_vocab_size < config.vocab_size
+    return qwen3_json(config.layer) | {
+        "architectures": [architecture],
+        **({"is_causal": kinds.pop()} if len(kinds) == 1 else {}),
+        **({"draft_vocab_size": config.draft_vocab_size} if reduced else {}),
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [index - 1 for index in config.aux_layers],
+            "sample_from_anchor": config.sample_from_anchor,
+        },
+    }
+
+
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
     """Return `count` layers of a target of `num_layers`, evenly spread, as HF hidden_states indices.
 
@@ -123,20 +144,6 @@ def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
     if len(set(outputs)) < count or num_layers < 4:
         raise ValueError(f"head.aux_layers: {count} layers collide on a target of {num_layers}; name them")
     return tuple(output + 1 for output in outputs)
-
-
-@dataclass
-class BlockObjectiveConfig(ObjectiveConfig):
-    """Losses of all depths of blocks that start at random slots of the responses (arXiv 2602.06036).
-
-    With step_weight = exp(-1/γ) the weights of a block decay as in the paper, whose γ is 7, 5 and 4 for blocks of 16,
-    10 and 8.
-    """
-
-    step_weight: float = number(0.8, above=0, high=1)
-    loss: str = choice("kl", *LOSSES)  # as for ttt; label: the paper's
-    drop_out_of_vocab: bool = True
-    num_anchors: int = number(512, low=1)  # blocks per sequence, at most
 
 
 @dataclass

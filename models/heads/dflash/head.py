@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.quantise import WeightFormat
-from models.attention import WriteKeys
+from models.attention import Attention, WriteKeys
 from models.fused_decoder import FusedDecoder
 from models.heads.block import Attend, BlockHead
 from models.heads.dflash.config import DFlashConfig
 from models.layers import Linear, RMSNorm, RotaryEmbedding, rotate
 from models.targets.llama import DecoderLayer, LlamaTarget
 from models.vocab import target_ids
+
+Rotary = tuple[Tensor, Tensor]  # cos and sin
 
 
 class DFlashHead(BlockHead):
@@ -38,7 +40,7 @@ class DFlashHead(BlockHead):
         self.fc = Linear(len(config.aux_layers) * config.target_hidden_size, layer.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
-        self.layers = nn.ModuleList(DecoderLayer(layer, index) for index in range(layer.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(index) for index in range(layer.num_layers))
         for module, causal in zip(self.layers, config.causal_layers, strict=True):
             attention = cast(DecoderLayer, module).self_attn
             if attention.window is not None and not causal:  # the kernels' windows count the block's rows as well
@@ -84,7 +86,13 @@ class DFlashHead(BlockHead):
             k, v = kv.chunk(2, dim=-2)
             write(index, rotate(attention.k_norm(k.contiguous()), *rotary), v)
 
-    def block_states(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def make_layer(self, index: int) -> nn.Module:
+        return DecoderLayer(self.config.layer, index)
+
+    def run_layer(self, layer: nn.Module, x: Tensor, rotary: Rotary, attention: Attention, rows: int) -> Tensor:
+        return layer(x, rotary, attention)
+
+    def block_states(self, ids: Tensor, positions: Tensor, attend: Attend, rows: int) -> Tensor:
         """Return the states after the final norm."""
         x, kinds = F.embedding(ids, self.borrowed.embedding), self.config.causal_layers
         rotary = self.rotary.rows(positions, x.dtype)
@@ -95,7 +103,7 @@ class DFlashHead(BlockHead):
             if decode:
                 return decode(x, rotary)[0]
         for module, causal in zip(self.layers, kinds, strict=True):
-            x = module(x, rotary, attentions[causal])
+            x = self.run_layer(module, x, rotary, attentions[causal], rows)
         return self.norm(x)
 
     def lm_head_at(self, depth: int) -> nn.Module:

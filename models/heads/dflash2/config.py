@@ -1,0 +1,66 @@
+"""DFlash2: DFlash's shape with convolutions inside the block and a candidate selector; options; objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from models.checks import at_least, number
+from models.config import TargetConfig
+from models.heads.dflash.config import DFlashConfig, DFlashOptions, flat_json
+from models.heads.objectives import BlockObjectiveConfig
+
+ARCHITECTURE = "DFlash2DraftModel"
+KEYS = ("conv_group_size", "selector_rank", "selector_top_k")
+
+
+@dataclass(frozen=True)
+class DFlash2Config(DFlashConfig):
+    name: ClassVar[str] = "dflash2"
+
+    conv_group_size: int = 16  # channels that share the part of a kernel that depends on the row
+    selector_rank: int = 256
+    selector_top_k: int = 16  # candidates per row
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layer.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"head.conv_group_size={self.conv_group_size}: must divide the hidden size, {self.layer.hidden_size}"
+            )
+        if not 1 <= self.selector_top_k <= self.draft_vocab_size:
+            raise ValueError(f"head.selector_top_k={self.selector_top_k}: must be 1 to {self.draft_vocab_size}")
+
+    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+        """Return z-lab's config.json, every flag written out, with the target's name beside it."""
+        config = flat_json(self, ARCHITECTURE)
+        config["dflash_config"] |= {"conv_kernel_size": 2} | {key: getattr(self, key) for key in KEYS}
+        return config | {
+            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            "speculative_tokens": speculative_tokens,
+        }
+
+
+@dataclass
+class DFlash2ObjectiveConfig(BlockObjectiveConfig):
+    """The loss of the LM head's logits, and the selector's cross-entropy over its candidates."""
+
+    selector_weight: float = number(1.0, low=0)
+
+
+@dataclass
+class DFlash2Options(DFlashOptions):
+    objectives: ClassVar = {"dflash2": DFlash2ObjectiveConfig}
+    files: ClassVar = "The files follow z-lab's format of DFlash2, which vLLM reads as well."
+
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in KEYS:
+            at_least(f"head.{key}", getattr(self, key), 1)
+
+    def for_target(self, target: TargetConfig) -> DFlash2Config:
+        return DFlash2Config(**self.shape(target), **{key: getattr(self, key) for key in KEYS})
