@@ -176,6 +176,7 @@ def test_item_03_every_flag_is_written(variant: str, tiny_target: LlamaTarget, t
     head = make_head(tiny_target, variant)
     folder = export(head, tmp_path, tiny_target)
     written = json.loads((folder / "config.json").read_text())
+    written |= written.get("dflash_config", {})
     names = {"shared": "original_lm_head"} | ({"bias": "medusa_fc_bias"} if head.name == "medusa" else {})
     for field in dataclasses.fields(head.config):
         if field.compare and isinstance(getattr(head.config, field.name), bool):
