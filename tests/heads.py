@@ -114,7 +114,7 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
 def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) -> Head:
     """Return a random head for the unpacked `target`, with noise on parameters that start at one or zero."""
     name, options = VARIANTS[variant]
-    if target.config.num_layers < 8 and name in ("eagle3", "p-eagle"):
+    if target.config.num_layers < 8 and HEADS[name].fuses_layers:
         more = {"aux_layers": [0, 1, 2]} | more  # the defaults collide on so few layers
     head = HEADS[name](**options | more).make(target.config)
     size = head.config.draft_vocab_size
