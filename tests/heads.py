@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash, window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12}),
     "dflash, causal window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12, "causal": True}),
     "dflash, from the anchor": ("dflash", {"num_layers": 1, "block_size": 5, "sample_from_anchor": True}),
-    "dspark": ("dspark", {"num_layers": 2, "block_size": 5, "markov_rank": 16}),
+    "dspark": ("dspark", {"num_layers": 2, "block_size": 5, "markov_rank": 32}),
     "dspark, gated": ("dspark", {"num_layers": 1, "block_size": 5, "markov_rank": 16, "markov_head_type": "gated"}),
     "dspark, rnn": (
         "dspark",

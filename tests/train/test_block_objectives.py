@@ -83,9 +83,9 @@ def test_dsparks_loss_is_its_formula(tiny_target: LlamaTarget, responses: Sequen
     batch = responses.batch([0])
     features = compute_features(tiny_target, batch, head.config.aux_layers)
     teacher = teach(tiny_target, features.hidden, batch, head.target_ids)
-    states = torch.randn(len(teacher.mass), 64 + 16, generator=torch.Generator().manual_seed(1))
+    states = torch.randn(len(teacher.mass), 64 + 32, generator=torch.Generator().manual_seed(1))
     logits, costs = objective.slot_costs(states, teacher, 0)
-    h, embedded = states.split([64, 16], dim=-1)
+    h, embedded = states.split([64, 32], dim=-1)
     expected = F.linear(h, tiny_target.lm_head.weight) + F.linear(embedded, head.markov_head.markov_w2.weight)
     assert torch.allclose(logits, expected, atol=1e-5)
     q, p = expected.softmax(-1), teacher.probs
