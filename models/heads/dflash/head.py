@@ -70,7 +70,8 @@ class DFlashHead(BlockHead):
 
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         assert len(aux) == len(self.config.aux_layers), "one feature per aux layer"
-        return self.hidden_norm(self.fc(torch.cat(list(aux), dim=-1)))
+        features = torch.cat(list(aux), dim=-1)
+        return self.hidden_norm(self.fc(features).to(features.dtype))  # under autocast fc returns bf16
 
     def write_context(self, state: Tensor, positions: Tensor, write: WriteKeys) -> None:
         rotary, layer = self.rotary.rows(positions, state.dtype), self.config.layer
