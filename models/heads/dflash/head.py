@@ -19,7 +19,7 @@ from models.attention import Attention, WriteKeys
 from models.fused_decoder import FusedDecoder
 from models.heads.block import Attend, BlockHead
 from models.heads.dflash.config import DFlashConfig
-from models.layers import Linear, RMSNorm, RotaryEmbedding, rotate
+from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
 from models.targets.llama import DecoderLayer, LlamaTarget
 from models.vocab import target_ids
 
@@ -68,6 +68,10 @@ class DFlashHead(BlockHead):
             self.d2t.copy_(d2t)
             self.t2d.copy_(t2d)
 
+    @property
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [cast(DecoderLayer, layer) for layer in self.layers]
+
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         assert len(aux) == len(self.config.aux_layers), "one feature per aux layer"
         features = torch.cat(list(aux), dim=-1)
@@ -114,7 +118,7 @@ class DFlashHead(BlockHead):
         """Pack the linear layers, and once more the K and V projections: the context needs them without the queries."""
         layer = self.config.layer
         queries = layer.num_heads * layer.head_dim
-        weights = [cast(DecoderLayer, module).self_attn.qkv_proj for module in self.layers]
+        weights = [layer.self_attn.qkv_proj for layer in self._decoder_layers]
         projection = Linear(layer.hidden_size, 1, bias=layer.attention_bias, device="meta")
         projection.weight = nn.Parameter(torch.cat([linear.weight[queries:] for linear in weights]).detach(), False)
         if layer.attention_bias:
@@ -125,7 +129,11 @@ class DFlashHead(BlockHead):
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Initialise at random; with `from_target` the fused state is the last feature. Borrows from `target`."""
+        """Initialise at random; with `from_target` the layers are the target's last ones. Borrows from `target`.
+
+        The fused state then starts as the last feature, and queries and keys, which the target may not norm, get the
+        size that they have there for inputs of unit variance. Raises ValueError where the sizes differ.
+        """
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 2:
@@ -134,14 +142,44 @@ class DFlashHead(BlockHead):
         if self.reduced:
             self.lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
         self._borrowed = self.borrowed.apply(lambda value: value.to(self.fc.weight))
-        if from_target:
-            size = self.config.hidden_size
-            self.fc.weight[:, -size:].copy_(torch.eye(size))
-            self.norm.weight.copy_(target.norm.scale)
+        if not from_target:
+            return
+        size, donors = self.config.hidden_size, list(target.layers)[-len(self.layers) :]
+        if len(donors) < len(self.layers) or any(
+            one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
+            or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
+            for one, other in zip(self._decoder_layers, cast(list[DecoderLayer], donors), strict=True)
+        ):
+            raise ValueError("head.init_from_target=true: needs layers of the target's sizes; set it to false")
+        for layer, donor in zip(self._decoder_layers, cast(list[DecoderLayer], donors), strict=True):
+            copy_layer(layer, donor)
+        self.fc.weight[:, -size:].copy_(torch.eye(size))
+        self.hidden_norm.weight.copy_(cast(DecoderLayer, donors[-1]).input_layernorm.scale)
+        self.norm.weight.copy_(target.norm.scale)
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         """Return the tensor names of the speculators format; no lm_head, d2t and t2d when Vd = V."""
         return super().checkpoint_layout() | ({"d2t": ("d2t",), "t2d": ("t2d",)} if self.reduced else {})
+
+
+def copy_layer(layer: DecoderLayer, donor: DecoderLayer) -> None:
+    """Copy a target's layer of the same sizes; an MLP of another kind or size stays as it is."""
+    attention, source = layer.self_attn, donor.self_attn
+    scale = donor.input_layernorm.scale
+    attention.qkv_proj.weight.copy_(source.qkv_proj.weight)
+    attention.o_proj.weight.copy_(source.o_proj.weight)
+    layer.input_layernorm.weight.copy_(scale)
+    layer.post_attention_layernorm.weight.copy_(donor.forward_norm.scale)
+    if isinstance(donor.mlp, GatedMLP) and donor.mlp.down_proj.weight.shape == layer.mlp.down_proj.weight.shape:
+        layer.mlp.load_state_dict(donor.mlp.state_dict())
+    if source.qk_norm:
+        attention.q_norm.weight.copy_(source.q_norm.scale)
+        attention.k_norm.weight.copy_(source.k_norm.scale)
+        return
+    rows = (source.qkv_proj.weight * scale).square().sum(1)  # variance of each output for inputs of unit variance
+    queries, keys = source.num_heads * source.head_dim, source.num_kv_heads * source.head_dim
+    attention.q_norm.weight.fill_(float(rows[:queries].mean().sqrt()))
+    attention.k_norm.weight.fill_(float(rows[queries : queries + keys].mean().sqrt()))
 
 
 HEAD = DFlashHead
