@@ -122,7 +122,7 @@ def _read_block(
     return config
 
 
-def read_selector(fields: Fields) -> dict[str, int]:
+def read_selector(fields: Fields) -> dict[str, Any]:
     """Read the sizes of DFlash2's convolutions and selector."""
     fields.only("conv_kernel_size", TAPS)
     return {key: fields.size(key) for key in DFLASH2_KEYS}

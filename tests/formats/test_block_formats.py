@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -180,6 +181,25 @@ def test_keys_may_stand_at_the_top_or_in_the_section():
     assert read(DFLASH, dflash_config__block_size=5).config == moved.config
 
 
+# ---------------------------------------------------------------- what vLLM loads
+
+# the tensors that vLLM's models of DFlash and DSpark have, as its loader receives them; read in its sources
+VLLM = re.compile(
+    r"(layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qkvo]_proj|self_attn\.[qk]_norm"
+    r"|mlp\.(gate|up|down)_proj)|fc|hidden_norm|norm|lm_head|markov_head\.markov_w[12]|confidence_head\.proj)"
+    r"\.(weight|bias)|d2t|t2d"
+)
+
+
+@pytest.mark.parametrize("name", [DFLASH, WINDOWS, DEEPSPEC, "deepspec dflash", SPECULATORS, SPECULATORS_DSPARK])
+def test_vllms_loader_knows_every_tensor_that_is_written(name):
+    checkpoint = read(name)
+    written = render(FORMATS["speculators"], checkpoint)
+    assert all(VLLM.fullmatch(tensor) for tensor in written.names.values())
+    if checkpoint.config.draft_vocab_size < checkpoint.config.vocab_size:  # it must then find these two
+        assert {"lm_head.weight", "d2t"} <= set(written.names.values())
+
+
 # ---------------------------------------------------------------- what is refused
 
 WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
@@ -317,6 +337,14 @@ def test_config_and_weights_that_disagree_are_both_named(name, changes, tensors,
         read(name, tensors, **changes)
     for text in named:
         assert text in str(error.value)
+
+
+def test_formats_are_told_apart_where_they_name_one_architecture():
+    """The older files of speculators name z-lab's classes."""
+    for name, architecture in ((SPECULATORS, "DFlashDraftModel"), (SPECULATORS_DFLASH2, "DFlash2DraftModel")):
+        config = changed(name, architectures=[architecture])
+        assert [form.name for form in FORMATS.values() if form.matches(config, ())] == ["speculators"]
+        assert read(name, architectures=[architecture]).head == BLOCK_SOURCES[name].head
 
 
 def test_what_speculators_dflash2_cannot_hold_is_refused():
