@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash, window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12}),
     "dflash, causal window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12, "causal": True}),
     "dflash, from the anchor": ("dflash", {"num_layers": 1, "block_size": 5, "sample_from_anchor": True}),
-    "dspark": ("dspark", {"num_layers": 2, "block_size": 5, "markov_rank": 16}),
+    "dspark": ("dspark", {"num_layers": 2, "block_size": 5, "markov_rank": 32}),
     "dspark, gated": ("dspark", {"num_layers": 1, "block_size": 5, "markov_rank": 16, "markov_head_type": "gated"}),
     "dspark, rnn": (
         "dspark",
@@ -114,7 +114,7 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
 def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) -> Head:
     """Return a random head for the unpacked `target`, with noise on parameters that start at one or zero."""
     name, options = VARIANTS[variant]
-    if target.config.num_layers < 8 and name in ("eagle3", "p-eagle"):
+    if target.config.num_layers < 8 and HEADS[name].fuses_layers:
         more = {"aux_layers": [0, 1, 2]} | more  # the defaults collide on so few layers
     head = HEADS[name](**options | more).make(target.config)
     size = head.config.draft_vocab_size

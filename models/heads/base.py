@@ -117,6 +117,10 @@ class Head(nn.Module, ABC):
         """
         return None
 
+    def loose_parameters(self) -> list[str]:
+        """Return the names of parameters that are read without calling the module that holds them."""
+        return [name for name, _ in self.named_parameters(recurse=False)]
+
     def scratch_places(self, depth: int) -> int:
         """Return to how many places past the root's a parallel head writes KV when it drafts `depth` tokens."""
         return depth - 1

@@ -76,6 +76,8 @@ class BlockObjectiveConfig(ObjectiveConfig):
     loss: str = choice("kl", *LOSSES)  # as for ttt; label: the paper's
     drop_out_of_vocab: bool = True
     num_anchors: int = number(512, low=1)  # blocks per sequence, at most
+    # decay: step_weight | dpace: by how likely the draft is to get that far and further (arXiv 2605.18810)
+    weighting: str = choice("decay", "decay", "dpace")
 
 
 @dataclass

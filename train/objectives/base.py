@@ -107,6 +107,11 @@ class Objective(nn.Module):
         return teaching.teach(target, hidden, batch, self.head.target_ids, keep=not self.fused)
 
     @property
+    def step_weight(self) -> float:
+        """w in the weight w^k of step k."""
+        return self.config.step_weight
+
+    @property
     def loss(self) -> str:
         """The name of the loss of the logits, as in `losses.functions.slot_losses`."""
         return self.config.loss
@@ -201,7 +206,7 @@ class Objective(nn.Module):
         for step, (state, pair) in enumerate(zip(states, pairs, strict=True)):
             chosen = state.flatten(0, 1)[pair.slots]
             parts = self.compare(chosen, pair.weights, pair.rows, teacher, step, metrics)
-            total = total + self.config.step_weight**step / pair.share * parts[0] / denominators[step].clamp(min=1)
+            total = total + self.step_weight**step / pair.share * parts[0] / denominators[step].clamp(min=1)
             count = parts[0].new_tensor(len(chosen), dtype=torch.float32)
             sums.append(torch.stack([count, *(value.detach() for value in parts[1:])]))
         return total, StepSums(*torch.stack(sums, dim=1))

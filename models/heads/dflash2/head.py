@@ -31,7 +31,7 @@ class BlockConvolution(nn.Module):
         self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, size))
         self.kernel_projection = Linear(size, 2 * TAPS * size // group, bias=False)
 
-    def kernels(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the kernels `[..., sides, taps, H]` for the normed input x `[..., H]` of a sublayer."""
         delta = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
         return self.base_kernel + delta.repeat_interleave(self.group, dim=-1)
@@ -51,10 +51,10 @@ class DFlash2Layer(DecoderLayer):
 
     def run(self, x: Tensor, rotary: Rotary, attention: Attention, rows: int) -> Tensor:
         normed = self.input_layernorm(x)
-        kernels = self.attention_conv.kernels(normed)
+        kernels = self.attention_conv(normed)
         attended = self.self_attn(convolve(normed, kernels, INPUT, rows), rotary, attention)
         normed, x = self.post_attention_layernorm.add(x, convolve(attended, kernels, OUTPUT, rows))
-        kernels = self.mlp_conv.kernels(normed)
+        kernels = self.mlp_conv(normed)
         return x + convolve(self.mlp(convolve(normed, kernels, INPUT, rows)), kernels, OUTPUT, rows)
 
     def parts(self) -> None:
@@ -94,6 +94,9 @@ class DFlash2Head(DFlashHead):
 
     def run_layer(self, layer: nn.Module, x: Tensor, rotary: Rotary, attention: Attention, rows: int) -> Tensor:
         return cast(DFlash2Layer, layer).run(x, rotary, attention, rows)
+
+    def loose_parameters(self) -> list[str]:
+        return [f"candidate_selector.{name}" for name, _ in self.candidate_selector.named_parameters(recurse=False)]
 
     def slot_state(self, states: Tensor, before: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat([states, self.candidate_selector.query(states, before)], dim=-1), carried
