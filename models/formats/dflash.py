@@ -16,7 +16,8 @@ from models.fields import Fields
 from models.formats import eagle3, llama
 from models.formats.checkpoint import Checkpoint
 from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
-from models.heads.dflash.config import SLIDING, DFlashConfig
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash.config_json import SLIDING
 from models.targets.qwen2 import typed_windows
 
 T = TypeVar("T")

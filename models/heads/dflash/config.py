@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from models.checks import at_least
 from models.config import TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
-from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary, head_layer, layer_json
+from models.heads.dflash.config_json import qwen3_json
+from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary, head_layer
 from models.heads.objectives import BlockObjectiveConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 MAX_BLOCK = 64  # rows of a block see each other by a mask of 64 bits
 
 
@@ -102,43 +102,6 @@ class DFlashConfig(HeadShape):
             "sample_from_anchor": self.sample_from_anchor,
             **({"causal_head": True} if self.causal(windowed=False) == {True} else {}),
         }
-
-
-def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
-    """Return the layer under the keys of Hugging Face's Qwen3Config."""
-    window = next((window for window in layer.windows if window is not None), None)
-    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
-    return layer_json(layer) | {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }
-
-
-def flat_json(config: DFlashConfig, architecture: str, **more: Any) -> dict[str, Any]:
-    """Return z-lab's flat config.json: a Qwen3Config and a section, which `more` is added to.
-
-    Raises ValueError for masks that have no key.
-    """
-    kinds = set(config.causal_layers)
-    if len(kinds) > 1 and (config.causal(windowed=True), config.causal(windowed=False)) != ({True}, {False}):
-        raise ValueError(
-            "causal_layers: this format has one mask for all layers, or a causal one for those with a window"
-        )
-    return qwen3_json(config.layer) | {
-        "architectures": [architecture],
-        **({"is_causal": kinds.pop()} if len(kinds) == 1 else {}),
-        "draft_vocab_size": config.draft_vocab_size,
-        "dflash_config": {
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": [index - 1 for index in config.aux_layers],
-            "sample_from_anchor": config.sample_from_anchor,
-            **more,
-        },
-    }
 
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from typing import Any, cast
 from models.fields import Fields
 from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.heads.dflash.config import DFlashConfig, flat_json
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash.config_json import flat_json
 
 ARCHITECTURE = "DFlashDraftModel"
 

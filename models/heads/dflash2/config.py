@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from models.checks import at_least, number
 from models.config import TargetConfig
-from models.heads.dflash.config import DFlashConfig, DFlashOptions, flat_json
+from models.heads.dflash.config import DFlashConfig, DFlashOptions
+from models.heads.dflash.config_json import flat_json
 from models.heads.objectives import BlockObjectiveConfig
 
 ARCHITECTURE = "DFlash2DraftModel"

@@ -8,7 +8,7 @@ from typing import Any, cast
 from models.fields import Fields
 from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.heads.dflash.config import flat_json
+from models.heads.dflash.config_json import flat_json
 from models.heads.dflash2.config import ARCHITECTURE, DFlash2Config
 
 
