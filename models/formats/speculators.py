@@ -1,4 +1,7 @@
-"""vllm-project/speculators, the format that vLLM serves EAGLE-3, P-EAGLE and DFlash from; our export of these."""
+"""vllm-project/speculators, the format that vLLM serves EAGLE-3, P-EAGLE and block drafters from.
+
+Our export of these follows it, but for DFlash2.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,23 @@ from typing import Any
 from torch import Tensor
 
 from models.fields import Fields
-from models.formats import dflash, eagle3
+from models.formats import dflash, dspark, eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
 from models.heads.config import EMBEDDING, HeadShape
 from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash2.config import KEYS as DFLASH2_KEYS
+from models.heads.dflash2.config import TAPS, DFlash2Config
 from models.heads.dspark.config import DSparkConfig
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.p_eagle.config import PEagleConfig
 
 EAGLES: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
-BLOCKS: dict[str, type[DFlashConfig]] = {shape.algorithm: shape for shape in (DFlashConfig, DSparkConfig)}
+BLOCKS: dict[str, type[DFlashConfig]] = {
+    shape.algorithm: shape for shape in (DFlashConfig, DSparkConfig, DFlash2Config)
+}
 KINDS = (*EAGLES, *BLOCKS)
+DOMINO = ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio")
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -89,35 +97,35 @@ def _read_block(
     section.only("model_type", "qwen3")
     layer = dflash.read_layers(section, notes)
     fields.only("target_hidden_size", layer.hidden_size)
-    from_anchor = fields.maybe("sample_from_anchor", bool)
-    options: dict[str, Any] = {}
-    if kind == "dspark":
-        options = {
-            "markov_rank": fields.size("markov_rank", 256),
-            "markov_head_type": fields.take("markov_head_type", str, "vanilla"),
-            "enable_confidence_head": fields.need("enable_confidence_head", bool),
-            "confidence_head_with_markov": fields.need("confidence_head_with_markov", bool),
-        }
-    if from_anchor is None:
-        from_anchor = kind == "dspark"
-        notes.append(f"sample_from_anchor is not stated: {str(from_anchor).lower()}, speculators' default for {kind}")
-    aux_layers = fields.numbers("aux_hidden_state_layer_ids")
-    if aux_layers is None:
-        raise ValueError("config.json: aux_hidden_state_layer_ids is missing")
-    if aux_layers != sorted(set(aux_layers)) or aux_layers[0] < 0:
-        raise ValueError(f"config.json: aux_hidden_state_layer_ids={aux_layers}: must ascend from 0")
-    windowed = not fields.take("sliding_window_non_causal", bool, False)
+    fields.only("projector_type", kind)
+    fields.ignore(*DOMINO, "auf")  # keys of another head's corrector, and of training
+    alignment = {key: fields.maybe(key, bool) for key in ("sample_from_anchor", "shift_label")}
+    windowed = not fields.take("sliding_window_non_causal", bool, kind == "dflash2")
     full = fields.take("causal_head", bool, False)
-    return BLOCKS[kind](
-        layer=layer,
-        draft_vocab_size=fields.size("draft_vocab_size", layer.vocab_size),
-        aux_layers=tuple(aux_layers),
-        block_size=fields.size("block_size"),
-        mask_token_id=fields.need("mask_token_id", int),
-        causal_layers=dflash.causal_layers(layer, full=full, windowed=windowed),
-        sample_from_anchor=from_anchor,
-        **options,
-    )
+    where = f"{fields.name}: aux_hidden_state_layer_ids"
+    shape = {
+        "layer": layer,
+        "draft_vocab_size": fields.size("draft_vocab_size"),
+        "aux_layers": dflash.read_layer_ids(fields.maybe("aux_hidden_state_layer_ids", list), where, first=0),
+        "block_size": fields.size("block_size"),
+        "mask_token_id": fields.need("mask_token_id", int),
+        "causal_layers": dflash.causal_layers(layer, full=full, windowed=windowed),
+        "sample_from_anchor": dflash.read_alignment(alignment, kind == "dspark", notes, f"speculators' {kind}"),
+    }
+    if kind == "dspark":
+        config = dspark.make_shape(shape, dspark.read_markov(fields), notes)
+    elif kind == "dflash2":
+        config = DFlash2Config(**shape, **read_selector(fields))
+    else:
+        config = DFlashConfig(**shape)
+    notes += dflash.window_notes(config, from_row=False)
+    return config
+
+
+def read_selector(fields: Fields) -> dict[str, Any]:
+    """Read the sizes of DFlash2's convolutions and selector."""
+    fields.only("conv_kernel_size", TAPS)
+    return {key: fields.size(key) for key in DFLASH2_KEYS}
 
 
 def read_proposal(fields: Fields, algorithm: str) -> tuple[Verifier | None, int]:
@@ -148,7 +156,26 @@ def shared_with_target(config: HeadShape) -> frozenset[str]:
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    return checkpoint.config.to_json(**checkpoint.facts())
+    config = checkpoint.config
+    if not isinstance(config, DFlashConfig):
+        return config.to_json(**checkpoint.facts())
+    if isinstance(config, DFlash2Config):
+        dflash.check_whole_vocabulary(config, "speculators' dflash2")
+        if config.sample_from_anchor:
+            raise ValueError("sample_from_anchor=True: speculators' dflash2 has no head whose anchor's row predicts")
+    return config.speculators_json(**checkpoint.facts())
+
+
+def losses(checkpoint: Checkpoint) -> list[str]:
+    config = checkpoint.config
+    if not isinstance(config, DFlashConfig):
+        return []
+    notes = dspark.losses(config) + dflash.window_notes(config, from_row=False)
+    if True in config.causal(windowed=False):
+        notes.append(
+            "causal_head is not known to vLLM and speculators, which read layers without a window as bidirectional"
+        )
+    return notes
 
 
 FORMAT = Format(
@@ -162,4 +189,5 @@ FORMAT = Format(
     optional=shared_with_target,
     blame=eagle3.BLAME,
     incoming=incoming,
+    losses=losses,
 )

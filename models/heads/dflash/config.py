@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from models.checks import at_least
 from models.config import TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
-from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary, head_layer, layer_json
+from models.heads.dflash.config_json import qwen3_json
+from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary, head_layer
 from models.heads.objectives import BlockObjectiveConfig
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 MAX_BLOCK = 64  # rows of a block see each other by a mask of 64 bits
 
 
@@ -41,6 +41,9 @@ class DFlashConfig(HeadShape):
 
     def __post_init__(self) -> None:
         assert len(self.causal_layers) == self.layer.num_layers
+        # what the formats have keys for: one size of windows, and one mask kind of the layers with and without one
+        assert len(set(self.layer.windows) - {None}) <= 1
+        assert all(len(self.causal(windowed=windowed)) <= 1 for windowed in (False, True))
         check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
         if not 2 <= self.block_size <= MAX_BLOCK:
             raise ValueError(f"head.block_size={self.block_size}: must be 2 to {MAX_BLOCK}")
@@ -71,7 +74,10 @@ class DFlashConfig(HeadShape):
         layers = enumerate(self.causal_layers)
         return {causal for index, causal in layers if (self.layer.window(index) is not None) == windowed}
 
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, **facts: Any) -> dict[str, Any]:
+        return self.speculators_json(**facts)
+
+    def speculators_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
         """Return the speculators config.json that vLLM reads, every flag written out.
 
         Its full layers are bidirectional; `causal_head`, which says otherwise, is a key of JetSpec's files.
@@ -96,40 +102,6 @@ class DFlashConfig(HeadShape):
             "sample_from_anchor": self.sample_from_anchor,
             **({"causal_head": True} if self.causal(windowed=False) == {True} else {}),
         }
-
-
-def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
-    """Return the layer under the keys of Hugging Face's Qwen3Config."""
-    window = next((window for window in layer.windows if window is not None), None)
-    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
-    return layer_json(layer) | {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }
-
-
-def flat_json(config: DFlashConfig, architecture: str) -> dict[str, Any]:
-    """Return z-lab's flat config.json: a Qwen3Config and a section. Raises ValueError for masks that have no key."""
-    kinds = set(config.causal_layers)
-    if len(kinds) > 1 and (config.causal(windowed=True), config.causal(windowed=False)) != ({True}, {False}):
-        raise ValueError(
-            "causal_layers: this format has one mask for all layers, or a causal one for those with a window"
-        )
-    reduced = config.draft_vocab_size < config.vocab_size
-    return qwen3_json(config.layer) | {
-        "architectures": [architecture],
-        **({"is_causal": kinds.pop()} if len(kinds) == 1 else {}),
-        **({"draft_vocab_size": config.draft_vocab_size} if reduced else {}),
-        "dflash_config": {
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": [index - 1 for index in config.aux_layers],
-            "sample_from_anchor": config.sample_from_anchor,
-        },
-    }
 
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:

@@ -8,27 +8,26 @@ from typing import Any, cast
 from models.fields import Fields
 from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.heads.dflash.config import DFlashConfig, flat_json
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash.config_json import flat_json
 
 ARCHITECTURE = "DFlashDraftModel"
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return "speculators_model_type" not in config and ARCHITECTURE in (config.get("architectures") or ())
+    return dflash.is_flat(config, ARCHITECTURE)
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
-    shape, section = dflash.read_flat(fields, ARCHITECTURE, notes)
+    shape, section = dflash.read_flat(fields, ARCHITECTURE, notes, from_anchor=False)
     section.only("projector_type", "dflash")
     section.done()
     return ParsedConfig(DFlashConfig(**shape), notes=notes)
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    config = cast(DFlashConfig, checkpoint.config)
-    dflash.check_whole_vocabulary(config, "dflash")
-    return flat_json(config, ARCHITECTURE)
+    return flat_json(cast(DFlashConfig, checkpoint.config), ARCHITECTURE)
 
 
 FORMAT = Format(
@@ -42,6 +41,7 @@ FORMAT = Format(
     aliases=dflash.ALIASES,
     blame=dflash.BLAME,
     incoming=dflash.incoming,
+    losses=dflash.flat_losses,
     states_tokens=False,
 )
 FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT

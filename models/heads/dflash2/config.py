@@ -7,16 +7,20 @@ from typing import Any, ClassVar
 
 from models.checks import at_least, number
 from models.config import TargetConfig
-from models.heads.dflash.config import DFlashConfig, DFlashOptions, flat_json
+from models.heads.dflash.config import DFlashConfig, DFlashOptions
+from models.heads.dflash.config_json import flat_json
 from models.heads.objectives import BlockObjectiveConfig
 
 ARCHITECTURE = "DFlash2DraftModel"
+TAPS = 2  # of a convolution: the row itself and the one before it
 KEYS = ("conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
 class DFlash2Config(DFlashConfig):
     name: ClassVar[str] = "dflash2"
+    algorithm: ClassVar[str] = "dflash2"
+    speculator: ClassVar[str] = ARCHITECTURE
 
     conv_group_size: int = 16  # channels that share the part of a kernel that depends on the row
     selector_rank: int = 256
@@ -33,12 +37,16 @@ class DFlash2Config(DFlashConfig):
 
     def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
         """Return z-lab's config.json, every flag written out, with the target's name beside it."""
-        config = flat_json(self, ARCHITECTURE)
-        config["dflash_config"] |= {"conv_kernel_size": 2} | {key: getattr(self, key) for key in KEYS}
-        return config | {
+        return flat_json(self, ARCHITECTURE, **self.sizes_json()) | {
             "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
             "speculative_tokens": speculative_tokens,
         }
+
+    def speculators_json(self, **facts: Any) -> dict[str, Any]:
+        return super().speculators_json(**facts) | self.sizes_json()
+
+    def sizes_json(self) -> dict[str, int]:
+        return {"conv_kernel_size": TAPS} | {key: getattr(self, key) for key in KEYS}
 
 
 @dataclass

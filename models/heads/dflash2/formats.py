@@ -6,24 +6,25 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
-from models.formats import dflash
+from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.heads.dflash2.config import ARCHITECTURE, KEYS, DFlash2Config
+from models.heads.dflash.config_json import flat_json
+from models.heads.dflash2.config import ARCHITECTURE, DFlash2Config
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return ARCHITECTURE in (config.get("architectures") or ())
+    return dflash.is_flat(config, ARCHITECTURE)
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
-    shape, section = dflash.read_flat(fields, ARCHITECTURE, notes)
+    shape, section = dflash.read_flat(fields, ARCHITECTURE, notes, from_anchor=False)
     section.only("projector_type", "dflash2")
-    section.only("conv_kernel_size", 2)
-    for key in ("output_multiplier", "input_embedding_scale"):
-        section.only(key, 1.0, 1)
-    section.only("final_logit_softcapping")
-    config = DFlash2Config(**shape, **{key: section.size(key) for key in KEYS})
+    for part in (fields, section):
+        part.only("final_logit_softcapping")
+        for key in ("output_multiplier", "input_embedding_scale"):
+            part.only(key, 1.0, 1)
+    config = DFlash2Config(**shape, **speculators.read_selector(section))
     section.done()
     return ParsedConfig(config, notes=notes)
 
@@ -31,11 +32,10 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(DFlash2Config, checkpoint.config)
     dflash.check_whole_vocabulary(config, "dflash2")
-    written = config.to_json(**checkpoint.facts(needs_verifier=False))
-    return {key: value for key, value in written.items() if key not in ("verifier", "speculative_tokens")}
+    return flat_json(config, ARCHITECTURE, **config.sizes_json())
 
 
-LAYOUT = Format(
+FORMAT = Format(
     name="dflash2",
     heads=("dflash2",),
     weights=("model.safetensors",),
@@ -44,12 +44,9 @@ LAYOUT = Format(
     write=write,
     prefixes=("model.",),
     aliases=dflash.ALIASES,
-    blame=(
-        (r"candidate_selector", ("selector_rank", "vocab_size", "hidden_size")),
-        (r"_conv\.", ("conv_group_size", "hidden_size")),
-        *dflash.BLAME,
-    ),
+    blame=dflash.BLAME,
     incoming=dflash.incoming,
+    losses=dflash.flat_losses,
     states_tokens=False,
 )
-FORMATS = (LAYOUT,)
+FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), FORMAT

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from models.attention import Attention
 from models.heads.dflash.head import DFlashHead, Rotary
-from models.heads.dflash2.config import DFlash2Config
+from models.heads.dflash2.config import TAPS, DFlash2Config
 from models.layers import Linear
 from models.targets.llama import DecoderLayer, LlamaTarget
 
-TAPS = 2  # of a convolution: the row itself and the one before it
 INPUT, OUTPUT = 0, 1  # sides of a sublayer
 
 

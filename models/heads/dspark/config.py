@@ -29,8 +29,11 @@ class DSparkConfig(DFlashConfig):
         super().__post_init__()
         one_of("head.markov_head_type", self.markov_head_type, MARKOV_KINDS)
 
-    def to_json(self, **facts: Any) -> dict[str, Any]:
-        return super().to_json(**facts) | {key: getattr(self, key) for key in KEYS}
+    def speculators_json(self, **facts: Any) -> dict[str, Any]:
+        return super().speculators_json(**facts) | self.markov_json()
+
+    def markov_json(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in KEYS}
 
 
 @dataclass

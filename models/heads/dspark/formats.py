@@ -1,4 +1,4 @@
-"""DeepSpec's DSpark: a flat Qwen3Config with DSpark's keys at the top. With markov_rank 0 it is a DFlash head."""
+"""DSpark as DeepSpec writes it, with its keys at the top of a flat Qwen3Config, and SpecForge, in `dflash_config`."""
 
 from __future__ import annotations
 
@@ -6,76 +6,117 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
-from models.formats import dflash, speculators
+from models.formats import dflash, dspark, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
-from models.heads.dflash.config import DFlashConfig, qwen3_json
-from models.heads.dspark.config import KEYS, DSparkConfig
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash.config_json import flat_json, qwen3_json
+from models.heads.dspark.config import DSparkConfig
 
-ARCHITECTURE = "Qwen3DSparkModel"
-
-
-def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return ARCHITECTURE in (config.get("architectures") or ())
+DEEPSPEC, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
+NO_MARKOV_HEAD = {"markov_rank": 0, "enable_confidence_head": False}  # DeepSpec's DFlash
 
 
-def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
-    """The anchor's row yields the first token, and every row sees its whole block."""
+def matches_deepspec(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    return dflash.is_flat(config, DEEPSPEC)
+
+
+def matches_specforge(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    return dflash.is_flat(config, SPECFORGE)
+
+
+def read_deepspec(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    """Every row sees its whole block. A head without windows is the only one on whose masks readers agree."""
     notes: list[str] = []
-    fields.only("architectures", [ARCHITECTURE])
+    fields.only("architectures", [DEEPSPEC])
     fields.only("model_type", "qwen3")
-    fields.ignore("num_target_layers", "num_anchors")
+    fields.only("is_causal", False)
+    fields.ignore("num_target_layers")
     layer = dflash.read_layers(fields, notes)
+    if layer.windows:
+        raise ValueError(
+            f"{fields.name}: layer_types={fields.values['layer_types']}: DeepSpec writes layers without a window; with "
+            "one, blocks are causal for vLLM and not for DeepSpec"
+        )
+    alignment = {"sample_from_anchor": fields.maybe("sample_from_anchor", bool)}
+    where = f"{fields.name}: target_layer_ids"
     shape = {
         "layer": layer,
         "draft_vocab_size": layer.vocab_size,
-        "aux_layers": dflash.read_outputs(fields),
+        "aux_layers": dflash.read_layer_ids(fields.maybe("target_layer_ids", list), where, first=-1),
         "block_size": fields.size("block_size"),
         "mask_token_id": fields.need("mask_token_id", int),
         "causal_layers": (False,) * layer.num_layers,
-        "sample_from_anchor": fields.take("sample_from_anchor", bool, True),
+        "sample_from_anchor": dflash.read_alignment(alignment, True, notes, DEEPSPEC),
     }
-    markov = dict(zip(KEYS, (fields.need("markov_rank", int), *read_markov(fields)), strict=True))
-    if markov["markov_rank"] > 0:
-        return ParsedConfig(DSparkConfig(**shape, **markov), notes=notes)
-    if markov["enable_confidence_head"]:
-        raise ValueError("config.json: markov_rank=0, enable_confidence_head=True: no head has only the latter")
-    notes.append("markov_rank is 0: a DFlash head whose anchor's row predicts")
-    return ParsedConfig(DFlashConfig(**shape), notes=notes)
+    return ParsedConfig(dspark.make_shape(shape, dspark.read_markov(fields), notes), notes=notes)
 
 
-def read_markov(fields: Fields) -> tuple[str, bool, bool]:
-    return (
-        fields.take("markov_head_type", str, "vanilla"),
-        fields.need("enable_confidence_head", bool),
-        fields.take("confidence_head_with_markov", bool, False),
-    )
-
-
-def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    config = cast(DSparkConfig, checkpoint.config)
+def write_deepspec(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = cast(DFlashConfig, checkpoint.config)
     dflash.check_whole_vocabulary(config, "deepspec")
-    if any(config.causal_layers) or not config.sample_from_anchor:
-        raise ValueError("deepspec: holds heads whose rows see the whole block and whose anchor's row predicts")
+    if any(config.causal_layers) or config.layer.windows or not config.sample_from_anchor:
+        raise ValueError("deepspec: holds heads whose rows see all positions and whose anchor's row predicts")
     return qwen3_json(config.layer) | {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DEEPSPEC],
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [index - 1 for index in config.aux_layers],
-        **{key: getattr(config, key) for key in KEYS},
+        **(config.markov_json() if isinstance(config, DSparkConfig) else NO_MARKOV_HEAD),
     }
 
 
-FORMAT = Format(
+def deepspec_losses(checkpoint: Checkpoint) -> list[str]:
+    return [
+        *dspark.losses(checkpoint.config),
+        "DeepSpec's loader needs copies of the target's embedding and LM head, which are left out; vLLM shares them",
+    ]
+
+
+def read_specforge(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    notes: list[str] = []
+    shape, section = dflash.read_flat(fields, SPECFORGE, notes, from_anchor=True)
+    section.only("projector_type", "dspark")
+    section.only("attention_mode", "gqa")
+    config = dspark.make_shape(shape, dspark.read_markov(section), notes)
+    section.done()
+    return ParsedConfig(config, notes=notes)
+
+
+def write_specforge(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = cast(DSparkConfig, checkpoint.config)
+    return flat_json(config, SPECFORGE, projector_type="dspark", attention_mode="gqa", **config.markov_json())
+
+
+def specforge_losses(checkpoint: Checkpoint) -> list[str]:
+    return dspark.losses(checkpoint.config) + dflash.flat_losses(checkpoint)
+
+
+DEEPSPEC_FORMAT = Format(
     name="deepspec",
-    heads=("dspark",),
+    heads=("dflash", "dspark"),
     weights=("model.safetensors",),
-    matches=matches,
-    read=read,
-    write=write,
+    matches=matches_deepspec,
+    read=read_deepspec,
+    write=write_deepspec,
     prefixes=("model.",),
     aliases=(*dflash.ALIASES, ("logit_head.", "")),
     blame=dflash.BLAME,
     incoming=dflash.incoming,
+    losses=deepspec_losses,
     states_tokens=False,
 )
-FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT
+SPECFORGE_FORMAT = Format(
+    name="specforge-dspark",
+    heads=("dspark",),
+    weights=("model.safetensors",),
+    matches=matches_specforge,
+    read=read_specforge,
+    write=write_specforge,
+    prefixes=("model.",),
+    aliases=dflash.ALIASES,
+    blame=dflash.BLAME,
+    incoming=dflash.incoming,
+    losses=specforge_losses,
+    states_tokens=False,
+)
+FORMATS, LAYOUT = (speculators.FORMAT, DEEPSPEC_FORMAT, SPECFORGE_FORMAT), speculators.FORMAT
