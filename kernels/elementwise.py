@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) ->
         if centred:
             wide = torch.promote_types(x.dtype, torch.float32)
             return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)  # autocast leaves the weight in fp32
     rows = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = (rows.data_ptr(), weight.data_ptr(), out.data_ptr())

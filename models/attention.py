@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.block_attention import block_attention
 from kernels.decoder import NativeDecoder
 from kernels.rotary import QKNorm
 from kernels.ttt_attention import repeat_kv, ttt_attention, visible
@@ -29,6 +30,12 @@ class Attention(Protocol):
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
     ) -> Tensor: ...
+
+
+class WriteKeys(Protocol):
+    """Stores keys and values of rows that attend to nothing themselves: k and v `[..., nkv, D]` of one layer."""
+
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> None: ...
 
 
 class Project(Protocol):
@@ -147,3 +154,30 @@ class TrainingTimeTestAttention:
         keys.append(k)
         values.append(v)
         return ttt_attention(q, keys, values, self._slots, self._starts).flatten(2)
+
+
+class BlockAttention:
+    """Attention of a block drafter's rows in training (kernels/block_attention.py): context keys and their own block's.
+
+    slots `[B, M]`: the anchor slot of each block; starts `[B, T]` as above. `write` takes the context's keys and values
+    of a layer, `[B, T, nkv, D]`, before the layer's rows attend; `attend(causal)` is the attention of a mask kind.
+    """
+
+    def __init__(self, slots: Tensor, starts: Tensor | None = None) -> None:
+        self._slots, self._starts = slots, starts
+        self._context: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        self._context[layer] = k, v
+
+    def attend(self, causal: bool) -> Attention:
+        def attention(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+        ) -> Tensor:
+            assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
+            context = self._context[layer]
+            return block_attention(q, context, (k, v), self._slots, self._starts, causal=causal, window=window).flatten(
+                3
+            )
+
+        return attention

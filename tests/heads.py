@@ -48,12 +48,44 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp, scale_input": ("mlp", {"n_predict": 5, "scale_input": True}),
     "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
     "p-eagle, one layer": ("p-eagle", {"num_layers": 1, "mask_token_id": 7, "embed_requires_grad": False}),
+    "dflash": ("dflash", {"num_layers": 2, "block_size": 6}),
+    "dflash, one layer": ("dflash", {"num_layers": 1, "block_size": 6, "mask_token_id": 7}),
+    "dflash, causal": ("dflash", {"num_layers": 2, "block_size": 6, "causal": True, "draft_vocab_size": DRAFT_VOCAB}),
+    "dflash, window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12}),
+    "dflash, causal window": ("dflash", {"num_layers": 2, "block_size": 6, "window": 12, "causal": True}),
+    "dflash, from the anchor": ("dflash", {"num_layers": 1, "block_size": 5, "sample_from_anchor": True}),
+    "dspark": ("dspark", {"num_layers": 2, "block_size": 5, "markov_rank": 32}),
+    "dspark, gated": ("dspark", {"num_layers": 1, "block_size": 5, "markov_rank": 16, "markov_head_type": "gated"}),
+    "dspark, rnn": (
+        "dspark",
+        {"num_layers": 1, "block_size": 5, "markov_rank": 16, "markov_head_type": "rnn", "draft_vocab_size": 200},
+    ),
+    "dspark, in place": (
+        "dspark",
+        {
+            "num_layers": 1,
+            "block_size": 6,
+            "markov_rank": 8,
+            "sample_from_anchor": False,
+            "confidence_head_with_markov": False,
+        },
+    ),
+    "dspark, no confidence": (
+        "dspark",
+        {"num_layers": 1, "markov_rank": 8, "enable_confidence_head": False},
+    ),
+    "dflash2": ("dflash2", {"num_layers": 2, "block_size": 6, "selector_rank": 16}),
+    "dflash2, truncated": (
+        "dflash2",
+        {"num_layers": 1, "block_size": 6, "selector_rank": 16, "selector_top_k": 5, "draft_vocab_size": DRAFT_VOCAB},
+    ),
     "p-eagle, norms": ("p-eagle", {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}),
 }
 
 
-OBJECTIVE_OF = {"eagle": "ttt", "eagle3": "ttt", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
-ONE_OF_EACH = ("eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer")  # variants that draft five tokens or more
+OBJECTIVE_OF = {name: name for name in HEADS} | {"eagle": "ttt", "eagle3": "ttt"}
+# variants that draft five tokens or more
+ONE_OF_EACH = ("eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer", "dflash", "dspark", "dflash2")
 
 
 def make_objective(head: Head, name: str, **settings: Any) -> Objective:
@@ -80,9 +112,9 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
 
 
 def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) -> Head:
-    """Return a random head for the unpacked `target`, with noise on parameters that usually start at one or zero."""
+    """Return a random head for the unpacked `target`, with noise on parameters that start at one or zero."""
     name, options = VARIANTS[variant]
-    if target.config.num_layers < 8 and name in ("eagle3", "p-eagle"):
+    if target.config.num_layers < 8 and HEADS[name].fuses_layers:
         more = {"aux_layers": [0, 1, 2]} | more  # the defaults collide on so few layers
     head = HEADS[name](**options | more).make(target.config)
     size = head.config.draft_vocab_size
@@ -91,6 +123,6 @@ def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if parameter.ndim == 1 or "blocks" in name:
+            if parameter.ndim == 1 or "blocks" in name or not parameter.any():
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return head

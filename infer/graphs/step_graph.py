@@ -96,7 +96,8 @@ class StepGraphs:
         spare = 0 if proposer is None else proposer.loop.spare_rows(limit.depth)
         widest = 1 + self._most_nodes
         # Places past the committed tokens that a step may write to, padding rows included.
-        self.reach = self.width + max(widest, spare, 0 if shape is None else 1 + shape.rows)
+        scratch = 0 if proposer is None else proposer.places(limit)
+        self.reach = self.width + max(widest, spare, 1 + scratch)
         self.batches = tuple(batch for batch in batches if batch * widest <= most_rows)
         self.most_rows = widest * max(self.batches, default=0)
         size, batch = 0 if proposer is None else proposer.feature_size, max(self.batches, default=0)

@@ -16,9 +16,10 @@ from torch import Tensor
 from kernels.attention import DecodingAttention, PagedAttention, ProjectedAttention, plan_attention
 from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
-from kernels.move import move_slots
+from kernels.move import move_slots, write_slots
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
+from models.attention import WriteKeys
 
 
 class LayerShape(NamedTuple):
@@ -75,6 +76,15 @@ class KVLayers:
         """Copy `count` slots from `source` on to `destination` on, in every layer; the ranges must not overlap."""
         for cache in self.caches:
             cache[:, :, destination : destination + count] = cache[:, :, source : source + count]
+
+    def writer(self, rows: AttentionRows, *, first_layer: int = 0) -> WriteKeys:
+        """Return the callable that stores keys and values of these rows, which attend to nothing."""
+
+        def write(layer: int, k: Tensor, v: Tensor) -> None:
+            for cache, new in zip(self.caches[first_layer + layer], (k, v), strict=True):
+                write_slots(cache, rows.slots, new)
+
+        return write
 
     def attention(
         self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0

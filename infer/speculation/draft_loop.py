@@ -49,6 +49,9 @@ class Chains(NamedTuple):
     log_probs: Tensor | None = None  # [B, D] of the tokens, under the noise that they were chosen with, if scored
 
 
+# (level, tokens [B] of each level before) -> logits [B, Vd], and the head's log-probability [B] that the token drafted
+# from them is accepted, if it predicts one
+LogitsAt = Callable[[int, Sequence[Tensor]], tuple[Tensor, Tensor | None]]
 Adjust = Callable[[Tensor, Sequence[Tensor]], Tensor]  # (logits [B, Vd], tokens [B] of each level before) -> logits
 
 
@@ -109,7 +112,7 @@ class TorchLoop:
         active, length = depths > 0, torch.zeros_like(depths)
         drafted, scores = list[Tensor](), list[Tensor]()
         for level in range(deepest):
-            logits = logits_at(level, drafted)
+            logits, confidence = logits_at(level, drafted)
             if adjust is not None:
                 logits = adjust(logits, drafted)
             positions = unread.root + level  # slot i drafts the token that the target chooses at position i + 1
@@ -119,7 +122,7 @@ class TorchLoop:
             else:
                 token, log_probs = self.best(logits, positions, unread.parameters, 1)
                 drafted.append(token[:, 0])
-                scores.append(log_probs[:, 0])
+                scores.append(log_probs[:, 0] if confidence is None else confidence)
                 worth_row, worth_level = early_exit(level, scores[-1], active)
                 kept, continuing = kept & worth_row, continuing & worth_level
             length, active = length + kept, continuing
@@ -149,21 +152,21 @@ class TorchLoop:
 
     # ---- the logits of each level of a chain ----------------------------------------------------------------------
 
-    def _recurrent(self, unread: Unread) -> Callable[[int, Sequence[Tensor]], Tensor]:
+    def _recurrent(self, unread: Unread) -> LogitsAt:
         state, rows = self.read(unread), None
 
-        def logits_at(level: int, drafted: Sequence[Tensor]) -> Tensor:
+        def logits_at(level: int, drafted: Sequence[Tensor]) -> tuple[Tensor, None]:
             nonlocal state, rows
             if level:
                 rows = rows.next() if rows is not None else self._after_root(unread, torch.zeros_like(unread.root[:1]))
                 state = self._step(drafted[-1], state, unread.root + level - 1, rows, level)
-            return self._head.logits(state, level)
+            return self._head.logits(state, level), None
 
         return logits_at
 
-    def _parallel(self, unread: Unread, deepest: int) -> Callable[[int, Sequence[Tensor]], Tensor]:
+    def _parallel(self, unread: Unread, deepest: int) -> LogitsAt:
         logits = self._all_logits(unread, deepest)
-        return lambda level, _: logits[:, level]
+        return lambda level, _: (logits[:, level], None)
 
     def _all_logits(self, unread: Unread, deepest: int) -> Tensor:
         """Return a parallel head's logits `[B, deepest, Vd]`."""
@@ -187,7 +190,7 @@ class TorchLoop:
             unread.root + 1 - unread.base,
             offset,
             page_size=rows.page_size,
-            longest=rows.longest + (1 if tree_mask is None else MAX_NODES),
+            longest=rows.longest + (len(offset) if tree_mask is None else MAX_NODES),
             tree_mask=tree_mask,
             first=rows.first,
         )
@@ -202,13 +205,8 @@ class TorchLoop:
         run_before = 0
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
-            width = state.shape[1]
-            owner = torch.arange(batch, device=device).repeat_interleave(width)
-            positions = (start + level - 1).expand(-1, width).flatten()
             logits = self._head.logits(state.flatten(0, 1), level - 1)
-            parameters = unread.parameters and unread.parameters.rows(owner)
-            tokens, values = self.best(logits, positions, parameters, fan_out)
-            return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
+            return self._best_of_nodes(unread, level, logits.unflatten(0, state.shape[:2]), fan_out)
 
         def run(level: int, parent: Tensor, token: Tensor) -> None:
             nonlocal state, tree_mask, run_before
@@ -222,9 +220,19 @@ class TorchLoop:
 
         return children, run
 
+    def _best_of_nodes(self, unread: Unread, level: int, logits: Tensor, fan_out: int) -> tuple[Tensor, Tensor]:
+        """Return the best children of each of M nodes of a level above, `[B, M, fan_out]`; logits `[B, M, Vd]`."""
+        batch, width = logits.shape[:2]
+        owner = torch.arange(batch, device=logits.device).repeat_interleave(width)
+        parameters = unread.parameters and unread.parameters.rows(owner)
+        tokens, values = self.best(logits.flatten(0, 1), unread.root[owner] + level - 1, parameters, fan_out)
+        return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
+
     def _growing_parallel(self, unread: Unread, deepest: int) -> tuple[Children, Run]:
-        """All nodes of a level have the same children, whatever was drafted before."""
-        logits = self._all_logits(unread, deepest)
+        return self._shared_children(unread, self._all_logits(unread, deepest))
+
+    def _shared_children(self, unread: Unread, logits: Tensor) -> tuple[Children, Run]:
+        """All nodes of a level have the same children, whatever was drafted before; logits `[B, D, Vd]`."""
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
             tokens, values = self.best(logits[:, level - 1], unread.root + level - 1, unread.parameters, fan_out)

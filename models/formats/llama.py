@@ -24,6 +24,14 @@ def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
 
     Raises ValueError naming the key that is missing, or that states another layer than Llama's.
     """
+    fields.only("sliding_window")
+    fields.only("use_sliding_window", False)
+    fields.only("is_causal", True)
+    return read_sizes(fields, notes)
+
+
+def read_sizes(fields: Fields, notes: list[str]) -> TargetConfig:
+    """Read the keys that the layers of Llama and Qwen3 share: all but those of norms and windows."""
     section: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
         section[key] = fields.size(key)
@@ -44,10 +52,7 @@ def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
     section["eos_token_id"] = fields.numbers("eos_token_id") if several else fields.maybe("eos_token_id", int)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
-    fields.only("sliding_window")
-    fields.only("use_sliding_window", False)
     fields.only("quantization_config")
-    fields.only("is_causal", True)
     try:
         layer = TargetConfig.from_json({key: value for key, value in section.items() if value is not None})
     except (TypeError, OverflowError) as error:

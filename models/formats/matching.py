@@ -79,7 +79,9 @@ def match(
 
 def because(blame: Blame, name: str, written: Mapping[str, Any]) -> str:
     """Return the keys of config.json that a tensor follows from, as "vocab_size=384, hidden_size=64"."""
-    flat = {**written, **(written.get("transformer_layer_config") or {})}
+    flat = dict(written)
+    for section in ("transformer_layer_config", "dflash_config"):
+        flat |= written.get(section) or {}
     keys = next((keys for pattern, keys in blame if re.search(pattern, name)), ())
     settings = [f"{key}={flat[key]}" for key in keys if flat.get(key) is not None]
     if keys and flat.get(keys[0]) is None:  # the deciding flag is the first key

@@ -1,19 +1,33 @@
-"""vllm-project/speculators, the format that vLLM serves EAGLE-3 and P-EAGLE from; Headway exports these two in it."""
+"""vllm-project/speculators, the format that vLLM serves EAGLE-3, P-EAGLE and block drafters from.
+
+Our export of these follows it, but for DFlash2.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from models.fields import Fields
-from models.formats import eagle3
-from models.formats.checkpoint import ConversionOptions, Format, ParsedConfig, Shapes, Verifier
+from models.formats import dflash, dspark, eagle3
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
-from models.heads.config import EMBEDDING
+from models.heads.config import EMBEDDING, HeadShape
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash2.config import KEYS as DFLASH2_KEYS
+from models.heads.dflash2.config import TAPS, DFlash2Config
+from models.heads.dspark.config import DSparkConfig
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.p_eagle.config import PEagleConfig
 
-KINDS: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
+EAGLES: dict[str, type[Eagle3Config]] = {shape.algorithm: shape for shape in (Eagle3Config, PEagleConfig)}
+BLOCKS: dict[str, type[DFlashConfig]] = {
+    shape.algorithm: shape for shape in (DFlashConfig, DSparkConfig, DFlash2Config)
+}
+KINDS = (*EAGLES, *BLOCKS)
+DOMINO = ("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "lambda_base_start", "lambda_base_decay_ratio")
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -28,10 +42,24 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     fields.ignore("speculators_version", "architectures", "enable_sp_ulysses")
     verifier, speculative_tokens = read_proposal(fields, kind)
     section = fields.need_section("transformer_layer_config")
-    section.only("model_type", "llama")
     section.ignore("architectures")  # left by the trainer; model_type decides
-    layer = read_layer(section, notes)
+    read_shape = _read_block if kind in BLOCKS else _read_eagle
+    config = read_shape(kind, fields, section, speculative_tokens, shapes, provided, notes)
     section.done()
+    return ParsedConfig(config, verifier, speculative_tokens, notes, dflash.BLAME if kind in BLOCKS else eagle3.BLAME)
+
+
+def _read_eagle(
+    kind: str,
+    fields: Fields,
+    section: Fields,
+    speculative_tokens: int,
+    shapes: Shapes,
+    provided: ConversionOptions,
+    notes: list[str],
+) -> Eagle3Config:
+    section.only("model_type", "llama")
+    layer = read_layer(section, notes)
     options: dict[str, Any] = {}
     if kind == "peagle":
         options["mask_token_id"] = fields.need("mask_token_id", int)
@@ -41,7 +69,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     else:
         fields.only("mask_token_id")
     trained = fields.take("embed_requires_grad", bool, kind == "peagle")
-    config = KINDS[kind](
+    return EAGLES[kind](
         layer=layer,
         draft_vocab_size=fields.size("draft_vocab_size"),
         aux_layers=eagle3.read_aux_layers(fields, provided, notes, raw=False),
@@ -54,7 +82,50 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
         **eagle3.read_flags(fields, notes),
         **options,
     )
-    return ParsedConfig(config, verifier, speculative_tokens, notes)
+
+
+def _read_block(
+    kind: str,
+    fields: Fields,
+    section: Fields,
+    speculative_tokens: int,
+    shapes: Shapes,
+    provided: ConversionOptions,
+    notes: list[str],
+) -> DFlashConfig:
+    """Full layers are bidirectional, those with a window block-causal unless `sliding_window_non_causal`."""
+    section.only("model_type", "qwen3")
+    layer = dflash.read_layers(section, notes)
+    fields.only("target_hidden_size", layer.hidden_size)
+    fields.only("projector_type", kind)
+    fields.ignore(*DOMINO, "auf")  # keys of another head's corrector, and of training
+    alignment = {key: fields.maybe(key, bool) for key in ("sample_from_anchor", "shift_label")}
+    windowed = not fields.take("sliding_window_non_causal", bool, kind == "dflash2")
+    full = fields.take("causal_head", bool, False)
+    where = f"{fields.name}: aux_hidden_state_layer_ids"
+    shape = {
+        "layer": layer,
+        "draft_vocab_size": fields.size("draft_vocab_size"),
+        "aux_layers": dflash.read_layer_ids(fields.maybe("aux_hidden_state_layer_ids", list), where, first=0),
+        "block_size": fields.size("block_size"),
+        "mask_token_id": fields.need("mask_token_id", int),
+        "causal_layers": dflash.causal_layers(layer, full=full, windowed=windowed),
+        "sample_from_anchor": dflash.read_alignment(alignment, kind == "dspark", notes, f"speculators' {kind}"),
+    }
+    if kind == "dspark":
+        config = dspark.make_shape(shape, dspark.read_markov(fields), notes)
+    elif kind == "dflash2":
+        config = DFlash2Config(**shape, **read_selector(fields))
+    else:
+        config = DFlashConfig(**shape)
+    notes += dflash.window_notes(config, from_row=False)
+    return config
+
+
+def read_selector(fields: Fields) -> dict[str, Any]:
+    """Read the sizes of DFlash2's convolutions and selector."""
+    fields.only("conv_kernel_size", TAPS)
+    return {key: fields.size(key) for key in DFLASH2_KEYS}
 
 
 def read_proposal(fields: Fields, algorithm: str) -> tuple[Verifier | None, int]:
@@ -76,13 +147,46 @@ def read_verifier(fields: Fields) -> Verifier | None:
     return Verifier(name, str(architectures[0]) if architectures else None) if name else None
 
 
+def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    return (dflash if isinstance(config, DFlashConfig) else eagle3).incoming(tensors, config)
+
+
+def shared_with_target(config: HeadShape) -> frozenset[str]:
+    return frozenset() if isinstance(config, DFlashConfig) else eagle3.shared_with_target(config)
+
+
+def write(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    if not isinstance(config, DFlashConfig):
+        return config.to_json(**checkpoint.facts())
+    if isinstance(config, DFlash2Config):
+        dflash.check_whole_vocabulary(config, "speculators' dflash2")
+        if config.sample_from_anchor:
+            raise ValueError("sample_from_anchor=True: speculators' dflash2 has no head whose anchor's row predicts")
+    return config.speculators_json(**checkpoint.facts())
+
+
+def losses(checkpoint: Checkpoint) -> list[str]:
+    config = checkpoint.config
+    if not isinstance(config, DFlashConfig):
+        return []
+    notes = dspark.losses(config) + dflash.window_notes(config, from_row=False)
+    if True in config.causal(windowed=False):
+        notes.append(
+            "causal_head is not known to vLLM and speculators, which read layers without a window as bidirectional"
+        )
+    return notes
+
+
 FORMAT = Format(
     name="speculators",
-    heads=tuple(shape.name for shape in KINDS.values()),
+    heads=tuple(shape.name for shape in (*EAGLES.values(), *BLOCKS.values())),
     matches=matches,
     read=read,
+    write=write,
     aliases=(("midlayer.", "layers.0."),),
-    optional=eagle3.shared_with_target,
+    optional=shared_with_target,
     blame=eagle3.BLAME,
-    incoming=eagle3.incoming,
+    incoming=incoming,
+    losses=losses,
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from models.heads.config import NewHeadConfig
+from models.heads.dflash.config import DFlashOptions
+from models.heads.dflash2.config import DFlash2Options
+from models.heads.dspark.config import DSparkOptions
 from models.heads.eagle.config import EagleOptions
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.medusa.config import MedusaOptions
@@ -15,5 +18,8 @@ HEADS: dict[str, type[NewHeadConfig]] = {
     "medusa": MedusaOptions,
     "mlp": MlpOptions,
     "p-eagle": PEagleOptions,
+    "dflash": DFlashOptions,
+    "dspark": DSparkOptions,
+    "dflash2": DFlash2Options,
 }
 DEFAULT_HEAD = "eagle3"  # of `head=auto` where no head exists; error messages suggest it

@@ -9,7 +9,7 @@ depth. Heads are independent of batches, caches and losses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels.draft import DraftParts
 from kernels.quantise import WeightFormat
 from models.attention import Attention
-from models.layers import Linear, pack
+from models.layers import pack
 from models.targets.llama import LlamaTarget
 from models.weights import merged_parts, split_merged
 
@@ -36,6 +36,7 @@ class Head(nn.Module, ABC):
     """A draft head. Parameters with `requires_grad` are trained; those in `checkpoint_layout` are exported."""
 
     parallel: ClassVar[bool] = False
+    corrects: ClassVar[bool] = False  # the logits of a depth are those of its LM head, changed by the token before it
     config: Any  # its HeadShape
 
     @property
@@ -117,6 +118,14 @@ class Head(nn.Module, ABC):
         """
         return None
 
+    def loose_parameters(self) -> list[str]:
+        """Return the names of parameters that are read without calling the module that holds them."""
+        return [name for name, _ in self.named_parameters(recurse=False)]
+
+    def scratch_places(self, depth: int) -> int:
+        """Return to how many places past the root's a parallel head writes KV when it drafts `depth` tokens."""
+        return depth - 1
+
     def borrow(self, target: LlamaTarget) -> None:
         """Keep references to the modules of the target that this head uses. Call before the first step."""
 
@@ -133,25 +142,3 @@ class Head(nn.Module, ABC):
         shape = self.attention
         heads = (1, 1) if shape is None else (shape.num_heads, shape.num_kv_heads)
         return split_merged(self, self.checkpoint_layout(), heads)
-
-
-class Borrowed:
-    """The target's LM head and embedding, for a head that has none: shared, never copied with the head."""
-
-    def __init__(self, lm_head: Linear, embedding: Tensor) -> None:
-        self.lm_head, self.embedding = lm_head, embedding
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:
-        return self
-
-    def apply(self, change: Callable[[Tensor], Tensor]) -> Borrowed:
-        """Return it in the dtype or on the device that `change` sets; itself where that changes nothing."""
-        embedding = change(self.embedding)
-        if embedding is self.embedding:
-            return self
-        assert self.lm_head.packed is None, "a packed LM head stays as it is"
-        tied = self.lm_head.weight is self.embedding
-        lm_head = Linear(*reversed(self.lm_head.weight.shape), bias=False, device="meta")
-        weight = embedding if tied else change(self.lm_head.weight)
-        lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        return Borrowed(lm_head, lm_head.weight if tied else embedding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -35,6 +36,16 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
             f"head.num_heads={layer.num_heads}: must be a multiple of head.num_kv_heads={layer.num_kv_heads}"
         )
     return layer
+
+
+def check_layer_ids(ids: Sequence[int] | None, target: TargetConfig | None = None) -> None:
+    """Raise ValueError unless head.aux_layers is null or names distinct layers, of `target` if given."""
+    if ids is None:
+        return
+    if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
+        raise ValueError(f"head.aux_layers={list(ids)}: must be distinct layer ids from 0, or null")
+    if target is not None and max(ids) >= target.num_layers:
+        raise ValueError(f"head.aux_layers={list(ids)}: ids of this target are 0..{target.num_layers - 1}")
 
 
 def draft_vocabulary(size: int | None, target: TargetConfig) -> int:

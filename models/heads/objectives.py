@@ -64,6 +64,22 @@ class JointObjectiveConfig(ObjectiveConfig):
 
 
 @dataclass
+class BlockObjectiveConfig(ObjectiveConfig):
+    """Losses of all depths of blocks that start at random slots of the responses (DFlash, arXiv 2602.06036).
+
+    With step_weight = exp(-1/γ) the weights of a block decay as in the paper, whose γ is 7, 5 and 4 for blocks of 16,
+    10 and 8.
+    """
+
+    step_weight: float = number(0.8, above=0, high=1)
+    loss: str = choice("kl", *LOSSES)  # as for ttt; label: the paper's
+    drop_out_of_vocab: bool = True
+    num_anchors: int = number(512, low=1)  # blocks per sequence, at most
+    # decay: step_weight | dpace: by how likely the draft is to get that far and further (arXiv 2605.18810)
+    weighting: str = choice("decay", "decay", "dpace")
+
+
+@dataclass
 class TttConfig(ObjectiveConfig):
     """Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own states, as in serving.
 

@@ -122,7 +122,7 @@ def test_every_tensor_of_every_format_is_needed():
         tensors = source.tensors()
         for name in tensors:
             rest = {key: value for key, value in tensors.items() if key != name}
-            if name == "embed_tokens.weight":  # if absent, it is shared with the target
+            if name == "embed_tokens.weight" or name in source.copies:  # if absent, it is shared with the target
                 assert name not in interpret(FORMATS[source.form], source.config, rest, options).tensors
             elif name in ("d2t", "t2d"):  # each follows from the other
                 complete = interpret(FORMATS[source.form], source.config, rest, options)
@@ -280,7 +280,7 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (EAGLE3, {"eagle_aux_hidden_state_layer_ids": None}, "is missing, and its default depends on the target's layers"),
     (SPECULATORS, {"norm_before_residual": None}, "norm_before_residual is missing; vLLM takes it for true and"),
-    (SPECULATORS, {"speculators_model_type": "dflash"}, "speculators_model_type='dflash': one of eagle3, peagle"),
+    (SPECULATORS, {"speculators_model_type": "mtp"}, "speculators_model_type='mtp': one of eagle3, peagle, dflash, ds"),
     (SPECULATORS, {"transformer_layer_config": None}, "transformer_layer_config is missing"),
     (SPECULATORS, {"transformer_layer_config__model_type": "qwen3"}, "model_type='qwen3': only 'llama'"),
     (SPECULATORS, {"speculators_config__algorithm": "eagle"}, "speculators_config: algorithm='eagle': only 'eagle3'"),
@@ -310,7 +310,8 @@ def test_nothing_but_a_clear_error_comes_of_any_value():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
     tried = 0
-    for name in (EAGLE, EAGLE3, SPECULATORS, "speculators p-eagle", MEDUSA, VLLM, MLP):
+    blocks = ("dflash with windows", "deepspec", "speculators dspark", "dflash2")
+    for name in (EAGLE, EAGLE3, SPECULATORS, "speculators p-eagle", MEDUSA, VLLM, MLP, *blocks):
         source = SOURCES[name]
         tensors, base_config = source.tensors(), source.config
         if name == EAGLE:

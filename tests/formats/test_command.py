@@ -66,6 +66,9 @@ def test_the_losses_of_a_destination_are_said(tmp_path, run, tiny_target_folder)
         ("safeailab-eagle", "safeailab-eagle"): "vLLM 0.32 builds fc without a bias and refuses fc.bias",
         ("safeailab-eagle3 of SpecForge", "safeailab-eagle3"): "does not know fc_norm, norm_output; vLLM does",
         ("medusa", "medusa"): "FasterDecoding's own loader opens medusa_lm_head.pt alone",
+        ("deepspec", "deepspec"): "DeepSpec's loader needs copies of the target's embedding and LM head",
+        ("deepspec rnn", "speculators"): "vLLM serves markov_head_type=vanilla only; this head is rnn",
+        ("dflash of JetSpec", "speculators"): "causal_head is not known to vLLM and speculators",
     }
     for number, ((name, form), text) in enumerate(losses.items()):
         source = SOURCES[name]
@@ -128,10 +131,18 @@ def test_nothing_is_overwritten(tmp_path, run, capsys):
 
 def test_heads_and_formats_that_do_not_go_together(tmp_path, refusal):
     folder = SOURCES["medusa"].write(tmp_path / "in")
-    assert "speculators holds eagle3, p-eagle; this head is medusa" in refusal(folder, "--to", "speculators")
+    assert "speculators holds eagle3, p-eagle, dflash, dspark, dflash2; this head is medusa" in refusal(
+        folder, "--to", "speculators"
+    )
 
 
-@pytest.mark.parametrize("name", ["safeailab-eagle", "speculators", "speculators p-eagle", "medusa", "ibm-mlp"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("safeailab-eagle", "speculators", "speculators p-eagle", "medusa", "ibm-mlp"),
+        *("dflash not causal", "speculators dspark", "dflash2"),
+    ],
+)
 def test_our_own_export_states_every_key_and_no_other(tmp_path, run, refusal, tiny_target_folder, name):
     folder = SOURCES[name].write(tmp_path / "in")
     exported = tmp_path / "ours"

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads import HEADS
+from tests.formats.block_golden import BLOCK_CONFIGS
 from tests.formats.sources import SOURCES
 
 TARGET = Verifier("some/target", "LlamaForCausalLM", 384, 64, 8)
@@ -141,6 +142,7 @@ CONFIGS = {
     ("medusa", "headway"): {**MEDUSA_CONFIG, "verifier": VERIFIER},
     ("ibm-mlp", "ibm-mlp"): {**MLP_CONFIG, "base_model_name_or_path": "some/target"},
     ("ibm-mlp", "headway"): {**MLP_CONFIG, "verifier": VERIFIER},
+    **BLOCK_CONFIGS,
 }
 
 
@@ -171,6 +173,7 @@ def test_every_tensor_arrives_under_our_name_with_its_bits(tmp_path, name):
         assert checkpoint.tensors[our_name].dtype == tensors[source_name].dtype
         assert torch.equal(checkpoint.tensors[our_name], tensors[source_name])
     assert len(checkpoint.tensors) == len(source.rows)
+    assert checkpoint.remarks == dict.fromkeys(source.copies, "the target's, which the head uses in place")
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -182,7 +185,8 @@ def test_every_tensor_leaves_under_their_name_with_its_bits(tmp_path, name):
     reloaded = read_checkpoint(FORMATS["headway"], tmp_path / "ours")
     (tmp_path / "out").mkdir()
     write_checkpoint(form, reloaded, tmp_path / "out")
-    written, wanted = load_file(tmp_path / "out" / source.file), source.tensors()
+    written = load_file(tmp_path / "out" / source.file)
+    wanted = {key: value for key, value in source.tensors().items() if key not in source.copies}
     if "sharing" in name:
         wanted["embed_tokens.weight"] = embedding()
     assert {key: tuple(value.shape) for key, value in written.items()} == {
@@ -221,9 +225,19 @@ def test_a_folder_says_what_it_is(tmp_path, name):
     [
         ("speculators with two layers and input_norm", "safeailab-eagle3", "num_hidden_layers=2.*room for one layer"),
         ("vllm-medusa shared and truncated", "medusa", "original_lm_head=true: this format has an LM head for every"),
-        ("safeailab-eagle", "speculators", "speculators holds eagle3, p-eagle; this head is eagle"),
+        (
+            "safeailab-eagle",
+            "speculators",
+            "speculators holds eagle3, p-eagle, dflash, dspark, dflash2; this head is eagle",
+        ),
         ("speculators p-eagle", "safeailab-eagle3", "this head is p-eagle: one of headway, speculators"),
         ("medusa", "ibm-mlp", "ibm-mlp holds mlp; this head is medusa: one of headway, medusa, vllm-medusa"),
+        ("dflash not causal", "deepspec", "deepspec: holds heads whose rows see all positions and whose anchor's row"),
+        ("dflash of JetSpec", "deepspec", "deepspec: holds heads whose rows see all positions and whose anchor's row"),
+        ("speculators dspark in place", "deepspec", "deepspec: holds heads whose rows see all positions"),
+        ("speculators dspark", "deepspec", "draft_vocab_size=96: deepspec has room for the target's whole vocabulary"),
+        ("deepspec", "dflash", "dflash holds dflash; this head is dspark: one of headway, speculators, deepspec, spec"),
+        ("dflash2", "deepspec", "deepspec holds dflash, dspark; this head is dflash2: one of headway, speculators, df"),
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(tmp_path, name, form, message):
@@ -236,7 +250,12 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path, name, form, message):
 
 @pytest.mark.parametrize(
     ("name", "written", "other"),
-    [("ibm-mlp", "speculator.", ""), ("medusa", "", "medusa_head."), ("vllm-medusa", "", "medusa_heads.")],
+    [
+        ("ibm-mlp", "speculator.", ""),
+        ("medusa", "", "medusa_head."),
+        ("vllm-medusa", "", "medusa_heads."),
+        *((name, "", "model.") for name in ("dflash", "dflash2", "deepspec", "specforge-dspark")),
+    ],
 )
 def test_names_may_bear_a_prefix_or_none(tmp_path, name, written, other):
     source = SOURCES[name]
@@ -316,7 +335,9 @@ def test_mask_hidden_of_two_dimensions_is_the_same(tmp_path):
     assert torch.equal(checkpoint.tensors["mask_hidden"], tensors["mask_hidden"])
 
 
-@pytest.mark.parametrize("name", ["safeailab-eagle3", "speculators", "speculators p-eagle"])
+@pytest.mark.parametrize(
+    "name", ["safeailab-eagle3", "speculators", "speculators p-eagle", "speculators dflash", "speculators dspark"]
+)
 def test_one_map_of_a_draft_vocabulary_says_what_the_other_does(tmp_path, name):
     source = SOURCES[name]
     expected = read(source, tmp_path / "in")
@@ -326,7 +347,9 @@ def test_one_map_of_a_draft_vocabulary_says_what_the_other_does(tmp_path, name):
         save_file(tensors, folder / source.file)
         checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
         assert all(torch.equal(checkpoint.tensors[key], value) for key, value in expected.tensors.items())
-        assert checkpoint.remarks == {missing: f"follows from {present}"}
+        assert {key: remark for key, remark in checkpoint.remarks.items() if key not in source.copies} == {
+            missing: f"follows from {present}"
+        }
     ids = tensors_with_target_ids(source)
     save_file(ids, folder / source.file)
     checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
@@ -344,16 +367,27 @@ def tensors_with_target_ids(source):
 
 @pytest.mark.parametrize(
     ("name", "theirs", "other"),
-    [("safeailab-eagle3", "midlayer.", "layers.0."), ("speculators", "layers.0.", "midlayer.")],
+    [
+        ("safeailab-eagle3", "midlayer.", "layers.0."),
+        ("speculators", "layers.0.", "midlayer."),
+        ("dflash", "layers.0.", "midlayer."),
+        ("dflash", "fc.", "encoder.fc."),
+        ("dflash2", "hidden_norm.", "encoder.output_norm_enc."),
+        ("deepspec", "markov_head.", "logit_head.markov_head."),
+    ],
 )
-def test_the_first_layer_has_two_names(tmp_path, name, theirs, other):
+def test_some_tensors_have_two_names(tmp_path, name, theirs, other):
     source = SOURCES[name]
     expected, folder = read(source, tmp_path / "in"), source.write(tmp_path / "renamed")
-    tensors = {key.replace(theirs, other): value for key, value in source.tensors().items()}
+    tensors = {
+        key.replace(theirs, other) if key.startswith(theirs) else key: value for key, value in source.tensors().items()
+    }
     save_file(tensors, folder / source.file)
     checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
     assert all(torch.equal(checkpoint.tensors[key], value) for key, value in expected.tensors.items())
-    assert set(checkpoint.sources.values()) == set(tensors)  # the report uses the names in the file
+    assert set(checkpoint.sources.values()) == set(tensors) - set(
+        source.copies
+    )  # the report uses the names in the file
 
 
 def test_a_flat_config_without_a_draft_vocabulary_may_be_of_eagle3(tmp_path):

@@ -1,6 +1,6 @@
 """An imported head drafts in the engine what a plain implementation of its format's documented forward drafts.
 
-The references below are written from the formulas, in torch, over the tensors under their own names; they do
+The references are written from the formulas, in torch, over the tensors under their own names; they do
 not use models/heads, keep no cache and recompute every row. The target's hidden states are transformers'.
 """
 
@@ -19,39 +19,11 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.heads.files import load_head
 from models.targets import load_target
-from tests.formats.sources import LLAMA, SOURCES
+from tests.formats.block_forward import block
+from tests.formats.plain import Target, mlp, rms, rotate
+from tests.formats.sources import SOURCES
 
 DRAFTS = 4
-
-
-class Target:
-    """What a head may use of the target: hidden states as HF numbers them, embedding and LM head."""
-
-    def __init__(self, folder: Any) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        self.embedding = self.model.get_input_embeddings().weight.detach()
-        self.lm_head = self.model.get_output_embeddings().weight.detach()
-
-    @torch.no_grad()
-    def hidden_states(self, ids: list[int]) -> tuple[Tensor, ...]:
-        """Return the hidden states, `[T, H]` each; the last is after the final norm."""
-        output = self.model(torch.tensor([ids]), output_hidden_states=True)
-        return tuple(state[0] for state in output.hidden_states)
-
-
-def rms(x: Tensor, weight: Tensor, eps: float = LLAMA["rms_norm_eps"]) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def rotate(x: Tensor, theta: float) -> Tensor:
-    """Apply RoPE to `[T, heads, D]`, row i at position i."""
-    size = x.shape[-1]
-    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
-    angle = torch.cat([angle, angle], dim=-1)[:, None]
-    half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], dim=-1)
-    return x * angle.cos() + half * angle.sin()
 
 
 def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) -> Tensor:
@@ -63,11 +35,6 @@ def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) 
     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
     return F.linear(mixed, tensors[f"{prefix}self_attn.o_proj.weight"])
-
-
-def mlp(x: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
-    gate, up, down = (tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
 
 def eagle(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
@@ -204,6 +171,8 @@ REFERENCES = {
     "ibm-mlp": ibm_mlp,
 }
 
+FORWARDS = {"p-eagle": p_eagle, "dflash": block, "dspark": block, "dflash2": block}  # heads with one forward for all
+
 
 @pytest.fixture(scope="module")
 def target(tiny_target_folder):
@@ -247,7 +216,7 @@ def test_the_engine_drafts_what_the_formulas_say(tmp_path, run, tiny_target_fold
     prompt = torch.randint(1, 384, (21,), generator=torch.Generator().manual_seed(5)).tolist()
     engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
 
-    reference = p_eagle if source.head == "p-eagle" else REFERENCES[source.form]
+    reference = FORWARDS.get(source.head) or REFERENCES[source.form]
     drafts = [reference(source.tensors(3), source.config, target, ids, len(drafted)) for ids, drafted in rounds]
     assert [drafted for _, drafted in rounds] == drafts
     assert sum(len(drafted) == count for drafted in drafts) >= 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,11 @@ from models.formats.conversion import (
     read_checkpoint,
     write_checkpoint,
 )
+from models.formats.dflash import causal_layers
 from models.formats.matching import expected_tensors
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash2.config import DFlash2Config
+from models.heads.dspark.config import MARKOV_KINDS, DSparkConfig
 from models.heads.eagle.config import EagleConfig
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.medusa.config import MedusaConfig
@@ -124,12 +129,46 @@ def mlp_configs(draw) -> MlpConfig:
     )
 
 
+@st.composite
+def block_configs(draw, kind: type[DFlashConfig]) -> DFlashConfig:
+    count = draw(st.integers(1, 3))
+    layer = draw(layers(num_layers=count))
+    window, windowed = draw(st.integers(1, 9)), draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    windows = tuple(window if used else None for used in windowed) if any(windowed) else ()
+    layer = replace(layer, architecture="Qwen3ForCausalLM", qk_norm=True, windows=windows)
+    reduced = draw(st.integers(2, layer.vocab_size))
+    markov = {
+        "markov_rank": draw(st.integers(1, 5)),
+        "markov_head_type": draw(st.sampled_from(MARKOV_KINDS)),
+        "enable_confidence_head": draw(st.booleans()),
+        "confidence_head_with_markov": draw(st.booleans()),
+    }
+    selector = {
+        "conv_group_size": draw(st.sampled_from([1, 2, 4])),
+        "selector_rank": draw(st.integers(1, 5)),
+        "selector_top_k": draw(st.integers(1, 2)),
+    }
+    return kind(
+        layer=layer,
+        draft_vocab_size=draw(st.sampled_from([layer.vocab_size, reduced])),
+        aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=4)))),
+        block_size=draw(st.integers(2, 9)),
+        mask_token_id=draw(st.integers(0, 4)),
+        causal_layers=causal_layers(layer, full=draw(st.booleans()), windowed=draw(st.booleans())),
+        sample_from_anchor=draw(st.booleans()),
+        **(markov if kind is DSparkConfig else selector if kind is DFlash2Config else {}),
+    )
+
+
 CONFIGS = {
     "eagle": st.builds(EagleConfig, layers(), st.booleans(), st.booleans()),
     "eagle3": eagle3_configs(Eagle3Config),
     "p-eagle": eagle3_configs(PEagleConfig),
     "medusa": medusa_configs(),
     "mlp": mlp_configs(),
+    "dflash": block_configs(DFlashConfig),
+    "dspark": block_configs(DSparkConfig),
+    "dflash2": block_configs(DFlash2Config),
 }
 
 
@@ -151,9 +190,28 @@ def random_checkpoint(head: str, config, seed: int, dtype: torch.dtype) -> Check
 def holds(form: str, checkpoint: Checkpoint) -> bool:
     """Return whether the format can hold the head; test_golden.py shows that it is refused otherwise."""
     config = checkpoint.config
+    if isinstance(config, DFlashConfig):
+        return holds_block(form, config)
     if form == "medusa":
         return config.bias and not config.shared and config.draft_vocab_size == config.vocab_size
     return form != "safeailab-eagle3" or config.layer.num_layers == 1
+
+
+def holds_block(form: str, config: DFlashConfig) -> bool:
+    whole = config.draft_vocab_size == config.vocab_size
+    one_mask = len(set(config.causal_layers)) == 1
+    flat = one_mask or all(
+        causal == (config.layer.window(i) is not None) for i, causal in enumerate(config.causal_layers)
+    )
+    if form == "deepspec":
+        return whole and not config.layer.windows and not any(config.causal_layers) and config.sample_from_anchor
+    if config.name == "dflash2":
+        return (
+            (whole and not config.sample_from_anchor)
+            if form == "speculators"
+            else flat and (whole or form != "dflash2")
+        )
+    return form in ("headway", "speculators") or flat
 
 
 def assert_same(one: Checkpoint, other: Checkpoint) -> None:

@@ -22,8 +22,10 @@ from models.targets import load_target
 from scripts import convert
 from tests.formats.sources import SOURCES
 
+BLOCKS = ("dflash with windows", "speculators dspark", "dflash2")
 
-@pytest.mark.parametrize("name", ["safeailab-eagle", "safeailab-eagle3", "medusa", "ibm-mlp"])
+
+@pytest.mark.parametrize("name", ["safeailab-eagle", "safeailab-eagle3", "medusa", "ibm-mlp", *BLOCKS])
 def test_generate_takes_the_folder_as_it_is(tmp_path, capsys, tiny_target_folder, name):
     source = SOURCES[name]
     words = [

@@ -60,6 +60,7 @@ SHAPES = {
         ("head", None, "tree", GREEDY),
         ("head", "eagle", "tree", SAMPLED),
         ("head", "p-eagle, one layer", "chain", GREEDY),
+        ("head", "dspark", "chain", SAMPLED),
         ("combined", None, "chain", GREEDY),
     ],
 )

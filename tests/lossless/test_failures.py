@@ -19,6 +19,7 @@ ENGINES = {
     "head tree": {"proposer": "head", "shape": {"tree": "beam:3x4"}},
     "mlp chain": {"proposer": "head", "head": "mlp"},
     "p-eagle tree": {"proposer": "head", "head": "p-eagle, one layer", "shape": {"tree": "beam:3x4"}},
+    "dspark chain": {"proposer": "head", "head": "dspark"},
     "draft model": {"proposer": "draft_model"},
     "combined": {"proposer": "combined"},
 }

@@ -74,6 +74,8 @@ def responses(engine):
         ("head", TREE, "eagle3, whole vocabulary"),
         ("head", None, "medusa"),
         ("head", TREE, "p-eagle, one layer"),
+        ("head", None, "dspark"),
+        ("head", TREE, "dflash2"),
     ],
 )
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, True)], ids=["tight", "wide"])

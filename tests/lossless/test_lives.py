@@ -42,6 +42,8 @@ DRAFTS = {
     "medusa tree": {"proposer": "head", "head": "medusa", "shape": {"tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}},
     "mlp chain": {"proposer": "head", "head": "mlp"},
     "p-eagle chain": {"proposer": "head", "head": "p-eagle, one layer"},
+    "dflash chain": {"proposer": "head", "head": "dflash"},
+    "dspark tree": {"proposer": "head", "head": "dspark", "shape": {"tree": "beam:3x4:10"}},
     "draft model": {"proposer": "draft_model"},
     "combined": {"proposer": "combined"},
     "thicket": {},

@@ -16,6 +16,8 @@ ENGINES = {
     "head tree": {"proposer": "head", "shape": {"tree": "beam:4x4"}},
     "mlp head chain": {"proposer": "head", "head": "mlp"},
     "p-eagle head chain": {"proposer": "head", "head": "p-eagle, one layer"},
+    "dflash head chain": {"proposer": "head", "head": "dflash"},
+    "dflash2 head tree": {"proposer": "head", "head": "dflash2", "shape": {"tree": "beam:4x4"}},
     "draft model": {"proposer": "draft_model", "draft_model": "same"},
     "combined": {
         "proposer": "combined",

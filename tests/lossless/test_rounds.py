@@ -55,7 +55,7 @@ def rounds(monkeypatch):
 
 @pytest.mark.parametrize(
     ("proposer", "head"),
-    [("none", EAGLE3), *(("head", head) for head in (EAGLE3, "eagle", "mlp", "p-eagle, one layer"))],
+    [("none", EAGLE3), *(("head", head) for head in (EAGLE3, "eagle", "mlp", "p-eagle, one layer", "dspark"))],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer, head):
@@ -73,7 +73,7 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
 
 
 @pytest.mark.parametrize("shape", [None, {"tree": "beam:3x4:10"}])
-@pytest.mark.parametrize("head", [EAGLE3, "mlp", "medusa", "p-eagle, one layer"])
+@pytest.mark.parametrize("head", [EAGLE3, "mlp", "medusa", "p-eagle, one layer", "dflash"])
 def test_each_request_has_its_own_budget(make_small_engine, rounds, head, shape):
     """Drafts of several lengths, and none for one request, in one round."""
     params = [replace(item, max_draft_tokens=depth) for item, depth in zip(PARAMS, (None, 1, 2, None, 3), strict=True)]
@@ -256,7 +256,7 @@ def test_what_the_host_has_a_hand_in_goes_step_by_step(make_small_engine, rounds
     assert not rounds
 
 
-@pytest.mark.parametrize("head", ["eagle", "mlp", "p-eagle, one layer"])
+@pytest.mark.parametrize("head", ["eagle", "mlp", "p-eagle, one layer", "dspark"])
 def test_chains_exit_early_in_rounds(make_small_engine, make_plain, rounds, monkeypatch, tmp_path, head):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_small_engine(head=head, max_batch=6, **AHEAD)
@@ -339,8 +339,10 @@ class Lives(test_lives.Lives):
         "eagle3": {"proposer": "head"},
         "mlp": {"proposer": "head", "head": "mlp"},
         "p-eagle": {"proposer": "head", "head": "p-eagle, one layer"},
+        "dflash": {"proposer": "head", "head": "dflash"},
         "eagle3 tree": {"proposer": "head", "shape": {"tree": "beam:3x4:10"}},
         "mlp tree": {"proposer": "head", "head": "mlp", "shape": {"tree": "beam:2x4"}},
+        "dspark tree": {"proposer": "head", "head": "dspark", "shape": {"tree": "beam:2x4"}},
     }
     config = AHEAD
 

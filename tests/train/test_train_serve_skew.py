@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.head import HeadProposer
-from models.attention import CausalAttention
+from models.attention import CausalAttention, WriteKeys
 from models.config import LAST
 from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.block import Attend, BlockHead
 from models.heads.files import load_head, save_head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
@@ -44,6 +46,8 @@ from train.objectives.base import StepSums
 from train.objectives.teacher import teach
 
 WITH_ATTENTION = [name for name in ONE_OF_EACH if name not in ("medusa", "mlp")]
+BLOCKS = [name for name in ONE_OF_EACH if name in ("dflash", "dspark", "dflash2")]
+STEPPING = [name for name in WITH_ATTENTION if name not in BLOCKS]
 RECURRENT = [name for name in ONE_OF_EACH if name in ("eagle", "eagle3", "mlp")]
 GREEDY = SamplingParams(max_tokens=40)
 
@@ -176,6 +180,7 @@ def test_item_03_every_flag_is_written(variant: str, tiny_target: LlamaTarget, t
     head = make_head(tiny_target, variant)
     folder = export(head, tmp_path, tiny_target)
     written = json.loads((folder / "config.json").read_text())
+    written |= written.get("dflash_config", {})
     names = {"shared": "original_lm_head"} | ({"bias": "medusa_fc_bias"} if head.name == "medusa" else {})
     for field in dataclasses.fields(head.config):
         if field.compare and isinstance(getattr(head.config, field.name), bool):
@@ -200,7 +205,7 @@ def test_item_04_rotary_embedding_and_context_are_the_targets(
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("variant", WITH_ATTENTION)
+@pytest.mark.parametrize("variant", STEPPING)
 def test_item_05_positions_are_the_features(
     variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
@@ -225,6 +230,39 @@ def test_item_05_positions_are_the_features(
     assert read == list(range(slot + 1))
     assert slot >= len(prompts[0]) + 4
     assert alignment.draft_positions(torch.arange(9), 2)[3].item() == 3 + 2
+
+
+@pytest.mark.parametrize("variant", BLOCKS)
+def test_item_05_positions_of_a_block(
+    variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Keys of slot i's features have position i; a block follows its slot, with the slot's token as its anchor."""
+    head = head_of(variant)
+    assert isinstance(head, BlockHead)
+    read: list[int] = []
+    kind = type(head)
+    write_context, block_states = kind.write_context, kind.block_states
+
+    def watch_context(self: Any, state: Tensor, positions: Tensor, write: WriteKeys) -> None:
+        read.extend(positions.tolist())
+        write_context(self, state, positions, write)
+
+    blocks: list[tuple[int, list[int], list[int]]] = []
+
+    def watch_block(self: Any, ids: Tensor, positions: Tensor, attend: Attend, rows: int) -> Tensor:
+        blocks.append((len(read), ids.tolist(), positions.tolist()))
+        return block_states(self, ids, positions, attend, rows)
+
+    monkeypatch.setattr(kind, "write_context", watch_context)
+    monkeypatch.setattr(kind, "block_states", watch_block)
+    (completion,) = serve(engine, head, prompts[:1], SamplingParams(max_tokens=12))
+    text, size = prompts[0] + completion.token_ids, head.config.block_size
+    assert read == list(range(len(read)))
+    assert len(blocks) >= 2
+    for slots, ids, positions in blocks:
+        assert ids == [text[slots], *[head.config.mask_token_id] * (size - 1)]
+        assert positions == list(range(slots, slots + size))
 
 
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
@@ -399,7 +437,7 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
         assert torch.allclose(actual, fresh, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", WITH_ATTENTION)
+@pytest.mark.parametrize("variant", STEPPING)
 def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTarget) -> None:
     """Not even for a target that has one: in training and in serving a head sees all positions."""
     windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
@@ -417,6 +455,14 @@ def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTa
     ids = torch.arange(9)[None]
     head.step(ids, torch.zeros(1, 9, head.config.hidden_size), ids, attention, 0)
     assert windows == [None] * head.config.layer.num_layers
+
+
+@pytest.mark.parametrize("variant", BLOCKS)
+def test_item_12_a_block_drafter_has_the_window_of_its_own_config(variant: str, tiny_target: LlamaTarget) -> None:
+    windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
+    name, options = VARIANTS[variant]
+    assert HEADS[name](**options).make(windowed).config.layer.windows == ()
+    assert HEADS[name](**options, window=9).make(windowed).config.layer.windows == (9,) * options["num_layers"]
 
 
 @pytest.mark.parametrize("variant", ONE_OF_EACH)

@@ -32,7 +32,10 @@ FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*
 REQUIRED_OVERRIDES = {  # what the user must set along with an option
     "data/files": ["data.path=x.jsonl"],
     "data/hub": ["data.path=owner/name"],
-    **{f"objective/{head}": [f"head={head}"] for head in ("eagle", "medusa", "mlp", "p-eagle")},
+    **{
+        f"objective/{head}": [f"head={head}"]
+        for head in ("eagle", "medusa", "mlp", "p-eagle", "dflash", "dspark", "dflash2")
+    },
     "objective/medusa-2": ["head=medusa"],
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
     "proposer/synthetic": ["proposer.acceptance=[0.8,0.6]"],
@@ -132,7 +135,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
         (
             "generate",
             ["head=eagel3"],
-            "head=eagel3: no such option; did you mean eagle3? known: auto, eagle, eagle3,",
+            "head=eagel3: no such option; did you mean eagle3? known: auto, dflash, dflash2, dspark, eagle,",
         ),
         ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour, demo-heads"),
         ("train", ["data=files", "data.path=x", "data.columns={a: b}"], "data.columns=a: must be one of input_ids"),
@@ -262,7 +265,7 @@ def run_command(command: str, *arguments: str, cwd: Path, **environment: str) ->
         (
             "generate",
             "head=eagel3",
-            "error: head=eagel3: no such option; did you mean eagle3? known: auto, eagle, eagle3,",
+            "error: head=eagel3: no such option; did you mean eagle3? known: auto, dflash, dflash2, dspark, eagle,",
         ),
         ("bench", "rounds=0", "error: rounds=0: must be at least 1"),
     ],

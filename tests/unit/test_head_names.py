@@ -14,8 +14,12 @@ from tests.unit.test_layout import ROOT, parse, relative, sources
 PRODUCT = ("kernels", "models", "infer", "train", "scripts")
 # Code that is about one head, or that names an objective, which may bear the name of the head it was made for.
 EXCEPTIONS = {
-    "models/formats/speculators.py": "a format that two heads share",
+    "models/formats/speculators.py": "a format that several heads share",
+    "models/formats/dflash.py": "what the formats of block drafters share",
+    "models/formats/dspark.py": "what the formats of DSpark share",
     "train/objectives/eagle.py": "an objective",
+    "train/objectives/dspark.py": "an objective",
+    "train/objectives/dflash2.py": "an objective",
     "train/objectives/registry.py": "the objectives by name",
     "scripts/inflate_demo.py": "enlarges an EAGLE-3 head",
     "scripts/inflation/head.py": "enlarges an EAGLE-3 head",
@@ -24,7 +28,7 @@ EXCEPTIONS = {
     "scripts/peer_servers.py": "vLLM and llama.cpp are measured with an EAGLE-3 head",
 }
 WORD = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, sorted(HEADS, key=len, reverse=True)))})(?![\w.])")
-IDENTIFIER = re.compile(r"eagle|medusa|mlp(?=head|config|options|speculator|objective)", re.IGNORECASE)
+IDENTIFIER = re.compile(r"eagle|medusa|dflash|dspark|mlp(?=head|config|options|speculator|objective)", re.IGNORECASE)
 
 
 def docstrings(tree: ast.Module) -> set[ast.AST]:

@@ -17,8 +17,30 @@ from models.heads.config import NewHeadConfig
 from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import DRAFT_VOCAB, VARIANTS, make_head
+from train.objectives.draft_states import draft_states
 
 H, V = 64, 384
+DFLASH = {  # of two layers; fc reads one feature
+    "fc.weight": (H, H),
+    "hidden_norm.weight": (H,),
+    "norm.weight": (H,),
+} | {
+    f"layers.{layer}.{part}.weight": shape
+    for layer in range(2)
+    for part, shape in (
+        ("input_layernorm", (H,)),
+        ("post_attention_layernorm", (H,)),
+        ("self_attn.q_proj", (H, H)),
+        ("self_attn.k_proj", (32, H)),
+        ("self_attn.v_proj", (32, H)),
+        ("self_attn.o_proj", (H, H)),
+        ("self_attn.q_norm", (16,)),
+        ("self_attn.k_norm", (16,)),
+        ("mlp.gate_proj", (128, H)),
+        ("mlp.up_proj", (128, H)),
+        ("mlp.down_proj", (H, 128)),
+    )
+}
 SHAPES = {
     "eagle, fc with bias": {
         "embed_tokens.weight": (V, H),
@@ -65,6 +87,32 @@ SHAPES = {
         "ln.0.bias": (H,),
         "head.0.weight": (V, H),
     },
+    "dflash": DFLASH | {"fc.weight": (H, 2 * H)},
+    "dspark, rnn": {name: shape for name, shape in DFLASH.items() if not name.startswith("layers.1.")}
+    | {
+        "markov_head.markov_w1.weight": (V, 16),
+        "markov_head.markov_w2.weight": (200, 16),
+        "markov_head.joint_proj.weight": (3 * 16, 2 * 16 + H),
+        "markov_head.joint_proj.bias": (3 * 16,),
+        "confidence_head.proj.weight": (1, H + 16),
+        "confidence_head.proj.bias": (1,),
+        "lm_head.weight": (200, H),
+        "d2t": (200,),
+        "t2d": (V,),
+    },
+    "dflash2": DFLASH
+    | {"fc.weight": (H, 2 * H)}
+    | {
+        f"layers.{layer}.{sublayer}_conv.{part}": shape
+        for layer in range(2)
+        for sublayer in ("attention", "mlp")
+        for part, shape in (("base_kernel", (2, 2, H)), ("kernel_projection.weight", (2 * 2 * H // 16, H)))
+    }
+    | {
+        "candidate_selector.predecessor_codebook": (V, 16),
+        "candidate_selector.successor_codebook": (V, 16),
+        "candidate_selector.hidden_projection.weight": (16, H),
+    },
 }
 
 
@@ -76,16 +124,11 @@ def write(head, folder, target):
 
 
 def draft_logits(head, target, steps):
-    """Return the logits by depth for all positions of a text; from the second depth on the head reads the token 7."""
+    """Return the logits by depth for all positions of a text."""
     ids = torch.randint(1, V, (1, 12), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         aux = target(ids, torch.arange(12)[None], CausalAttention(), aux_layers=head.config.aux_layers).aux
-        state, tokens, logits = head.fuse(aux), ids, []
-        for depth in range(steps):
-            state = head.step(tokens, state, torch.arange(12)[None] + depth, CausalAttention(), depth)
-            logits.append(head.logits(state, depth))
-            tokens = torch.full_like(ids, 7)
-    return logits
+        return [head.logits(state, depth) for depth, state in enumerate(draft_states(head, ids, aux, steps))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -143,6 +186,9 @@ FLAGS = {
     "p-eagle": ("mask_token_id", "num_depths", "norm_before_residual", "embed_requires_grad"),
     "medusa": ("original_lm_head", "medusa_fc_bias", "truncated_vocab_size"),
     "mlp": ("tie_weights", "scale_input", "n_predict", "top_k_tokens_per_head"),
+    "dflash": ("block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "draft_vocab_size"),
+    "dspark": ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    "dflash2": ("is_causal", "draft_vocab_size", "layer_types", "dflash_config"),
 }
 
 
@@ -156,7 +202,9 @@ def test_a_flag_left_out_is_an_error(tiny_target, tmp_path, variant, flag):
         load_head(folder)
 
 
-@pytest.mark.parametrize("variant", ["eagle", "medusa, shared and truncated", "mlp, tied", "p-eagle"])
+@pytest.mark.parametrize(
+    "variant", ["eagle", "medusa, shared and truncated", "mlp, tied", "p-eagle", "dspark, rnn", "dflash2"]
+)
 def test_tensors_are_strict(tiny_target, tmp_path, variant):
     folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)
     path = folder / "model.safetensors"
@@ -182,11 +230,11 @@ def test_another_kind_of_head_is_named(tiny_target, tmp_path):
         load_head(folder, name="medusa")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "hydra"}))
-    with pytest.raises(ValueError, match=r"of no head that we know \(eagle, eagle3, medusa, mlp, p-eagle\)"):
+    with pytest.raises(ValueError, match=r"of no head that we know \(eagle, .*, p-eagle, dflash, dspark, dflash2\)"):
         load_head(folder)
 
 
-@pytest.mark.parametrize("variant", ["eagle", "medusa", "mlp", "p-eagle"])
+@pytest.mark.parametrize("variant", ["eagle", "medusa", "mlp", "p-eagle", "dflash"])
 def test_a_head_of_another_target_is_refused(tiny_target, make_target_folder, tmp_path, variant):
     folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)
     other = load_target(str(make_target_folder(seed=5)))
@@ -238,6 +286,11 @@ def test_the_last_hidden_state_is_what_the_lm_head_reads(tiny_target):
         ("eagle3", {"num_heads": 3, "num_kv_heads": 2}, "head.num_heads=3: must be a multiple of head.num_kv_heads=2"),
         ("eagle3", {"hidden_size": 32, "embed_requires_grad": False}, "head.embed_requires_grad=false: needs a head"),
         ("p-eagle", {"mask_token_id": 384}, "head.mask_token_id=384: must be a token of the target's 384"),
+        ("dflash", {"mask_token_id": 384}, "head.mask_token_id=384: must be a token of the target's 384"),
+        ("dflash", {"aux_layers": [2, 8]}, "head.aux_layers=[2, 8]: ids of this target are 0..7"),
+        ("dflash", {"num_layers": 7}, "head.aux_layers: 7 layers collide on a target of 8; name them"),
+        ("dflash2", {"conv_group_size": 24}, "head.conv_group_size=24: must divide the hidden size, 64"),
+        ("dflash2", {"selector_top_k": 385}, "head.selector_top_k=385: must be 1 to 384"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(tiny_target, name, options, message):

@@ -93,6 +93,8 @@ class Objective(nn.Module):
         parameter = next(self.head.parameters())
         return (
             self.config.fused is None
+            and type(self).slot_costs is Objective.slot_costs
+            and not self.head.corrects
             and self.loss in NATIVE_LOSSES
             and vocabulary.supported(parameter.device, parameter.dtype)
             and all(is_plain(self.head.lm_head_at(depth)) for depth in range(self.steps))
@@ -103,6 +105,11 @@ class Objective(nn.Module):
         if self.native and hidden.dtype in KINDS:
             return teaching.teach_logits(target, hidden, batch, self.head.target_ids)
         return teaching.teach(target, hidden, batch, self.head.target_ids, keep=not self.fused)
+
+    @property
+    def step_weight(self) -> float:
+        """w in the weight w^k of step k."""
+        return self.config.step_weight
 
     @property
     def loss(self) -> str:
@@ -122,6 +129,12 @@ class Objective(nn.Module):
         costs = self.share(teacher) * slot_losses(self.loss, logits, teacher)
         others = self.state_costs(states, teacher)
         return costs if others is None else costs + others
+
+    def slot_costs(self, states: Tensor, teacher: Teacher, depth: int) -> tuple[Tensor, Tensor]:
+        """Return the logits `[N, Vd]` that the head drafts from, fp32, and the total loss per slot `[N]`."""
+        logits = self.head.logits(states, depth).float()
+        with in_fp32(logits.device.type):
+            return logits, self.costs(logits, states.float(), teacher)
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:
         """Return the slots that each depth is trained on, each a subset of the depth before; None for all slots."""
@@ -167,7 +180,8 @@ class Objective(nn.Module):
     def pairs(self, batch: Batch, first: int, slots: Sequence[Tensor]) -> Iterator[Pairs]:
         """Pair the `slots` of each step with the rows of the teacher.
 
-        The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order.
+        The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order. Slots
+        that were sampled for each sequence stand for all its served slots.
         """
         masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
         weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
@@ -175,8 +189,13 @@ class Objective(nn.Module):
         for step, kept in enumerate(slots):
             trained = alignment.at(masks[step], kept).flatten().nonzero().squeeze(-1)
             rows = alignment.at(alignment.shift_left(numbers, step), kept)
-            share = 1.0 if kept.ndim == 2 else max(1, len(kept)) / (batch.ids.shape[1] - first)
-            yield Pairs(trained, alignment.at(weights[step], kept).flatten()[trained], rows.flatten()[trained], share)
+            weight, share = alignment.at(weights[step], kept), 1.0
+            if kept.ndim == 2:
+                sampled = alignment.at(masks[0], kept).sum(-1, keepdim=True).clamp(min=1)
+                weight = weight * (masks[0].sum(-1, keepdim=True) / sampled)
+            else:
+                share = max(1, len(kept)) / (batch.ids.shape[1] - first)
+            yield Pairs(trained, weight.flatten()[trained], rows.flatten()[trained], share)
 
     def losses(
         self, states: Iterable[Tensor], pairs: Iterable[Pairs], teacher: Teacher, denominators: Tensor, metrics: bool
@@ -187,7 +206,7 @@ class Objective(nn.Module):
         for step, (state, pair) in enumerate(zip(states, pairs, strict=True)):
             chosen = state.flatten(0, 1)[pair.slots]
             parts = self.compare(chosen, pair.weights, pair.rows, teacher, step, metrics)
-            total = total + self.config.step_weight**step / pair.share * parts[0] / denominators[step].clamp(min=1)
+            total = total + self.step_weight**step / pair.share * parts[0] / denominators[step].clamp(min=1)
             count = parts[0].new_tensor(len(chosen), dtype=torch.float32)
             sums.append(torch.stack([count, *(value.detach() for value in parts[1:])]))
         return total, StepSums(*torch.stack(sums, dim=1))
@@ -245,9 +264,8 @@ class Objective(nn.Module):
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
         teacher = teacher.rows(rows).whole()
-        logits = self.head.logits(states, depth).float()  # [N, Vd]
+        logits, costs = self.slot_costs(states, teacher, depth)
         with in_fp32(logits.device.type):
-            costs = self.costs(logits, states.float(), teacher)
             zero = costs.new_zeros(())
             if not metrics:
                 return (costs * weights).sum(), costs.sum(), zero, zero

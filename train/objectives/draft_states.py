@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from models.attention import TrainingTimeTestAttention
+from models.attention import BlockAttention, TrainingTimeTestAttention
 from models.heads.base import Head
+from models.heads.block import BlockHead
 from train.objectives import alignment
 
 
@@ -32,6 +33,9 @@ def draft_states(
     subset of those of the depth before, as a parallel head is trained (arXiv 2602.01469). All others only contribute
     keys and values at depth 0. starts `[B, T]`: where each slot's document begins, if several are packed into a row.
     """
+    if isinstance(head, BlockHead):
+        yield from block_draft_states(head, ids, aux, steps, first, slots, starts)
+        return
     length, attention, base_pos = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
     state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)  # under autocast the result is fp32
     mask_slot, all_slots = head.mask_slot(), torch.arange(first, length, device=ids.device)
@@ -57,4 +61,31 @@ def draft_states(
         if step == 0 and (step_slots.ndim == 2 or step_slots.shape[-1] < length):
             state = alignment.at(state, step_slots)
         previous_slots = step_slots
+        yield state
+
+
+def block_draft_states(
+    head: BlockHead,
+    ids: Tensor,
+    aux: Sequence[Tensor],
+    steps: int,
+    first: int,
+    slots: Sequence[Tensor] | None,
+    starts: Tensor | None,
+) -> Iterator[Tensor]:
+    """As `draft_states`, for a block drafter: one block per slot of `slots[0]`, of which every depth is yielded."""
+    length, base_pos = ids.shape[1], alignment.positions(ids, starts)
+    kept = torch.arange(first, length, device=ids.device) if slots is None else slots[0]
+    anchor_slots = kept.expand(len(ids), -1)
+    attention = BlockAttention(anchor_slots, starts)
+    state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)
+    head.write_context(state, base_pos, attention.write)
+    rows = head.block_rows(steps)
+    positions = head.block_positions(alignment.at(base_pos, anchor_slots) + 1, rows)
+    anchors = alignment.at(alignment.draft_tokens(ids, 0), anchor_slots)
+    states = head.block_states(head.block_ids(anchors, rows), positions, attention.attend, rows)
+    carried = head.begin_walk(states[:, :, 0])
+    for step in range(steps):
+        before = alignment.at(alignment.draft_tokens(ids, step), anchor_slots)
+        state, carried = head.slot_state(states[:, :, head.first_row + step], before, carried)
         yield state

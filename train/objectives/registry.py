@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from train.objectives.base import Objective
+from train.objectives.block import BlockObjective
+from train.objectives.dflash2 import DFlash2Objective
+from train.objectives.dspark import DSparkObjective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.joint import JointObjective
 
@@ -13,4 +16,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "medusa-2": JointObjective,
     "mlp": Objective,
     "p-eagle": Objective,
+    "dflash": BlockObjective,
+    "dspark": DSparkObjective,
+    "dflash2": DFlash2Objective,
 }

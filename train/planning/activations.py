@@ -64,6 +64,7 @@ def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
     with torch.device("meta"):
         head = make_head(config.head, target.config)
         head.borrow(target)
+        head.float()  # what is borrowed too, as in training
         return OBJECTIVES[config.objective.name](head, config.objective)
 
 

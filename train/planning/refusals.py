@@ -68,8 +68,8 @@ def overrides_without_effect(config: TrainConfig, overrides: Sequence[str]) -> I
 
 
 def head_can_be_divided(config: TrainConfig, meta_shapes: Shapes) -> None:
-    """Refuse ZeRO-3, which gathers parameters when their module is called, if the head, never called, has any."""
-    loose = [name for name, _ in meta_shapes.head.named_parameters(recurse=False)]
+    """Refuse ZeRO-3, which gathers parameters when their module is called, if the head has others."""
+    loose = meta_shapes.head.loose_parameters()
     if loose and config.parallel.name == "zero3":
         raise ValueError(
             f"parallel=zero3: head={config.head.name} holds {', '.join(loose)} outside of any layer, which ZeRO-3 "

@@ -26,11 +26,13 @@ from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
 from infer.speculation.early_exit import HostExit
+from infer.speculation.proposers.block_loop import BlockLoop
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
 from kernels.draft import fuse_draft
 from models.heads.base import Head
+from models.heads.block import BlockHead
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
@@ -115,7 +117,12 @@ class HeadProposer:
                 head_dim=attention.head_dim,
                 first_layer=self._first_layer,
             )
-        self.loop = TorchLoop(self._head, attend)
+        if isinstance(self._head, BlockHead):
+            assert attend is not None
+            write = partial(pool.layers.writer, first_layer=self._first_layer)
+            self.loop = BlockLoop(self._head, attend, write)
+        else:
+            self.loop = TorchLoop(self._head, attend)
         caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.kv_layers)]
         parts = None if self._head.parallel else self._head.draft_parts()
         if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in caches):
@@ -125,7 +132,7 @@ class HeadProposer:
 
     def places(self, budget: Budget) -> int:
         if self._head.parallel:
-            return max(budget.nodes, budget.depth - 1)
+            return max(budget.nodes, self._head.scratch_places(budget.depth))
         return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
-from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
-from models.heads.base import Borrowed, Head
+from models.heads.borrowing import BorrowingHead
 from models.heads.eagle.config import EagleConfig
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
@@ -43,7 +42,7 @@ class EagleLayer(nn.Module):
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm)
 
 
-class EagleHead(Head):
+class EagleHead(BorrowingHead):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -56,13 +55,7 @@ class EagleHead(Head):
         self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.narrow_lm_head: Linear | None = None  # a copy of the borrowed LM head in fewer bits
         self._fused_decoder = FusedDecoder()
-        self._borrowed: Borrowed | None = None
-
-    @property
-    def reads_lm_head(self) -> bool:
-        return True
 
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         (feature,) = aux
@@ -74,12 +67,10 @@ class EagleHead(Head):
         decode = self._fused_decoder.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.lm_head
-
     def draft_parts(self) -> DraftParts | None:
         decoder = self._fused_decoder.decoder(self.layers, None, packed=self.fc.packed is not None)
-        if decoder is None or type(self.lm_head) is not Linear or self.lm_head.packed is None:
+        lm_head = self.lm_head_at(0)
+        if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
             return None
         assert self.fc.packed is not None
         return DraftParts(
@@ -90,43 +81,13 @@ class EagleHead(Head):
             rotary=self.rotary.tables(self.embedding.device, decoder.dtype),
             joined=self.fc.packed,
             norm=None,
-            lm_head=self.lm_head.packed,
+            lm_head=lm_head.packed,
             draft_ids=self.target_ids,
         )
 
     @property
     def embedding(self) -> Tensor:
         return self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
-
-    @property
-    def lm_head(self) -> nn.Module:
-        return self.borrowed.lm_head if self.narrow_lm_head is None else self.narrow_lm_head
-
-    @property
-    def borrowed(self) -> Borrowed:
-        assert self._borrowed is not None, "borrow() comes first"
-        return self._borrowed
-
-    def borrow(self, target: LlamaTarget) -> None:
-        self._borrowed = Borrowed(target.lm_head, target.embedding_weight)
-
-    def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """Pack the linear layers and, for a format with fewer bits than the target's, a copy of its LM head.
-
-        There is no copy if the LM head is split among processes or has fewer bits itself.
-        """
-        super().pack(exact=exact, weight_format=weight_format)
-        lm_head = self.borrowed.lm_head
-        if weight_format != "same" and type(lm_head) is Linear and (weight := lm_head.unpacked_weight()) is not None:
-            self.narrow_lm_head = Linear(*reversed(weight.shape), bias=False, device="meta")
-            self.narrow_lm_head.weight = nn.Parameter(weight, requires_grad=False)
-            self.narrow_lm_head.pack(exact=exact, weight_format=weight_format)
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def] # as nn.Module has it
-        super()._apply(fn, recurse)
-        if self._borrowed is not None:
-            self._borrowed = self._borrowed.apply(fn)
-        return self
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:

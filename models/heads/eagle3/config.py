@@ -11,7 +11,14 @@ from typing import Any, ClassVar
 from models.checks import number
 from models.config import TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
-from models.heads.layer_config import SIZES, check_draft_vocabulary, draft_vocabulary, head_layer, layer_json
+from models.heads.layer_config import (
+    SIZES,
+    check_draft_vocabulary,
+    check_layer_ids,
+    draft_vocabulary,
+    head_layer,
+    layer_json,
+)
 from models.heads.objectives import TttConfig
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -113,10 +120,7 @@ class Eagle3Options(NewHeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_norms(norm_before_fc=self.norm_before_fc, fc_norm=self.fc_norm)
-        if self.aux_layers is not None and (
-            not self.aux_layers or min(self.aux_layers) < 0 or len(set(self.aux_layers)) < len(self.aux_layers)
-        ):
-            raise ValueError(f"head.aux_layers={self.aux_layers}: must be distinct layer ids from 0, or null")
+        check_layer_ids(self.aux_layers)
 
     def for_target(self, target: TargetConfig) -> Eagle3Config:
         return Eagle3Config(**self.shape(target))
@@ -129,8 +133,7 @@ class Eagle3Options(NewHeadConfig):
         sizes = {key: getattr(self, key) for key in SIZES}
         layer = head_layer(target, **sizes | {"num_layers": self.num_layers or self.default_layers(target)})
         aux = target.default_aux_layers if self.aux_layers is None else tuple(sorted(self.aux_layers))
-        if any(not 0 <= layer_id < target.num_layers for layer_id in aux):
-            raise ValueError(f"head.aux_layers={list(aux)}: ids of this target are 0..{target.num_layers - 1}")
+        check_layer_ids(aux, target)
         other_width = layer.hidden_size != target.hidden_size
         if self.embed_requires_grad is False and other_width:
             raise ValueError("head.embed_requires_grad=false: needs a head of the target's hidden size; set it to null")

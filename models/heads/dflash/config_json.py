@@ -1,0 +1,50 @@
+"""The config.json of block drafters: the layers as a Qwen3Config, and z-lab's flat file. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from models.config import TargetConfig
+from models.heads.layer_config import layer_json
+
+if TYPE_CHECKING:
+    from models.heads.dflash.config import DFlashConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+
+
+def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
+    """Return the layer under the keys of Hugging Face's Qwen3Config."""
+    window = next((window for window in layer.windows if window is not None), None)
+    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
+    return layer_json(layer) | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": kinds,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+
+
+def flat_json(config: DFlashConfig, architecture: str, **more: Any) -> dict[str, Any]:
+    """Return z-lab's flat config.json: a Qwen3Config and a section, which `more` is added to.
+
+    Raises ValueError for masks that have no key.
+    """
+    kinds = set(config.causal_layers)
+    if len(kinds) > 1 and (config.causal(windowed=True), config.causal(windowed=False)) != ({True}, {False}):
+        raise ValueError(
+            "causal_layers: this format has one mask for all layers, or a causal one for those with a window"
+        )
+    return qwen3_json(config.layer) | {
+        "architectures": [architecture],
+        **({"is_causal": kinds.pop()} if len(kinds) == 1 else {}),
+        "draft_vocab_size": config.draft_vocab_size,
+        "dflash_config": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [index - 1 for index in config.aux_layers],
+            "sample_from_anchor": config.sample_from_anchor,
+            **more,
+        },
+    }

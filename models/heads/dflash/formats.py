@@ -1,0 +1,47 @@
+"""z-lab's DFlash, which SpecForge writes too: a flat Qwen3Config and a section `dflash_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from models.fields import Fields
+from models.formats import dflash, speculators
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.heads.dflash.config import DFlashConfig
+from models.heads.dflash.config_json import flat_json
+
+ARCHITECTURE = "DFlashDraftModel"
+
+
+def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    return dflash.is_flat(config, ARCHITECTURE)
+
+
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    notes: list[str] = []
+    shape, section = dflash.read_flat(fields, ARCHITECTURE, notes, from_anchor=False)
+    section.only("projector_type", "dflash")
+    section.done()
+    return ParsedConfig(DFlashConfig(**shape), notes=notes)
+
+
+def write(checkpoint: Checkpoint) -> dict[str, Any]:
+    return flat_json(cast(DFlashConfig, checkpoint.config), ARCHITECTURE)
+
+
+FORMAT = Format(
+    name="dflash",
+    heads=("dflash",),
+    weights=("model.safetensors",),
+    matches=matches,
+    read=read,
+    write=write,
+    prefixes=("model.",),
+    aliases=dflash.ALIASES,
+    blame=dflash.BLAME,
+    incoming=dflash.incoming,
+    losses=dflash.flat_losses,
+    states_tokens=False,
+)
+FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT

@@ -1,0 +1,52 @@
+"""z-lab's DFlash2: the flat config.json of DFlash with the sizes of convolutions and selector."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from models.fields import Fields
+from models.formats import dflash, speculators
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.heads.dflash.config_json import flat_json
+from models.heads.dflash2.config import ARCHITECTURE, DFlash2Config
+
+
+def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    return dflash.is_flat(config, ARCHITECTURE)
+
+
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    notes: list[str] = []
+    shape, section = dflash.read_flat(fields, ARCHITECTURE, notes, from_anchor=False)
+    section.only("projector_type", "dflash2")
+    for part in (fields, section):
+        part.only("final_logit_softcapping")
+        for key in ("output_multiplier", "input_embedding_scale"):
+            part.only(key, 1.0, 1)
+    config = DFlash2Config(**shape, **speculators.read_selector(section))
+    section.done()
+    return ParsedConfig(config, notes=notes)
+
+
+def write(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = cast(DFlash2Config, checkpoint.config)
+    dflash.check_whole_vocabulary(config, "dflash2")
+    return flat_json(config, ARCHITECTURE, **config.sizes_json())
+
+
+FORMAT = Format(
+    name="dflash2",
+    heads=("dflash2",),
+    weights=("model.safetensors",),
+    matches=matches,
+    read=read,
+    write=write,
+    prefixes=("model.",),
+    aliases=dflash.ALIASES,
+    blame=dflash.BLAME,
+    incoming=dflash.incoming,
+    losses=dflash.flat_losses,
+    states_tokens=False,
+)
+FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), FORMAT
