@@ -56,7 +56,7 @@ def best_draw(probs, row, draft_probs, draft_row, draft_token, weight, subtracts
     return best, token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def verify_block(
     probs, rows, tokens, counts, draft_probs, draft_rows, seeds, roots, out, V, width,
     BLOCK: tl.constexpr,
@@ -157,7 +157,7 @@ def launch(
     """probs `[R, V]`, draft_probs `[D, V]`; the rest per request. `rows`, `places`: first row in each, -1 for none."""
     verify_block[len(counts),](
         probs, rows, ids, counts, draft_probs, places, seeds, roots, out, probs.shape[1], width, BLOCK=block,
-        num_warps=8, enable_fp_fusion=False,
+        num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -6,12 +6,12 @@ merged in order. Every tile is one matrix product of one shape, whose lines are 
 many rows of a request as fit, so a key is read once for all of them. A masked key weighs exactly zero, and so does a
 tile or split of masked keys only: the keys that neighbouring rows see do not affect a row's bits.
 
-    attend   (block of rows, KV head, split): the keys that a block's rows share: all of them, or for a tree the full
-             tiles below the committed end. With WHOLE one program processes and merges all splits and, except for a
-             tree, writes the output.
+    attend   (block of rows, KV head, some of the splits): the keys that a block's rows share: all of them, or for a
+             tree the full tiles below the committed end. With WHOLE one program processes and merges all splits and,
+             except for a tree, writes the output.
     branch   (row, KV head), trees only: continues with the remaining committed keys and the row's ancestors, gathered
              in order of position as in plain decoding.
-    combine  (row, KV head): merges the splits of each row.
+    combine  (row, head): merges the splits of each row.
 
 A split's state is (peak, sum, out): largest score, sum of weights and weighted values, both relative to the peak. Sums
 run inside matrix products, whose order along K does not depend on how a compiler lays out a tile; multiplication and
@@ -35,10 +35,12 @@ from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import AttentionRows
 from kernels.tiles import WORD_BITS, set_bit_positions
 from kernels.triton import INTERPRET
+from kernels.triton.device import Limits, limits
 
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
 SUM_WIDTH = tl.constexpr(16)  # width of the narrowest product: the sums of weights, in equal columns
-MANY_PROGRAMS = 64  # a large GPU reaches about its full bandwidth on half of its multiprocessors
+RESIDENT = 2  # programs of `attend` that a multiprocessor runs at once
+AHEAD = 8  # states that `combine` reads at once
 
 
 class Blocking(NamedTuple):
@@ -51,18 +53,29 @@ class Blocking(NamedTuple):
     stages: int
 
 
-def blocking(head_dim: int, dtype: torch.dtype) -> Blocking:
+def blocking(head_dim: int, dtype: torch.dtype, group: int, device: Limits) -> Blocking:
+    """`group`: query heads of a KV head."""
     if dtype == torch.float32:  # no tensor cores: small products
         return Blocking(lines=16, tile=32, split=512, warps=4, stages=2)
+    lines = 64 if device.warpgroups or group > 32 else 32
     if head_dim > 128:
-        return Blocking(lines=64, tile=32, split=512, warps=8, stages=2)
-    return Blocking(lines=64, tile=64, split=512, warps=8 if head_dim > 64 else 4, stages=3)
+        return Blocking(lines, tile=32, split=512, warps=8, stages=2 if device.warpgroups else 3)  # 2 spill on sm_89
+    # a warpgroup computes each score once; two would both compute all of them and fill a multiprocessor's registers
+    return Blocking(lines, tile=64, split=512, warps=4 if head_dim <= 64 or device.warpgroups else 8, stages=3)
 
 
-def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool) -> bool:
-    """Return whether a program processes all splits: if programs can fill a GPU and two states fit in registers."""
+def warps_of_attend(shape: Blocking, head_dim: int, whole: bool, tree: bool, cache: torch.dtype) -> int:
+    """Return how many warps run `attend`: with WHOLE it has two states, and four warps' registers may not suffice if
+    both are stored or keys are widened.
+    """
+    crowded = whole and head_dim > 64 and (tree or cache.itemsize == 1)
+    return max(shape.warps, 8 if crowded else 4)
+
+
+def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool, device: Limits) -> bool:
+    """Return whether a program processes all splits: if programs fill the device and two states fit in registers."""
     fits = dtype != torch.float32 and (head_dim <= 128 or not tree)
-    return fits and programs >= MANY_PROGRAMS
+    return fits and programs >= device.multiprocessors
 
 
 @triton.jit
@@ -88,9 +101,11 @@ def add_tile(q, peak, total, out, keys, values, slot, in_tile, mask, scale, D: t
 
 @triton.jit
 def merge(peak, total, out, other_peak, other_total, other_out):
-    """Merge two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second."""
+    """Merge two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second; or `[]`, `[]`, `[D']`."""
     highest = tl.maximum(peak, other_peak)
-    decay, other_decay = tl.exp2(peak - highest)[:, None], tl.exp2(other_peak - highest)[:, None]
+    decay, other_decay = tl.exp2(peak - highest), tl.exp2(other_peak - highest)
+    if len(peak.shape):
+        decay, other_decay = decay[:, None], other_decay[:, None]
     return highest, total * decay + other_total * other_decay, out * decay + other_out * other_decay
 
 
@@ -112,7 +127,7 @@ def store_output(attn_out, index, valid, total, out, D: tl.constexpr):
     tl.store(pointers, (out / total).to(attn_out.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "pages", "num_states", "first", "window"])
 def attend(
     q,
     cache,
@@ -144,7 +159,7 @@ def attend(
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, kv_head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row0, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     row, head = row0 + line // GROUP, kv_head * GROUP + line % GROUP
@@ -170,13 +185,11 @@ def attend(
     page_ids = table + tl.load(request + row0) * pages
     out_index = row_index * (KV_HEADS * GROUP) + head
     state_index = out_index * num_states
-    first_split, last_split = start // SPLIT, tl.cdiv(stop, SPLIT)
-    if not WHOLE:
-        first_split, last_split = tl.maximum(first_split, part), tl.minimum(last_split, part + 1)
+    first_split, last_split = start // SPLIT + part, tl.cdiv(stop, SPLIT)
     all_peak = tl.full([LINES], LOWEST, tl.float32)
     all_total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
     all_out = tl.zeros([LINES, D_PADDED], tl.float32)
-    for split in range(first_split, last_split):
+    for split in range(first_split, last_split, parts):
         peak = tl.full([LINES], LOWEST, tl.float32)
         total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
         out = tl.zeros([LINES, D_PADDED], tl.float32)
@@ -205,7 +218,7 @@ def attend(
             store_output(attn_out, out_index, valid, all_total, all_out, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "num_states", "first", "window"])
 def branch(
     q,
     cache,
@@ -265,7 +278,7 @@ def branch(
         store_state(states, outs, index, valid, peak, total, out, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_states", "first", "window"])
 def combine(
     states,
     outs,
@@ -275,42 +288,47 @@ def combine(
     num_states,
     first,
     window,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
     WINDOW: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    line, d = tl.arange(0, GROUP_PADDED), tl.arange(0, D_PADDED)
-    valid, head = line < GROUP, kv_head * GROUP + line
-    mask = valid[:, None] & (d < D)[None, :]
-    end = tl.load(ends + row)
+    row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, D_PADDED)
+    end, inside = tl.load(ends + row), d < D
     start, stop = first // SPLIT, tl.cdiv(end, SPLIT)
     if WINDOW:
         start = tl.maximum(first, end - window) // SPLIT
     if WHOLE:  # a tree: the state that `attend` merged, then those that `branch` continued
         start, stop = start * 0, stop - tl.load(committed + row) // SPLIT + 1
-    out_index = row * (KV_HEADS * GROUP) + head
-    state_base = out_index * num_states
-    peak = tl.full([GROUP_PADDED], LOWEST, tl.float32)
-    total = tl.zeros([GROUP_PADDED, 1], tl.float32)
-    out = tl.zeros([GROUP_PADDED, D_PADDED], tl.float32)
-    for index in range(start, stop):
-        state_index = state_base + index
-        other_peak = tl.load(states + state_index * 2, mask=valid, other=LOWEST)
-        other_total = tl.load(states + state_index * 2 + 1, mask=valid, other=0.0)[:, None]
-        other_out = tl.load(outs + state_index[:, None] * D + d[None, :], mask=mask, other=0.0)
-        peak, total, out = merge(peak, total, out, other_peak, other_total, other_out)
-    store_output(attn_out, out_index, valid, total, out, D)
+    out_index = row * HEADS + head
+    peak, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
+    out = tl.zeros([D_PADDED], tl.float32)
+    for block in range(start, stop, AHEAD):
+        # merged in the order of `attend`, but no load depends on it: those of a block are under way at once
+        for ahead in tl.static_range(AHEAD):
+            index = block + ahead
+            valid, state_index = index < stop, out_index * num_states + index
+            other_peak = tl.load(states + state_index * 2, mask=valid, other=LOWEST)
+            other_total = tl.load(states + state_index * 2 + 1, mask=valid, other=0.0)
+            other_out = tl.load(outs + state_index * D + d, mask=valid & inside, other=0.0)
+            peak, total, out = merge(peak, total, out, other_peak, other_total, other_out)
+    tl.store(attn_out + out_index * D + d, (out / total).to(attn_out.dtype.element_ty), mask=inside)
+
+
+def split_programs(programs: int, splits: int, device: Limits) -> int:
+    """Return among how many programs the splits of a block and KV head are divided: enough to fill the device.
+
+    In a CUDA graph `splits` is that of the longest context, and most of them are empty.
+    """
+    return min(splits, -(-RESIDENT * device.multiprocessors // programs))
 
 
 def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
-    fits = num_heads // num_kv_heads <= blocking(head_dim, dtype).lines and 16 <= head_dim <= 256
-    return fits and dtype in (torch.float32, torch.float16, torch.bfloat16)
+    most = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}.get(dtype, 0)  # lines of a product
+    return num_heads // num_kv_heads <= most and 16 <= head_dim <= 256
 
 
 class TritonAttention:
@@ -331,13 +349,13 @@ class TritonAttention:
         whole: bool | None = None,
     ) -> None:
         device, group = rows.table.device, num_heads // num_kv_heads
-        self._shape = shape = shape or blocking(head_dim, dtype)
+        self._shape = shape = shape or blocking(head_dim, dtype, group, limits(device))
         nodes = shape.lines // group
         self._blocks = blocks = _blocks(rows.counts, nodes, device)
         self._tree = rows.tree_mask is not None
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
-        self._whole = merges_itself(programs, head_dim, dtype, self._tree) if whole is None else whole
+        self._whole = merges_itself(programs, head_dim, dtype, self._tree, limits(device)) if whole is None else whole
         self._table, self._first, self._page_size = rows.table.contiguous(), rows.first, rows.page_size
         self._request, self._slots = rows.request, rows.slots
         self._committed = rows.committed.int()
@@ -353,7 +371,7 @@ class TritonAttention:
         self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
         self._sizes = {"KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
         self._padded = {"D_PADDED": triton.next_power_of_2(head_dim)}
-        self._grid = (len(blocks), num_kv_heads, 1 if self._whole else splits)
+        self._grid = (len(blocks), num_kv_heads, 1 if self._whole else split_programs(programs, splits, limits(device)))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
@@ -382,28 +400,30 @@ class TritonAttention:
         upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
         tiles = {"LINES": shape.lines, "TILE": shape.tile, "SPLIT": shape.split, "UPCAST": upcast}
         common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
-        launch_options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
+        warps = warps_of_attend(shape, self._sizes["D"], self._whole, self._tree, cache.dtype)
+        launch_options = {"num_stages": shape.stages, "enable_fp_fusion": False}
         bounds = (self._first, window or 0)
         states = (self._states, self._outs)
         table = (self._table, self._request, self._committed, self._ends, self._blocks)
-        strides = (q.stride(0), cache.shape[2], self._table.shape[1], self._outs.shape[2])
-        attn_out = q.new_empty(q.shape[0], self._outs.shape[1] * self._sizes["D"])
+        num_heads, num_states = self._outs.shape[1:3]
+        strides = (q.stride(0), cache.shape[2], self._table.shape[1], num_states)
+        attn_out = q.new_empty(q.shape[0], num_heads * self._sizes["D"])
         attend[self._grid](
             q, cache, *table, *states, attn_out, *strides, *bounds, scale, PAGE=self._page_size, TREE=self._tree,
-            **tiles, **common, **launch_options,
+            **tiles, **common, **launch_options, num_warps=warps,
         )  # fmt: skip
         if self._tree:
-            strides = (q.stride(0), cache.shape[2], self._outs.shape[2])
+            strides = (q.stride(0), cache.shape[2], num_states)
             tail = (self._committed, self._ends, self._tail_slots)
             branch[row_grid](
                 q, cache, *tail, *states, *strides, *bounds, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
-                **launch_options,
+                **launch_options, num_warps=shape.warps,
             )  # fmt: skip
         if self._tree or not self._whole:
-            combine[row_grid](
-                *states, self._committed, self._ends, attn_out, self._outs.shape[2], *bounds, SPLIT=shape.split,
-                GROUP_PADDED=triton.next_power_of_2(self._sizes["GROUP"]), **common, num_warps=4,
-                enable_fp_fusion=False,
+            combine[q.shape[0], num_heads](
+                *states, self._committed, self._ends, attn_out, num_states, *bounds, HEADS=num_heads, D=common["D"],
+                **self._padded, SPLIT=shape.split, WHOLE=self._whole, WINDOW=common["WINDOW"],
+                AHEAD=AHEAD if num_states > 1 else 1, num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
         return attn_out
 

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 64 rows, in one order along K for any number of rows.
+"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 128 rows, in one order along K for any number of rows.
 
 A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left operand, which has at least 64 lines on
 Hopper's tensor cores, and rows the right operand, which may have 16. So any number of rows, a prompt's too, uses the
@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import INTERPRET
+from kernels.triton.device import Limits, limits
 
 
 class Tile(NamedTuple):
-    """Tile sizes. Only `k` affects the bits; it is fixed per pair of dtypes."""
+    """Tile sizes. Only `k` affects the bits; it is fixed per pair of dtypes, and is the group of 4-bit weights."""
 
     n: int
     m: int
@@ -32,13 +33,27 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, x: torch.dtype, weight: torch.dtype) -> Tile:
+def tile_for(rows: int, outputs: int, x: torch.dtype, weight: torch.dtype, device: Limits, group: int = 0) -> Tile:
+    """Return the tile for `rows` rows of dtype `x` and weights `[outputs, K]`; `group`: of 4-bit weights.
+
+    Few programs must keep the memory busy: if each has a multiprocessor to itself, its tiles under way fill the shared
+    memory; else two share it, and one reads while the other starts or ends.
+    """
     if x == torch.float32:  # no tensor cores: small products
         return Tile(n=32, m=16 if rows <= 16 else 32, k=32, warps=4, stages=3)
-    k = 64 if weight.itemsize == 2 else 128  # one stage is 8 KB of weights
-    if rows <= 64:  # many stages, because few programs must saturate the memory bandwidth
-        return Tile(n=64, m=max(16, triton.next_power_of_2(rows)), k=k, warps=4, stages=6)
-    return Tile(n=128, m=128, k=k, warps=8, stages=3)
+    k = group or 128 // weight.itemsize
+    most = 128 if device.warpgroups or not group else 64  # below Hopper, wider 4-bit tiles spill registers
+    m = min(most, max(16, 1 << (rows - 1).bit_length()))
+
+    def alone(n: int) -> bool:
+        return -(-rows // m) * -(-outputs // n) <= device.multiprocessors
+
+    n = 64 if m < 128 or alone(64) else 128  # 64: the fewest lines of a product on Hopper
+    stage = n * k * weight.itemsize // (2 if group else 1) + m * k * x.itemsize
+    stages = device.shared_memory // stage
+    if not alone(n) and device.half_shared_memory >= 3 * stage:
+        stages = device.half_shared_memory // stage
+    return Tile(n, m, k, warps=n // 16, stages=min(stages, 16 if group else 12))
 
 
 @triton.jit
@@ -98,7 +113,7 @@ def grouped_product(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x,
     weight,
@@ -146,7 +161,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
     """
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
     group = inputs // scale.shape[1] if scale is not None and scale.ndim == 2 else 0
-    tile = tile_for(rows, x.dtype, weight.dtype)
+    tile = tile_for(rows, outputs, x.dtype, weight.dtype, limits(x.device), group)
     out = x.new_empty(rows, outputs)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
     linear_kernel[grid](

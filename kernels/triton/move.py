@@ -14,7 +14,7 @@ COLUMNS = 16  # 32 bytes of bf16: the least that one memory access transfers
 MOST = 256  # slots that a program holds in registers
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "slots"])
 def move_kernel(stack, source, destination, count, slots, D: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
     base = stack + tl.program_id(0).to(tl.int64) * slots * D
     i, d = tl.arange(0, COUNT), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -11,10 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import INTERPRET
+from kernels.triton.device import limits
 from kernels.triton.linear import product, tile_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def residual_silu_kernel(
     x, weight, bias, out, rows, x_group, H,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, BIASED: tl.constexpr,
@@ -45,7 +46,7 @@ def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """As kernels.residual.residual_silu."""
     groups, size, _ = weight.shape
     x, rows = x.contiguous(), x.shape[1]
-    tile = tile_for(rows, x.dtype, weight.dtype)
+    tile = tile_for(rows, groups * size, x.dtype, weight.dtype, limits(x.device))
     out = x.new_empty(groups, rows, size)
     grid = triton.cdiv(rows, tile.m), triton.cdiv(size, tile.n), groups
     residual_silu_kernel[grid](

@@ -17,7 +17,7 @@ def within_fp8(x):
     return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def rotate_and_write_kernel(
     qkv,
     cos,

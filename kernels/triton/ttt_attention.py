@@ -42,7 +42,7 @@ class Blocking(NamedTuple):
 # For head sizes up to 64, 128 and 256: about the largest blocks without register spills.
 FORWARD = Blocking(128, 64, 4, 3), Blocking(128, 64, 8, 3), Blocking(64, 32, 8, 2)
 OF_QUERIES = Blocking(64, 64, 4, 2), Blocking(64, 64, 8, 2), Blocking(32, 64, 8, 1)
-OF_KEYS = Blocking(64, 64, 4, 2), Blocking(32, 64, 8, 2), Blocking(64, 32, 8, 1)
+OF_KEYS = Blocking(32, 64, 4, 2), Blocking(32, 64, 8, 2), Blocking(64, 32, 8, 1)
 FP32 = Blocking(32, 32, 8, 1), Blocking(16, 16, 8, 1), Blocking(16, 16, 8, 1)  # no tensor cores: small products
 OWN_ROWS = 16  # block of `ttt_own_gradient`, which keeps six `[OWN_ROWS, D]` tensors in registers
 
@@ -73,7 +73,7 @@ def store_rows(base, place, valid, x, D: tl.constexpr):
     tl.store(base + place[:, None] * D + d[None, :], x.to(base.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "T", "num_later"])
 def ttt_forward(
     q, k, v, later_k, later_v, firsts, ends, out, sums, M, T, num_later, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -117,7 +117,7 @@ def ttt_forward(
     tl.store(sums + (batch * HEADS + head) * M + row, peak + tl.log2(total), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "T", "num_later"])
 def ttt_query_gradient(
     q, k, v, later_k, later_v, firsts, ends, out, sums, grad, deltas, grad_q, M, T, num_later, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -159,7 +159,7 @@ def ttt_query_gradient(
     store_rows(grad_q, index * HEADS + head, valid, total * (scale * 0.6931471805599453), D)  # scale is for base 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "T"])
 def ttt_key_gradient(
     q, k, v, firsts, ends, sums, grad, deltas, reach, grad_k, grad_v, M, T, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
@@ -180,12 +180,14 @@ def ttt_key_gradient(
         for tile in range(start, stop, ROWS):
             row = tile + tl.arange(0, ROWS)
             valid = row < M
-            index, stat_index = batch * M + row, (batch * HEADS + head) * M + row
-            first, end = tl.load(firsts + index, mask=valid, other=T), tl.load(ends + index, mask=valid, other=0)
-            queries = load_rows(q, index * HEADS + head, valid, D, D_PADDED, UPCAST)
-            upstream = load_rows(grad, index * HEADS + head, valid, D, D_PADDED, UPCAST)
-            log_total = tl.load(sums + stat_index, mask=valid, other=0.0)
-            delta = tl.load(deltas + stat_index, mask=valid, other=0.0)
+            base, stat_base = batch * M, (batch * HEADS + head) * M
+            first = tl.load(firsts + base + row, mask=valid, other=T)
+            end = tl.load(ends + base + row, mask=valid, other=0)
+            place = (base + row) * HEADS + head
+            queries = load_rows(q, place, valid, D, D_PADDED, UPCAST)
+            upstream = load_rows(grad, place, valid, D, D_PADDED, UPCAST)
+            log_total = tl.load(sums + stat_base + row, mask=valid, other=0.0)
+            delta = tl.load(deltas + stat_base + row, mask=valid, other=0.0)
             visible = (position[:, None] >= first[None, :]) & (position[:, None] < end[None, :])
             scores = tl.dot(key, tl.trans(queries), input_precision="ieee") * scale
             weights = tl.exp2(tl.where(visible, scores - log_total[None, :], float("-inf")))
@@ -196,7 +198,7 @@ def ttt_key_gradient(
     store_rows(grad_v, kv_index, in_tile, dv, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "batches"])
 def ttt_own_gradient(
     q, later_k, later_v, sums, grad, deltas, grad_k, grad_v, M, batches, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def last_accepted(
     token, parent, depth, ancestors, length, choice, typical_mask, out, width, N: tl.constexpr, TYPICAL: tl.constexpr
 ):

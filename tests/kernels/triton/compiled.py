@@ -1,9 +1,10 @@
-"""Compiles Triton kernels for sm_90 as they would be launched, without a GPU; not in a process with TRITON_INTERPRET.
+"""Compiles Triton kernels as they would be launched, without a GPU; not in a process with TRITON_INTERPRET.
 
-    python -m tests.kernels.triton.compiled MODULE
+    python -m tests.kernels.triton.compiled MODULE [CAPABILITY]
 
 calls the cases of MODULE (`CASES`: name -> function without arguments, on tensors of device "meta"), records kernel,
-arguments and options in place of each launch, compiles them, and prints a JSON object: name -> the compiler's report.
+arguments and options in place of each launch, compiles them for a device of DEVICES (90 if none is named), and prints a
+JSON object: name -> the compiler's report, registers and shared memory among it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from typing import Any
 
 import pytest
 
+from kernels.triton import device
+from kernels.triton.device import HOPPER, Limits
+
 ROOT = Path(__file__).resolve().parents[3]
-SHARED_LIMIT = 227 * 1024  # of a block on sm_90; the compiler does not check it
+A100 = Limits(capability=80, multiprocessors=108, shared_memory=163 * 1024)
+L40S = Limits(capability=89, multiprocessors=142, shared_memory=99 * 1024)
+DEVICES = {limits.capability: limits for limits in (A100, L40S, HOPPER)}  # the compiler does not check shared memory
 
 
-def compile_in_new_process(module: str) -> dict[str, list[dict[str, Any]]]:
+def compile_in_new_process(module: str, capability: int = 90) -> dict[str, list[dict[str, Any]]]:
     """Return, per case and kernel launched, what `compile_launch` reports."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.triton.compiled", module]
+    command = [sys.executable, "-m", "tests.kernels.triton.compiled", module, str(capability)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.fail(result.stderr[-4000:])
@@ -53,8 +59,10 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     return launches
 
 
-def compile_launch(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return name, registers, spilled bytes, shared memory, certain PTX instructions and `float_sums` of a kernel."""
+def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
+    """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
+    instructions, the tensor cores' `products` in order, and `float_sums`. `specialised`: its integers that are.
+    """
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -66,22 +74,34 @@ def compile_launch(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        elif parameter.is_constexpr or value is None or (value == 1 and specialised(parameter, value)):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and specialised(parameter, value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in arguments.items() if name not in kernel.arg_names and name != "debug"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    usage = resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
-    sums = float_sums(compiled.asm["ttgir"])
-    return {"kernel": kernel.__name__, "shared": compiled.metadata.shared, "float_sums": sums, **usage, **marks}
+    return {
+        "kernel": kernel.__name__,
+        "shared": compiled.metadata.shared,
+        **resources(cubin),
+        **marks,
+        "products": products(cubin) if marks["wgmma"] or marks["mma.sync"] else [],
+        "float_sums": float_sums(compiled.asm["ttgir"]),
+        "specialised": [p.name for p in kernel.params if not p.is_constexpr and specialised(p, arguments[p.name])],
+        "options": options | {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr},
+    }
+
+
+def specialised(parameter: Any, value: Any) -> bool:
+    """Return whether Triton compiles a kernel apart for an integer argument of 1 or of a multiple of 16."""
+    return type(value) is int and not parameter.do_not_specialize
 
 
 def float_sums(ttgir: str) -> list[str]:
@@ -97,18 +117,28 @@ def float_sums(ttgir: str) -> list[str]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
+    registers, stack, local = (int(n) for n in re.findall(r"(?:REG|STACK|LOCAL):(\d+)", dump(cubin, "-res-usage")))
+    return {"registers": registers, "spilled": stack + local}
+
+
+def products(cubin: bytes) -> list[tuple[str, str, str]]:
+    """Return the tensor cores' instructions as ("HGMMA.64x16x16.F32.BF16", register of the sum, register added to)."""
+    lines = re.findall(r"\*/\s+((?:HGMMA|HMMA)\S+) ([^;]*)", dump(cubin, "-sass"))
+    operands = [(name, [part for part in rest.split(", ") if re.match(r"R(Z|\d+)", part)]) for name, rest in lines]
+    return [(name, registers[0], registers[-1].split()[0]) for name, registers in operands]
+
+
+def dump(cubin: bytes, option: str) -> str:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(value) for value in re.findall(r"(?:REG|STACK|LOCAL):(\d+)", text))
-    return {"registers": registers, "spilled": stack + local}
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def main(module: str) -> None:
+def main(module: str, capability: int) -> None:
     import torch
 
     POINTERS.update({
@@ -116,11 +146,14 @@ def main(module: str) -> None:
         torch.float64: "fp64", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
     })  # fmt: skip
     cases = importlib.import_module(module).CASES
-    compiled = {name: [compile_launch(*launch) for launch in launches_of(case)] for name, case in cases.items()}
+    device.without_gpu = DEVICES[capability]
+    compiled = {
+        name: [compile_launch(*launch, capability) for launch in launches_of(case)] for name, case in cases.items()
+    }
     print(json.dumps(compiled))
 
 
 POINTERS: dict[Any, str] = {}
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 90)

@@ -39,15 +39,15 @@ def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None,
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
 
 
-def multiply(rows, weight_format=None, dtype=BF16):
-    scale = None if weight_format is None else empty(4096, dtype=torch.float32)
+def multiply(rows, weight_format=None, dtype=BF16, outputs=4096):
+    scale = None if weight_format is None else empty(outputs, dtype=torch.float32)
     stored = STORED[weight_format] if weight_format in LARGEST else dtype
-    linear(empty(rows, 14336, dtype=dtype), empty(4096, 14336, dtype=stored), None, scale)
+    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=stored), None, scale)
 
 
-def multiply_int4(rows, dtype=BF16, group=128):
-    scale = empty(4096, 14336 // group, dtype=torch.float32)
-    linear(empty(rows, 14336, dtype=dtype), empty(4096, 14336 // 2, dtype=torch.int8), None, scale)
+def multiply_int4(rows, dtype=BF16, group=128, outputs=4096):
+    scale = empty(outputs, 14336 // group, dtype=torch.float32)
+    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336 // 2, dtype=torch.int8), None, scale)
 
 
 def residuals(rows):
@@ -147,10 +147,21 @@ CASES = {
     "verify a tree by many programs": partial(attend, 128, whole=True, tree=True),
     "prefill, head size 128": partial(attend, 128, whole=True),
     "verify, window": partial(attend, 128, whole=False, window=4096),
+    "verify a tree, window": partial(attend, 128, whole=False, tree=True, window=4096),
+    "prefill, window": partial(attend, 128, whole=True, window=4096),
     "verify, fp8 cache": partial(attend, 128, whole=False, cache_dtype=torch.float8_e4m3fn),
+    "verify a tree, fp8 cache": partial(attend, 128, whole=False, tree=True, cache_dtype=torch.float8_e4m3fn),
+    "verify a tree by many programs, fp8 cache": partial(
+        attend, 128, whole=True, tree=True, cache_dtype=torch.float8_e4m3fn
+    ),
+    "prefill, fp8 cache": partial(attend, 128, whole=True, cache_dtype=torch.float8_e4m3fn),
+    "prefill, fp8 cache, window": partial(attend, 128, whole=True, cache_dtype=torch.float8_e4m3fn, window=4096),
     "verify, head size 64": partial(attend, 64, whole=False, dtype=torch.float16),
     "verify, head size 80": partial(attend, 80, whole=False),
     "verify, head size 96": partial(attend, 96, whole=False),
+    "verify a tree, head size 96": partial(attend, 96, whole=False, tree=True),
+    "prefill, head size 80": partial(attend, 80, whole=True),
+    "prefill, head size 96": partial(attend, 96, whole=True),
     "verify, head size 256": partial(attend, 256, whole=False),
     "prefill, head size 256": partial(attend, 256, whole=True),
     "one page": partial(attend, 128, whole=False, short=True, window=1),
@@ -158,6 +169,8 @@ CASES = {
     "one page, tree, by many programs": partial(attend, 128, whole=True, tree=True, short=True),
     "one page, prefill": partial(attend, 128, whole=True, short=True),
     "verify, fp32": partial(attend, 64, whole=False, dtype=torch.float32),
+    "verify a tree, fp32, head size 128": partial(attend, 128, whole=False, tree=True, dtype=torch.float32),
+    "verify, fp32, head size 256, window": partial(attend, 256, whole=False, dtype=torch.float32, window=512),
     "linear, 1 row": partial(multiply, 1),
     "linear, 1 row, odd sizes": lambda: linear(empty(1, 100), empty(77, 100), empty(77)),
     "linear, 64 rows": partial(multiply, 64),

@@ -13,7 +13,7 @@ from kernels.move import read_slots
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention
-from kernels.triton import attention
+from kernels.triton import attention, device
 from kernels.triton.attention import Blocking, TritonAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,6 +127,19 @@ def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a
             subcase = (q[positions], k[positions], v[positions], cache.clone(), table)
             tree = run(subcase, [start], [7], tree_mask=tree_mask, window=window, whole=whole)
             assert torch.equal(tree[[0, 2, 5, 6]], prompt[start : start + 4]), (start, whole, window)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to have another device")
+@pytest.mark.parametrize("multiprocessors", [2, 6, 132])
+def test_bits_do_not_depend_on_how_splits_are_divided_among_programs(monkeypatch, multiprocessors):
+    """All ten splits of a row in one program, every third one, and each in its own."""
+    monkeypatch.setattr(device, "without_gpu", device.HOPPER._replace(multiprocessors=multiprocessors))
+    committed, counts = [300, 40], [3, 2]
+    case = make_case(committed, counts)
+    merged = run(case, committed, counts, whole=True)
+    assert torch.equal(run(case, committed, counts, whole=False), merged)
+    window = run(case, committed, counts, whole=True, window=290)
+    assert torch.equal(run(case, committed, counts, whole=False, window=290), window)
 
 
 def test_a_head_that_grows_a_level_sees_earlier_levels(in_triton):

@@ -7,6 +7,7 @@ import torch
 
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.quantise import quantise, widen
+from kernels.triton import device
 from tests.kernels.narrow import ERROR
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,6 +40,17 @@ def test_it_matches_float64_for_any_number_of_rows(in_triton, dtype, inputs, out
 def test_a_row_has_the_same_bits_alone_and_in_a_prompt(in_triton, dtype, weight_format):
     _, _, linear = make(96, 128, dtype, weight_format=weight_format)
     assert_row_invariant(linear, dtype, DEVICE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to have another device")
+@pytest.mark.parametrize("weight_format", ["same", "int8", "int4"])
+def test_bits_do_not_depend_on_the_tile(in_triton, monkeypatch, weight_format):
+    """A device with few multiprocessors takes tiles of 128 lines for many rows, one with many of 64 lines."""
+    _, _, linear = make(256, 192, torch.float16, weight_format=weight_format)
+    x = torch.randn(70, 256, device=DEVICE).half()
+    expected = linear(x)
+    monkeypatch.setattr(device, "without_gpu", device.HOPPER._replace(multiprocessors=1))
+    assert torch.equal(linear(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,0 +1,34 @@
+"""Launches whose tiles, warps and grids depend on the device: every kind of linear layer's tile, and attention."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.kernels.triton.launches import attend, multiply, multiply_int4, residuals
+
+ROWS = (1, 17, 33, 65, 300)  # one of each kind of tile; 300 are those of a prompt
+OUTPUTS = (4096, 28672)  # so few that each program has a multiprocessor to itself (but for 300 rows), and many
+FORMATS = {"16 bits": multiply, "int8": partial(multiply, weight_format="int8"), "int4": multiply_int4}
+
+CASES = {
+    **{
+        f"linear, {rows} rows, {outputs} outputs, {name}": partial(launch, rows, outputs=outputs)
+        for name, launch in FORMATS.items()
+        for outputs in OUTPUTS
+        for rows in ROWS
+    },
+    **{
+        f"linear, {rows} rows, 4096 outputs, int4 in small groups": partial(multiply_int4, rows, group=32)
+        for rows in (1, 300)
+    },
+    "residual blocks": partial(residuals, 16),
+    **{
+        f"attention, head size {dim}, {'all splits' if whole else 'one split'}{', tree' if tree else ''}": partial(
+            attend, dim, whole=whole, tree=tree
+        )
+        for dim in (64, 128, 256)
+        for whole in (False, True)
+        for tree in (False, True)
+        if dim <= 128 or not (whole and tree)
+    },
+}
