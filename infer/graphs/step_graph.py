@@ -260,6 +260,7 @@ def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -
 
 def record_graphs(
     config: EngineConfig,
+    max_rows: int,
     runner: Runner,
     default: tuple[Proposer, Budget],
     *,
@@ -268,8 +269,8 @@ def record_graphs(
 ) -> Recorded | None:
     """Capture the steps that need no host: drafts of the `default` proposer, if it is a head, and plain decoding.
 
-    Plain steps are captured if nothing is drafted, or with `adaptive`. Returns None if nothing is captured. Raises
-    ValueError if engine.graphs=on is impossible.
+    Plain steps are captured if nothing is drafted, or with `adaptive`. `max_rows`: of a verify. Returns None if nothing
+    is captured. Raises ValueError if engine.graphs=on is impossible.
     """
     shard, (proposer, limit) = runner.shard, default
     if not wants_graphs(config, shard):
@@ -282,7 +283,7 @@ def record_graphs(
             drafters.append((proposer, limit))
     if adaptive or isinstance(proposer, NoProposer):
         drafters.append((None, NOTHING))
-    sizes = batches, longest, config.max_rows, memory
+    sizes = batches, longest, max_rows, memory
     graphs = tuple(StepGraphs(runner, *one, *sizes, early_exit=adaptive) for one in drafters)
     work = [recording for one in graphs for recording in one.recordings()]
     return Recorded(len(work), memory.record(work, "decode steps"), graphs) if work else None
