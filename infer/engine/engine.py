@@ -435,10 +435,10 @@ class Engine:
         head_layers = self._head.kv_layers if self._head else ()
         draft_layers = self._draft_model.kv_layers if self._draft_model else ()
         target_layers = self._shard.layer_shapes
-        free, layers = self._shard.free(), [*target_layers, *head_layers, *draft_layers]
+        free, shapes = self._shard.free(), [*target_layers, *head_layers, *draft_layers]
         facts = DeviceFacts(self.device.type, free, workspace_bytes(1, self.target.config, self.dtype))
         self.sizes = engine_sizes(self.config, self.context, facts)
-        parts = self.config, self.target.config, layers, self.dtype
+        parts = self.config, self.target.config, shapes, self.dtype
         self.memory = plan_memory(*parts, sizes=self.sizes, weights=self._weight_bytes(), free=free)
         layers = self._shard.allocate(self.memory.pages, self.config.page_size, [*head_layers, *draft_layers])
         self._pool = KVPool(layers, max_requests=self.config.max_batch, max_positions=self.context)

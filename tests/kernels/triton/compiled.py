@@ -66,22 +66,31 @@ def compile_launch(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        elif parameter.is_constexpr or value is None or (value == 1 and specialised(parameter, value)):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and specialised(parameter, value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in arguments.items() if name not in kernel.arg_names and name != "debug"}
+    variant = repr((kernel.__name__, signature, constants, attributes, options))
+    if variant in COMPILED:
+        return COMPILED[variant]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     usage = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
     marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
     sums = float_sums(compiled.asm["ttgir"])
-    return {"kernel": kernel.__name__, "shared": compiled.metadata.shared, "float_sums": sums, **usage, **marks}
+    report = {"kernel": kernel.__name__, "shared": compiled.metadata.shared, "float_sums": sums, **usage, **marks}
+    return COMPILED.setdefault(variant, report)
+
+
+def specialised(parameter: Any, value: object) -> bool:
+    """Return whether Triton compiles a variant for some values of this argument."""
+    return type(value) is int and not parameter.do_not_specialize
 
 
 def float_sums(ttgir: str) -> list[str]:
@@ -121,6 +130,7 @@ def main(module: str) -> None:
 
 
 POINTERS: dict[Any, str] = {}
+COMPILED: dict[str, dict[str, Any]] = {}  # reports by variant
 
 if __name__ == "__main__":
     main(sys.argv[1])
