@@ -34,6 +34,7 @@ from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS
 from kernels.choose import NO_LIMITS, Limits
+from kernels.gather import gather_rows
 from kernels.tree import best_nodes
 from kernels.triton import in_use
 
@@ -203,12 +204,14 @@ class StepGraphs:
 
     def _keep_features(self, rows: GraphBatch, tree: DraftTree, decoded: Decoded) -> None:
         """Keep the features of the accepted paths for the next step, and the host's of this one."""
-        batch, width = decoded.accepted.path.shape
-        features = torch.cat(decoded.aux, dim=-1).unflatten(0, (batch, -1))
-        if not tree.is_chain:
-            features = features.gather(1, decoded.accepted.path[..., None].expand(-1, -1, features.shape[-1]))
+        (batch, width), path = tree.token.shape, decoded.accepted.path
+        if tree.is_chain:
+            features = torch.cat(decoded.aux, dim=-1)
+        else:
+            first = torch.arange(0, batch * width, width, device=path.device)
+            features = gather_rows(decoded.aux, (first[:, None] + path).flatten())
         self._state.before[:batch] = rows.features[:, : self.width]
-        rows.features[:, :width] = features
+        rows.features[:, : path.shape[1]] = features.unflatten(0, path.shape)
 
 
 class Recorded(NamedTuple):

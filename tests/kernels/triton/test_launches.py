@@ -31,7 +31,7 @@ DRAFTS = {
 CAPTURED = {  # launches of a round: greedy, with top-p
     "plain": (46, 56),
     "chain of 5": (159, 219),
-    "tree 4x5": (195, 255),
+    "tree 4x5": (196, 256),
 }
 HOST_STEP = {"plain": (68, 83), "chain of 5": (185, 255), "tree 4x5": (235, 305)}  # of a step that the host runs
 
