@@ -93,10 +93,11 @@ class ProposerConfig:
 @dataclass
 class EngineConfig:
     page_size: int = 16  # tokens per KV page, a power of two
+    # null: by the device (infer/options/engine_sizes.py); elsewhere than on a large GPU what is said here
     max_tokens_in_cache: int | None = None  # KV pool in tokens; null: max_batch contexts, at most 65536, or what fits
     max_batch: int = 32  # requests decoded together
-    prefill_chunk: int = 256  # prompt tokens of one request per step
-    max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
+    prefill_chunk: int | None = None  # prompt tokens of one request per step; null: 256
+    max_rows: int | None = None  # rows of one target forward: drafts and prefill chunks together; null: 512
     prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
     exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
     weights: str = "same"  # the target's linear layers: "int8", "fp8" or "int4" (by group), which change the output
@@ -120,10 +121,11 @@ class EngineConfig:
         at_least("engine.threads", self.threads, 1)
         at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         at_least("engine.max_tokens_in_cache", self.max_tokens_in_cache, self.page_size)
-        if self.max_rows < max(self.prefill_chunk, self.max_batch):
+        if self.max_rows is not None and self.max_rows < max(self.prefill_chunk or 1, self.max_batch):
+            chunk = f"engine.prefill_chunk={self.prefill_chunk} rows and " if self.prefill_chunk else ""
             raise ValueError(
-                f"engine.max_rows={self.max_rows}: must hold engine.prefill_chunk={self.prefill_chunk} rows "
-                f"and a row for each of engine.max_batch={self.max_batch} requests"
+                f"engine.max_rows={self.max_rows}: must hold {chunk}"
+                f"a row for each of engine.max_batch={self.max_batch} requests"
             )
 
     @property

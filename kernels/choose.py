@@ -12,7 +12,8 @@ kernels/fixed_point.py), so a GPU and a CPU choose the same token from the same 
 from __future__ import annotations
 
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,22 @@ from kernels.triton import in_use
 MAX_BEST = 64  # most columns per row that the kernels rank; torch ranks larger counts, which drafts rarely need
 
 
+class Limits(NamedTuple):
+    """Which limits any row may use: a GPU searches no threshold for the others, and need not inspect the tensors."""
+
+    top_k: bool = True
+    top_p: bool = True
+    min_p: bool = True
+
+
+ALL_LIMITS, NO_LIMITS = Limits(), Limits(top_k=False, top_p=False, min_p=False)
+
+
 @dataclass
 class ChoiceParameters:
-    """Per row, `[R]`: temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves.
+    """temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves: `[R / repeat]` each.
 
-    `restricts` False: no row uses top-k, top-p or min-p; a GPU need not inspect the tensors to find out.
+    Every entry is for `repeat` consecutive rows, as those of a request in a padded batch.
     """
 
     temperature: Tensor
@@ -38,11 +50,30 @@ class ChoiceParameters:
     min_p: Tensor
     seed_low: Tensor
     seed_high: Tensor
-    restricts: bool = True
+    limits: Limits = ALL_LIMITS
+    repeat: int = 1
+
+    @property
+    def restricts(self) -> bool:
+        return any(self.limits)
+
+    def repeated(self, count: int) -> ChoiceParameters:
+        """Return the same parameters for `count` rows in place of each."""
+        return replace(self, repeat=self.repeat * count)
 
     def rows(self, index: Tensor) -> ChoiceParameters:
+        """Return the parameters of the rows `index` `[n]`."""
+        if self.repeat > 1:
+            index = index // self.repeat
         fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed_low, self.seed_high)
-        return ChoiceParameters(*(value[index] for value in fields), restricts=self.restricts)
+        return ChoiceParameters(*(value[index] for value in fields), limits=self.limits)
+
+    def by_row(self) -> ChoiceParameters:
+        """Return the same with an entry for every row."""
+        if self.repeat == 1:
+            return self
+        count = len(self.temperature) * self.repeat
+        return self.rows(torch.arange(count, device=self.temperature.device))
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -78,7 +109,7 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 def choose(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None = None
 ) -> Tensor:
-    """Return the chosen column of each row: logits `[R, V]`, positions `[R]` -> `[R]` int64.
+    """Return the token chosen at each row: logits `[R, V]`, positions `[R]` -> `[R]` int64.
 
     `parameters` None: every row is greedy. `token_ids` `[V]` are the target ids of the columns (a draft vocabulary), so
     that a drafter uses the target's noise; by default columns are target ids.
@@ -87,6 +118,14 @@ def choose(
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
+    columns = _best_columns(logits, parameters, positions, token_ids)
+    return columns if token_ids is None else token_ids[columns]
+
+
+def _best_columns(
+    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None
+) -> Tensor:
+    parameters = parameters and parameters.by_row()
     native = _native_arguments(logits, parameters, positions, token_ids)
     if native is not None:
         lib, leading, trailing = native
@@ -121,16 +160,23 @@ def _native_arguments(
 def choose_best(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` columns of each row that the rule ranks first, `[R, count]` int64, as children of draft nodes.
+    """Return the `count` tokens of each row that the rule ranks first, `[R, count]` int64, as children of draft nodes.
 
     Also returns their log-probabilities under a softmax of the rule's keys, `[R, count]`. Arguments as for `choose`.
     """
     if in_use(logits.device) and count <= MAX_BEST:
         from kernels.triton import choose as gpu
 
-        keys, columns, log_mass = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
-        assert log_mass is not None
-        return columns, keys - log_mass[:, None]
+        values, tokens, _ = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
+        return tokens, values
+    columns, values = _rank_columns(logits, parameters, positions, token_ids, count)
+    return columns if token_ids is None else token_ids[columns], values
+
+
+def _rank_columns(
+    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
+    parameters = parameters and parameters.by_row()
     native = _native_arguments(logits, parameters, positions, token_ids)
     if native is not None and count <= MAX_BEST:
         lib, leading, trailing = native
@@ -151,6 +197,7 @@ def choice_keys(
     """Return the keys `[R, V]` of which `choose` takes the argmax: the rule in plain torch. Arguments as there."""
     if parameters is None:
         return logits
+    parameters = parameters.by_row()
     keys = warped_log_probs(logits, parameters)
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
     if len(sampled):
@@ -165,10 +212,13 @@ def warped_log_probs(logits: Tensor, parameters: ChoiceParameters | None) -> Ten
     warped = logits.float().clone()
     if parameters is None:
         return warped
+    parameters = parameters.by_row()
     if in_use(logits.device):
         from kernels.triton import choose as gpu
 
         warped /= torch.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
+        if not parameters.restricts:
+            return warped
         thresholds = gpu.find_thresholds(logits, parameters)
         return warped.masked_fill_(warped < thresholds[:, None], -torch.inf)
     sampled = (parameters.temperature > 0).nonzero()[:, 0]

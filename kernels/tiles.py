@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from kernels.move import read_slots, write_slots
-from kernels.rows import AttentionRows
+from kernels.rows import WORD_BITS, AttentionRows, set_bit_positions
 
 KV_TILE = 256
 MIN_GEMM_ROWS = 8  # with fewer rows the CPU's library takes another code path (measured: fewer than 4 differ)
 MASKED = -1e30  # finite, so that a tile without visible keys yields weight 0 and no NaN
-WORD_BITS = 64
 
 
 class TiledAttention:
@@ -104,12 +103,3 @@ class TiledAttention:
         weight = (log_sum - log_sum.amax(2, keepdim=True)).exp() * valid  # [nkv, G, T, M]
         parts = out.view(kv_heads, -1, *out.shape[1:])[:, flat].view(kv_heads, G, T, *out.shape[1:])
         return (parts * weight[..., None]).sum(2) / weight.sum(2)[..., None]
-
-
-def set_bit_positions(words: Tensor) -> tuple[Tensor, Tensor]:
-    """words `[R]` -> index of the n-th set bit `[R, 64]` (0 past the last), and number of set bits `[R]`."""
-    index = torch.arange(WORD_BITS, device=words.device)
-    bits = (words[:, None] >> index) & 1
-    rank = bits.cumsum(1) - 1
-    nth = torch.zeros_like(bits).scatter_add_(1, rank.clamp(min=0), index * bits)
-    return nth, bits.sum(1)

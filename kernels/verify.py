@@ -6,6 +6,8 @@ accepted node ends the accepted path. Siblings have distinct tokens, so that nod
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,33 @@ from kernels.cpu.library import address, library
 from kernels.triton import in_use
 
 NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # dtypes of the C kernel
+
+
+class Accepted(NamedTuple):
+    """The outcome of a verify. Of each row of W entries the first `depth[b]` + 1 count; the others are 0."""
+
+    token: Tensor  # [B, W] the accepted tokens, then the bonus token
+    path: Tensor  # [B, W] the accepted nodes, ascending, the root first
+    depth: Tensor  # [B] number of accepted tokens
+    moves: tuple[Tensor, Tensor] | None = None  # slots from and to which KV moves, [M] each; None if none does
+
+
+def accepted_path(token: Tensor, ancestors: Tensor | None, last: Tensor, choice: Tensor, width: int) -> Accepted:
+    """Return the paths to the nodes `last` `[B]` and their tokens; no path has more than `width` nodes.
+
+    token, ancestors (None for chains) and the target's `choice` per node, `[B, N]` each.
+    """
+    node = torch.arange(token.shape[1], device=token.device)
+    if ancestors is None:
+        depth, path = last, node[:width].expand(len(token), width)
+    else:
+        inside = ancestors.gather(1, last[:, None]) >> node & 1
+        depth = inside.sum(1) - 1
+        path = torch.where(inside > 0, node, node + len(node)).sort(dim=1).indices[:, :width]
+    kept, following = node[:width] <= depth[:, None], path.roll(-1, dims=1)
+    path = torch.where(kept, path, 0)
+    emitted = torch.where(node[:width] < depth[:, None], token.gather(1, following), choice.gather(1, path))
+    return Accepted(torch.where(kept, emitted, 0), path, depth)
 
 
 def accept(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.request import SpeculationStats
-from kernels.choose import ChoiceParameters, choose
+from kernels.choose import NO_LIMITS, ChoiceParameters, choose
 from kernels.noise import MASK32
 from models.heads.base import Head
 from train.data.sequences import Batch
@@ -40,7 +40,7 @@ class Sampling(NamedTuple):
             min_p=off,
             seed_low=torch.tensor([seed & MASK32 for seed in self.seeds], device=device),
             seed_high=torch.tensor([seed >> 32 for seed in self.seeds], device=device),
-            restricts=False,
+            limits=NO_LIMITS,
         ).rows(rows)
 
 
@@ -59,7 +59,7 @@ def draft_matches(head: Head, batch: Batch, features: Features, steps: int, samp
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
         positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row at which the target samples t[i + 2 + step]
         logits = head.logits(state, step).flatten(0, 1)
-        drafts = head.draft_to_target(choose(logits, parameters, positions, head.target_ids))
+        drafts = choose(logits, parameters, positions, head.target_ids)
         predicted = alignment.predicted_tokens(batch.ids, step)[:, first:]
         matches[:, first:, step] = drafts.view_as(predicted) == predicted
     return matches

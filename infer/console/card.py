@@ -56,6 +56,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("context", f"{engine.context} tokens"),
         ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
         ("KV pool", f"{pages} pages of {size} tokens"),
+        ("steps", str(engine.sizes)),
         *describe_ranks(engine.config),
         ("memory", str(engine.memory)),
     ]

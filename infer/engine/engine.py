@@ -32,8 +32,9 @@ from infer.engine.validation import Limits, check_request
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import Recorded, record_graphs
 from infer.kvcache.blocks import BlockKeys
-from infer.kvcache.memory import plan_memory, weight_bytes
+from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
+from infer.options.engine_sizes import DeviceFacts, engine_sizes
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.parallel.target_worker import Shard
@@ -297,7 +298,9 @@ class Engine:
         self._draft_with(name)
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         adaptive = self.proposer_config.adaptive
-        self.graphs = record_graphs(self.config, self._runner, default, context=self.context, adaptive=adaptive)
+        self.graphs = record_graphs(
+            self.config, self.sizes.max_rows, self._runner, default, context=self.context, adaptive=adaptive
+        )
         if self.graphs is not None:
             parts = self.graphs.graphs, self._pool, self._scheduler, self.speculator, self._steps
             self._steps.overlap = Overlap(*parts, context=self.context, timer=self._timer)
@@ -432,14 +435,11 @@ class Engine:
         head_layers = self._head.kv_layers if self._head else ()
         draft_layers = self._draft_model.kv_layers if self._draft_model else ()
         target_layers = self._shard.layer_shapes
-        self.memory = plan_memory(
-            self.config,
-            self.target.config,
-            [*target_layers, *head_layers, *draft_layers],
-            self.dtype,
-            weights=self._weight_bytes(),
-            free=self._shard.free(),
-        )
+        free, shapes = self._shard.free(), [*target_layers, *head_layers, *draft_layers]
+        facts = DeviceFacts(self.device.type, free, workspace_bytes(1, self.target.config, self.dtype))
+        self.sizes = engine_sizes(self.config, self.context, facts)
+        parts = self.config, self.target.config, shapes, self.dtype
+        self.memory = plan_memory(*parts, sizes=self.sizes, weights=self._weight_bytes(), free=free)
         layers = self._shard.allocate(self.memory.pages, self.config.page_size, [*head_layers, *draft_layers])
         self._pool = KVPool(layers, max_requests=self.config.max_batch, max_positions=self.context)
         if self._head is not None:
@@ -450,8 +450,8 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool,
             max_batch=self.config.max_batch,
-            max_rows=self.config.max_rows,
-            prefill_chunk=self.config.prefill_chunk,
+            max_rows=self.sizes.max_rows,
+            prefill_chunk=self.sizes.prefill_chunk,
         )
         self._proposers: dict[str, tuple[Proposer, Budget]] = {}
         self._draft_with("none")

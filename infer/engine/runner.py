@@ -11,10 +11,12 @@ from torch import Tensor
 from infer.kvcache.pool import KVPool
 from infer.parallel.target_worker import Shard
 from infer.request import Request
-from infer.sampling.choose import Choices, choose_rows
+from infer.sampling.choose import Choices, choose_rows, row_parameters
 from infer.speculation.tree import DraftTree
 from infer.speculation.verify import verify
 from kernels.rows import AttentionRows
+from kernels.upload import sent, upload
+from kernels.verify import Accepted, accepted_path
 
 
 class Rows(NamedTuple):
@@ -26,12 +28,6 @@ class Rows(NamedTuple):
 class DecodeBatch(Protocol):
     """The B requests of a decode step, as the host has them or as they lie in the tensors of a CUDA graph."""
 
-    @property
-    def slots(self) -> Tensor: ...  # [B] rows of the block table
-
-    @property
-    def roots(self) -> Tensor: ...  # [B] positions
-
     def rows(self, tree: DraftTree) -> AttentionRows:
         """Address the nodes of every tree: node j of a request has place `roots[b] + j`."""
         ...
@@ -40,8 +36,8 @@ class DecodeBatch(Protocol):
         """Return the target's choice at every node `[B, N]`, from logits `[R, V]` at positions `[R]`."""
         ...
 
-    def accept(self, tree: DraftTree, choice: Tensor) -> Tensor:
-        """Return the last accepted node of each request, `[B]`."""
+    def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
+        """Return what is accepted, and which KV moves to the front of its tree."""
         ...
 
 
@@ -50,38 +46,32 @@ class HostBatch:
 
     choices: Choices  # once chosen
 
-    def __init__(self, requests: list[Request], pool: KVPool, rates: Sequence[float]) -> None:
+    def __init__(self, requests: list[Request], tree: DraftTree, pool: KVPool, rates: Sequence[float]) -> None:
         self._requests, self._pool, self._rates = requests, pool, rates
-
-    @property
-    def slots(self) -> Tensor:
-        return torch.tensor([request.slot for request in self._requests], device=self._pool.device)
-
-    @property
-    def roots(self) -> Tensor:
-        return torch.tensor([request.computed for request in self._requests], device=self._pool.device)
+        self._counts = tree.length.tolist()
+        self._parameters = row_parameters(requests, self._counts, pool.device)
 
     def rows(self, tree: DraftTree) -> AttentionRows:
         starts = [request.computed for request in self._requests]
-        mask = None if tree.is_chain else tree.rows(tree.ancestors).to(self._pool.device)
-        return self._pool.rows(self._requests, starts, tree.length.tolist(), mask)
+        mask = None if tree.is_chain else sent(tree.rows(tree.ancestors), self._pool.device)
+        return self._pool.rows(self._requests, starts, self._counts, mask)
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
-        self.choices = choose_rows(self._requests, tree.length.tolist(), logits, positions, tree)
+        self.choices = choose_rows(self._requests, self._counts, self._parameters, logits, positions, tree)
         choice = torch.full_like(tree.token, -1)
         choice[tree.inside] = self.choices.token.cpu()
         return choice
 
-    def accept(self, tree: DraftTree, choice: Tensor) -> Tensor:
-        return verify(self._requests, tree, self.choices, choice, self._rates)
+    def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
+        last = verify(self._requests, tree, self.choices, choice, self._rates)
+        accepted = accepted_path(tree.token, None if tree.is_chain else tree.ancestors, last, choice, tree.path_width)
+        if tree.is_chain:
+            return accepted
+        return accepted._replace(moves=self._pool.moves(self._requests, accepted))
 
 
 class Decoded(NamedTuple):
-    """The outcome of a decode step. Of each row of W entries the first `depth[b]` + 1 count."""
-
-    token: Tensor  # [B, W] the accepted tokens, then the bonus token
-    path: Tensor  # [B, W] the accepted nodes, the root first
-    depth: Tensor  # [B] number of accepted tokens
+    accepted: Accepted
     aux: tuple[Tensor, ...]  # [R, H] each: features of all nodes
 
 
@@ -100,7 +90,7 @@ class Runner:
             for token in request.tokens[start : start + count]
         ]
         rows = self.pool.rows(requests, starts, chunks)
-        out = self.shard.forward(torch.tensor(ids, device=self.pool.device), rows.places, rows, aux)
+        out = self.shard.forward(upload(ids, self.pool.device), rows.places, rows, aux)
         return Rows(out.hidden, out.aux, rows.places)
 
     def decode(self, tree: DraftTree, batch: DecodeBatch, aux: Sequence[int]) -> Decoded:
@@ -110,17 +100,13 @@ class Runner:
         captures, in which nothing waits for the host.
         """
         device, rows = self.pool.device, batch.rows(tree)
-        positions = rows.places if tree.is_chain else rows.committed + tree.rows(tree.depth).to(device)
-        out = self.shard.forward(tree.rows(tree.token).to(device), positions, rows, aux)
+        positions = rows.places if tree.is_chain else rows.committed + sent(tree.rows(tree.depth), device)
+        out = self.shard.forward(sent(tree.rows(tree.token), device), positions, rows, aux)
         choice = batch.choose(tree, self.logits(out.hidden), positions)
-        last = batch.accept(tree, choice)
-        path, depth = tree.paths(last)
-        if not tree.is_chain:
-            self.pool.move(batch.slots, batch.roots, path, depth)
-        following = path.roll(-1, dims=1)
-        accepted = torch.arange(path.shape[1], device=path.device) < depth[:, None]
-        token = torch.where(accepted, tree.token.gather(1, following), choice.gather(1, path))
-        return Decoded(token, path, depth, out.aux)
+        accepted = batch.accept(tree, choice)
+        if accepted.moves is not None:
+            self.pool.layers.move(*accepted.moves)
+        return Decoded(accepted, out.aux)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.shard.logits(hidden)

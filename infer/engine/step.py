@@ -17,14 +17,15 @@ from infer.engine.stats import EngineStats
 from infer.engine.threads import Threads, cpu_threads
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
-from infer.sampling.choose import Choices, choose_rows
+from infer.sampling.choose import Choices, choose_rows, row_parameters
 from infer.sampling.constraint import without_forbidden
 from infer.sampling.logprobs import token_logprobs
 from infer.sampling.stopping import cut
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
-from kernels.gather import gather_rows
+from kernels.gather import select_rows
+from kernels.upload import upload
 
 if TYPE_CHECKING:
     from infer.graphs.overlap import Overlap
@@ -99,7 +100,7 @@ class StepRunner:
         lengths, depths = tree.length.tolist(), tree.depths()
         self.rows = sum(lengths)
         decoded, choices = self.verify_drafts(requests, tree)
-        tokens, paths, accepted = decoded.token.tolist(), decoded.path.tolist(), decoded.depth.tolist()
+        tokens, paths, accepted = (field.tolist() for field in decoded.accepted[:3])
         first_row = list(itertools.accumulate(lengths, initial=0))
         outputs, kept_rows, survivors, counts = [], [], [], []
         for b, request in enumerate(requests):
@@ -134,25 +135,30 @@ class StepRunner:
 
         Writes KV only beyond the committed positions.
         """
-        batch = HostBatch(requests, self._pool, self._rates)
+        batch = HostBatch(requests, tree, self._pool, self._rates)
         return self._runner.decode(tree, batch, self._speculator.wants_features(requests)), batch.choices
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
         for request in requests:
             if request.queued_s is None:
                 request.queued_s = self._clock() - request.added
+        first, device = list(itertools.accumulate(chunks, initial=0)), self._pool.device
+        pairs = zip(requests, chunks, strict=True)
+        complete = [b for b, (request, chunk) in enumerate(pairs) if request.computed + chunk == len(request.tokens)]
+        prefilled, ones, last = [requests[b] for b in complete], [1] * len(complete), None
+        if complete:
+            last, parameters = (
+                upload([first[b + 1] - 1 for b in complete], device),
+                row_parameters(prefilled, ones, device),
+            )
         rows = self._runner.prefill(requests, chunks, self._speculator.wants_features(requests))
         self._score_prompts(requests, chunks, rows.hidden)
-        ends = torch.tensor(chunks, device=self._pool.device).cumsum(0) - 1
         for request, chunk in zip(requests, chunks, strict=True):
             request.computed += chunk
-        complete = [b for b, request in enumerate(requests) if request.computed == len(request.tokens)]
         outputs: list[StepOutput] = []
         if complete:
-            last = ends[torch.tensor(complete, device=self._pool.device)]
-            prefilled = [requests[b] for b in complete]
             logits = self._runner.logits(rows.hidden[last])
-            choices = choose_rows(prefilled, [1] * len(prefilled), logits, rows.positions[last])
+            choices = choose_rows(prefilled, ones, parameters, logits, rows.positions[last])
             for row, (request, token) in enumerate(zip(prefilled, choices.token.tolist(), strict=True)):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
                     self._stats.prompt_tokens += len(request.prompt_ids)
@@ -165,7 +171,6 @@ class StepRunner:
                 outputs.append(output)
         unfinished = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if unfinished:
-            first = list(itertools.accumulate(chunks, initial=0))
             kept_rows = [row for b in unfinished for row in range(first[b], first[b + 1])]
             self._commit_rows([requests[b] for b in unfinished], [chunks[b] for b in unfinished], rows.aux, kept_rows)
             self.publish([requests[b] for b in unfinished])
@@ -180,11 +185,7 @@ class StepRunner:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
             spans = [(end - count, end) for request, count, end in pairs if self._speculator.reads(request)]
-            read_rows = [row for first, end in spans for row in kept_rows[first:end]]
-            if len(read_rows) == len(aux[0]):  # rows ascend, so these are all of them, as in a plain step
-                features = torch.cat(list(aux), dim=-1)
-            else:
-                features = gather_rows(aux, torch.tensor(read_rows, dtype=torch.int64, device=self._pool.device))
+            features = select_rows(aux, [row for first, end in spans for row in kept_rows[first:end]])
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

@@ -32,11 +32,14 @@ from infer.speculation.early_exit import TensorExit, exit_terms, num_terms
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import DraftTree
-from infer.speculation.tree_shapes import best_nodes
+from kernels.advance import FIELDS
+from kernels.choose import NO_LIMITS, Limits
+from kernels.gather import gather_rows
+from kernels.tree import best_nodes
 from kernels.triton import in_use
 
 MAX_CONTEXT = 32768  # tokens of the longest request that graphs serve; attention is launched for as many keys
-FIELDS = 3  # columns of a result row before its tokens: drafted nodes, depth of the deepest, accepted tokens
+SEARCHES = (NO_LIMITS, Limits(top_k=False), Limits())  # limits of the graphs of a batch size, in ascending order
 
 
 class Outcome(NamedTuple):
@@ -52,7 +55,7 @@ class Outcome(NamedTuple):
 class Launched(NamedTuple):
     """Results of a step being copied to the host. Read them before the second step after it reuses the buffer."""
 
-    host: Tensor  # [B, FIELDS + 2 W]: the columns above, then tokens and path, which begins with the root
+    host: Tensor  # [B, FIELDS + 2 W] results (kernels/advance.py)
     log_probs: Tensor  # [B, D], D = 0 without early exit
     arrived: torch.cuda.Event | None
     budgets: Sequence[Budget]  # of the requests, by row
@@ -70,7 +73,7 @@ class Launched(NamedTuple):
 
 
 class StepGraphs:
-    """One graph per batch size and use of top-k, top-p or min-p; without a `proposer` nothing is drafted.
+    """One graph per batch size and limits of its requests (SEARCHES); without a `proposer` nothing is drafted.
 
     `limit`: the largest budget of a request. `longest`: bound on the number of keys that a row attends to. `most_rows`:
     of all requests in a verify. `early_exit`: chains exit early if the proposer's `confidence` says so.
@@ -105,12 +108,11 @@ class StepGraphs:
         self._scored = limit.depth if early_exit and proposer is not None and shape is None else 0  # levels
         terms = num_terms(self._scored)
         self._state = StepState(runner.pool, batch, self.width, spare, size, terms, dtype, pinned=pinned)
-        self._results = torch.zeros(batch, FIELDS + 2 * self.width, dtype=torch.int64, device=runner.pool.device)
         self._log_probs = torch.zeros(batch, self._scored, device=runner.pool.device)
-        self._host = torch.zeros(UNREAD, *self._results.shape, dtype=torch.int64, pin_memory=pinned)
+        self._host = torch.zeros(UNREAD, *self._state.results.shape, dtype=torch.int64, pin_memory=pinned)
         self._host_log_probs = torch.zeros(UNREAD, *self._log_probs.shape, pin_memory=pinned)
-        self._graphs: dict[tuple[int, bool], Graph[None]] = {}
-        self._key, self._turn, self._budgets = (0, False), 0, list[Budget]()
+        self._graphs: dict[tuple[int, Limits], Graph[None]] = {}
+        self._key, self._turn, self._budgets = (0, NO_LIMITS), 0, list[Budget]()
 
     @property
     def drafter(self) -> str:
@@ -118,7 +120,7 @@ class StepGraphs:
 
     def recordings(self) -> list[Callable[[], object]]:
         """Return the captures, largest first, so that smaller graphs can reuse the memory of larger ones."""
-        return [partial(self._record, batch, restricts) for batch in self.batches[::-1] for restricts in (False, True)]
+        return [partial(self._record, batch, limits) for batch in self.batches[::-1] for limits in SEARCHES]
 
     def batch_for(self, requests: int) -> int | None:
         """Return the batch size of the graph that holds so many requests; None if there is none."""
@@ -136,7 +138,8 @@ class StepGraphs:
             nothing = self._state.features.new_zeros(1, drafts.feature_size)
             features = [drafts.features([r])[0] if drafts.tracks(r) else nothing for r in requests]
             bases = drafts.bases(requests)
-        self._key = batch, self._state.load(batch, requests, features, bases, limits)
+        used = self._state.load(batch, requests, features, bases, limits)
+        self._key = batch, next(wider for wider in SEARCHES if used == Limits(*map(min, used, wider)))
         self._budgets = []
         self.set_budgets(requests, budgets)
 
@@ -153,7 +156,7 @@ class StepGraphs:
         self._graphs[self._key]()
         batch, self._turn = self._key[0], (self._turn + 1) % UNREAD
         host = self._host[self._turn, :batch]
-        host.copy_(self._results[:batch], non_blocking=True)
+        host.copy_(self._state.results[:batch], non_blocking=True)
         log_probs = self._host_log_probs[self._turn, :batch]
         log_probs.copy_(self._log_probs[:batch], non_blocking=True)
         arrived = None
@@ -173,16 +176,17 @@ class StepGraphs:
         """Return features `[count, F]` that the last launched step committed, or with `behind` the step before."""
         return (self._state.before if behind else self._state.features)[row, :count]
 
-    def _record(self, batch: int, restricts: bool) -> None:
+    def _record(self, batch: int, limits: Limits) -> None:
         self._state.load(batch)
 
         def run() -> None:
-            rows = self._state.of(batch, self.longest, restricts=restricts)
+            rows = self._state.of(batch, self.longest, limits)
             tree = self._draft(rows)
             decoded = self._runner.decode(tree, rows, self._aux)
-            self._commit(rows, tree, decoded)
+            if decoded.aux:
+                self._keep_features(rows, tree, decoded)
 
-        self._graphs[batch, restricts] = Graph(run, self._memory)
+        self._graphs[batch, limits] = Graph(run, self._memory)
 
     def _draft(self, rows: GraphBatch) -> DraftTree:
         root, proposer = rows.root_tokens, self.proposer
@@ -196,27 +200,19 @@ class StepGraphs:
                 self._log_probs[: len(root)] = chains.log_probs
             return DraftTree.chain(root, chains.token, chains.length, padded=True)
         grown = proposer.loop.tree(unread, self._shape, self._shape.depth)
-        fields = best_nodes(root, grown, rows.nodes, rows.depth, self._most_nodes)
-        return DraftTree.assemble(*fields, deepest=self.limit.depth, padded=True)
+        fields = best_nodes(root, grown, rows.nodes, rows.depth, self._most_nodes, self.limit.depth)
+        return DraftTree(*fields, padded=True, max_depth=self.limit.depth)
 
-    def _commit(self, rows: GraphBatch, tree: DraftTree, decoded: Decoded) -> None:
-        """Write the results, and the next step's inputs in place."""
-        (batch, width), state = decoded.path.shape, self._state
-        results = self._results[:batch]
-        results[:, 0] = tree.length - 1
-        results[:, 1] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
-        results[:, 2] = decoded.depth
-        results[:, FIELDS : FIELDS + width] = rows.ids[:, :width] = decoded.token
-        results[:, FIELDS + self.width : FIELDS + self.width + width] = decoded.path
-        if decoded.aux:
-            features = torch.cat(decoded.aux, dim=-1).unflatten(0, (batch, -1))
-            if not tree.is_chain:
-                features = features.gather(1, decoded.path[..., None].expand(-1, -1, features.shape[-1]))
-            state.before[:batch] = rows.features[:, : self.width]
-            rows.features[:, :width] = features
-        rows.first.copy_(rows.roots + 1)
-        rows.last.copy_(decoded.depth)
-        rows.roots.copy_(torch.minimum(rows.roots + decoded.depth + 1, rows.limit))
+    def _keep_features(self, rows: GraphBatch, tree: DraftTree, decoded: Decoded) -> None:
+        """Keep the features of the accepted paths for the next step, and the host's of this one."""
+        (batch, width), path = tree.token.shape, decoded.accepted.path
+        if tree.is_chain:
+            features = torch.cat(decoded.aux, dim=-1)
+        else:
+            first = torch.arange(0, batch * width, width, device=path.device)
+            features = gather_rows(decoded.aux, (first[:, None] + path).flatten())
+        self._state.before[:batch] = rows.features[:, : self.width]
+        rows.features[:, : path.shape[1]] = features.unflatten(0, path.shape)
 
 
 class Recorded(NamedTuple):
@@ -261,6 +257,7 @@ def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -
 
 def record_graphs(
     config: EngineConfig,
+    max_rows: int,
     runner: Runner,
     default: tuple[Proposer, Budget],
     *,
@@ -269,8 +266,8 @@ def record_graphs(
 ) -> Recorded | None:
     """Capture the steps that need no host: drafts of the `default` proposer, if it is a head, and plain decoding.
 
-    Plain steps are captured if nothing is drafted, or with `adaptive`. Returns None if nothing is captured. Raises
-    ValueError if engine.graphs=on is impossible.
+    Plain steps are captured if nothing is drafted, or with `adaptive`. `max_rows`: of a verify. Returns None if nothing
+    is captured. Raises ValueError if engine.graphs=on is impossible.
     """
     shard, (proposer, limit) = runner.shard, default
     if not wants_graphs(config, shard):
@@ -283,7 +280,7 @@ def record_graphs(
             drafters.append((proposer, limit))
     if adaptive or isinstance(proposer, NoProposer):
         drafters.append((None, NOTHING))
-    sizes = batches, longest, config.max_rows, memory
+    sizes = batches, longest, max_rows, memory
     graphs = tuple(StepGraphs(runner, *one, *sizes, early_exit=adaptive) for one in drafters)
     work = [recording for one in graphs for recording in one.recordings()]
     return Recorded(len(work), memory.record(work, "decode steps"), graphs) if work else None

@@ -18,9 +18,10 @@ from infer.sampling.batch import choice_parameters
 from infer.speculation.budget import Budget
 from infer.speculation.draft_loop import Unread
 from infer.speculation.tree import DraftTree
-from kernels.choose import ChoiceParameters, choose
+from kernels.advance import FIELDS, Nodes, Progress, advance
+from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
 from kernels.rows import AttentionRows
-from kernels.verify import accept
+from kernels.verify import Accepted
 
 UNREAD = 2  # maximum number of launched, unread steps: one that may be running and the next one
 NUMBERS = 11  # integers per request: the fields of GraphBatch from `slots` on, top_k, two halves of the seed
@@ -48,6 +49,7 @@ class GraphBatch(NamedTuple):
     nodes: Tensor  # [B] the budget
     depth: Tensor  # [B] likewise
     exit_terms: Tensor  # [B, T] what decides on the early exit of a chain (early_exit.py)
+    results: Tensor  # [B, FIELDS + 2 W'] what the host reads of a step (kernels/advance.py), paths of at most W' nodes
 
     @property
     def root_tokens(self) -> Tensor:
@@ -56,36 +58,44 @@ class GraphBatch(NamedTuple):
     def unread(self, *, kv: bool) -> Unread:
         """Return what the head reads; `kv`: it has KV layers."""
         batch, width = self.ids.shape
-        offset, rows = torch.arange(width, device=self.ids.device), None
+        row = torch.arange(width, device=self.ids.device)
+        rows, requests = None, self.slots
         if kv:
-            table, start = self.pool.block_tables(self.slots, self.base), self.first - self.base
-            rows = self._grid(table, start, offset, first=1)
-        slots = (self.first[:, None] + offset - 1).flatten()
-        ends = torch.arange(batch, device=self.ids.device) * width + self.last
+            table = self.pool.page_lists
+            requests = torch.add(self.base // self.pool.page_size, self.slots, alpha=table.shape[1])
+            rows = self._grid(table, requests, self.first - self.base, width, first=1)
+        slots = (self.first[:, None] + (row - 1)).flatten()
+        ends = torch.arange(0, batch * width, width, device=self.ids.device) + self.last
         inputs = self.ids.flatten(), self.features.flatten(0, 1), slots, rows
-        return Unread(*inputs, ends, self.roots, self.base, self.parameters)
+        return Unread(*inputs, ends, self.roots, self.base, requests, self.parameters)
 
     def rows(self, tree: DraftTree) -> AttentionRows:
-        offset = torch.arange(tree.token.shape[1], device=self.ids.device)
-        return self._grid(
-            self.pool.table[self.slots], self.roots, offset, tree_mask=None if tree.is_chain else tree.ancestors
-        )
+        tree_mask = None if tree.is_chain else tree.ancestors
+        return self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
         batch, width = tree.token.shape
-        owner = torch.arange(batch, device=self.ids.device).repeat_interleave(width)
-        return choose(logits, self.parameters.rows(owner), positions).view(batch, width)
+        return choose(logits, self.parameters.repeated(width), positions).view(batch, width)
 
-    def accept(self, tree: DraftTree, choice: Tensor) -> Tensor:
-        return accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+    def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
+        """Also writes the results, and the next step's inputs in place."""
+        nodes = Nodes(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length)
+        progress = Progress(self.slots, self.roots, self.limit, self.ids, self.first, self.last, self.results)
+        shape = {"width": tree.path_width, "is_chain": tree.is_chain}
+        return advance(nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
 
     def _grid(
-        self, table: Tensor, start: Tensor, offset: Tensor, *, tree_mask: Tensor | None = None, first: int = 0
+        self,
+        table: Tensor,
+        requests: Tensor,
+        start: Tensor,
+        width: int,
+        *,
+        tree_mask: Tensor | None = None,
+        first: int = 0,
     ) -> AttentionRows:
-        size, longest = self.pool.page_size, self.longest
-        return AttentionRows.grid(
-            table, start, offset, page_size=size, longest=longest, tree_mask=tree_mask, first=first
-        )
+        sizes = {"page_size": self.pool.page_size, "longest": self.longest}
+        return AttentionRows.grid(table, requests, start, width, **sizes, tree_mask=tree_mask, first=first)
 
 
 class StepState:
@@ -113,6 +123,7 @@ class StepState:
         self._terms = torch.zeros(batch, terms, device=device)
         self._budgets = torch.zeros(UNREAD, 2, batch, dtype=torch.int64, pin_memory=pinned)
         self._host_terms = torch.zeros(UNREAD, batch, terms, pin_memory=pinned)
+        self.results = torch.zeros(batch, FIELDS + 2 * width, dtype=torch.int64, device=device)
         self.features = torch.zeros(batch, width + spare, features, dtype=dtype, device=device)
         self.before = torch.zeros(batch, width, features, dtype=dtype, device=device)  # of the step before
 
@@ -120,14 +131,14 @@ class StepState:
     def limit(self) -> Tensor:
         return self._numbers[5]
 
-    def of(self, batch: int, longest: int, *, restricts: bool) -> GraphBatch:
+    def of(self, batch: int, longest: int, limits: Limits) -> GraphBatch:
         """Return the first `batch` requests. Must be called inside the function that is captured."""
         slots, first, last, roots, base, limit, nodes, depth, top_k, low, high = self._numbers[:, :batch]
         temperature, top_p, min_p = self._fractions[:, :batch]
         return GraphBatch(
             self._pool,
             longest,
-            ChoiceParameters(temperature, top_k, top_p, min_p, low, high, restricts),
+            ChoiceParameters(temperature, top_k, top_p, min_p, low, high, limits),
             self._ids[:batch],
             self.features[:batch],
             slots,
@@ -139,6 +150,7 @@ class StepState:
             nodes,
             depth,
             self._terms[:batch],
+            self.results[:batch],
         )
 
     def load(
@@ -148,10 +160,10 @@ class StepState:
         features: Sequence[Tensor] = (),
         bases: Sequence[int] = (),
         limits: Sequence[int] = (),
-    ) -> bool:
+    ) -> Limits:
         """Write the requests, with `features[b]` `[n, F]` of their last positions, and padding up to `batch`.
 
-        Returns whether a row uses top-k, top-p or min-p.
+        Returns which limits the rows use.
         """
         ids, numbers = torch.zeros(batch, self._ids.shape[1], dtype=torch.int64), torch.zeros(NUMBERS, batch).long()
         fractions = torch.zeros(3, batch)
@@ -169,7 +181,7 @@ class StepState:
         self._ids[:batch], self._numbers[:, :batch], self._fractions[:, :batch] = (
             tensor.to(self._ids.device) for tensor in (ids, numbers, fractions)
         )
-        return p is not None and p.restricts
+        return NO_LIMITS if p is None else p.limits
 
     def set_budgets(self, budgets: Sequence[Budget], terms: Tensor, turn: int) -> None:
         """Set budgets and exit terms of the first requests, between what was and what will be launched.

@@ -12,11 +12,11 @@ from torch import nn
 
 from infer.config import EngineConfig
 from infer.kvcache.tensors import LayerShape, kv_dtype
+from infer.options.engine_sizes import EngineSizes
 from models.config import TargetConfig
 from models.layers import Linear
 
 MIB = 2**20
-DEFAULT_TOKENS = 65536
 SPARE = 0.1  # share of free memory left for everything that is not planned here
 
 
@@ -42,21 +42,18 @@ def plan_memory(
     layers: Sequence[LayerShape],
     dtype: torch.dtype,
     *,
+    sizes: EngineSizes,
     weights: int,
     free: int | None,
 ) -> MemoryPlan:
     """Plan the size of the KV pool.
 
-    `free`: bytes that can still be allocated once the weights are loaded; None if unknown. Without
-    engine.max_tokens_in_cache the pool is sized for a context for every request of a batch, but no more than 65536
-    tokens (or one context, if longer), and no more than fits. Raises ValueError if engine.max_tokens_in_cache, or even
-    one page, does not fit.
+    `free`: bytes that can still be allocated once the weights are loaded; None if unknown. The pool holds
+    `sizes.cache_tokens`, or what fits. Raises ValueError if engine.max_tokens_in_cache, or even one page, does not fit.
     """
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
     per_page = config.page_size * per_value * sum(2 * shape.kv_heads * shape.head_dim for shape in layers)
-    workspace = workspace_bytes(config.max_rows, target, dtype)
-    context = target.max_position_embeddings
-    tokens = config.max_tokens_in_cache or max(context, min(config.max_batch * context, DEFAULT_TOKENS))
+    workspace, tokens = workspace_bytes(sizes.max_rows, target, dtype), sizes.cache_tokens
     pages = -(-tokens // config.page_size)
     if free is not None:
         fitting = int((free * (1 - SPARE) - workspace) // per_page) - 1  # less the null block

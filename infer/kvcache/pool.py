@@ -16,6 +16,8 @@ from infer.kvcache.tensors import KVLayers
 from infer.request import Request
 from infer.speculation.tree import MAX_NODES
 from kernels.rows import AttentionRows
+from kernels.upload import upload
+from kernels.verify import Accepted
 
 INLINE_WRITES = 4  # up to so many pages are written to a block table one by one
 
@@ -115,28 +117,25 @@ class KVPool:
             for place, page in enumerate(pages, start=held):
                 self.table[request.slot, place] = page
         else:
-            self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
+            self.table[request.slot, held : held + len(pages)] = upload(list(pages), self.device)
         request.pages += pages
 
-    def move(self, slots: Tensor, roots: Tensor, path: Tensor, depth: Tensor) -> None:
-        """Move the KV of each accepted path to the front of its tree, in the target's layers.
+    def moves(self, requests: Sequence[Request], accepted: Accepted) -> tuple[Tensor, Tensor] | None:
+        """Return the slots from and to which the KV of accepted paths moves; None if all nodes lie where they should.
 
-        slots, roots `[B]`: the requests' rows of the block table, and the places of their roots. path `[B, W]`: nodes,
-        of which the first `depth[b]` + 1 are b's accepted path, ascending.
+        A path's nodes move to the first places of their tree, whose root lies at the place `request.computed`.
         """
-        index = torch.arange(path.shape[1], device=path.device)
-        source, destination = torch.where(index <= depth[:, None], path, index), index.expand_as(path)
-        request = torch.arange(len(path), device=path.device)[:, None].expand_as(path)
-        if path.device.type == "cpu":  # elsewhere the host need not know which nodes stay where they are
-            moved = source != destination
-            source, destination, request = source[moved], destination[moved], request[moved]
-            if not len(source):
-                return
-        source, destination, request = (x.flatten().to(self.device) for x in (source, destination, request))
-        self.layers.move(*(self._slots(slots[request], roots[request] + node) for node in (source, destination)))
-
-    def _slots(self, rows: Tensor, places: Tensor) -> Tensor:
-        return self.table[rows, places // self.page_size] * self.page_size + places % self.page_size
+        size, slots = self.page_size, ([], [])
+        for request, path, depth in zip(requests, accepted.path.tolist(), accepted.depth.tolist(), strict=True):
+            for index in range(1, depth + 1):
+                if path[index] != index:
+                    for moved, node in zip(slots, (path[index], index), strict=True):
+                        page, offset = divmod(request.computed + node, size)
+                        moved.append(request.pages[page] * size + offset)
+        if not slots[0]:
+            return None
+        source, destination = upload(slots, self.device)
+        return source, destination
 
     def invariants(self, running: Sequence[Request]) -> None:
         """Assert that every page is free, cached or held, and that block tables match. For tests: checks all pages."""
@@ -159,16 +158,15 @@ class KVPool:
         `bases`: the place at which each request's layers begin, a multiple of the page size. Places in the result
         count from there.
         """
-        size, slots = self.page_size, torch.tensor([request.slot for request in requests], device=self.device)
-        if bases is None or not any(bases):
-            table, starts = self.table.index_select(0, slots), list(starts)
-        else:
-            table = self.block_tables(slots, torch.tensor(bases, device=self.device))
+        size, table, slots = self.page_size, self.table, [request.slot for request in requests]
+        if bases is not None and any(bases):
+            table, width = self.page_lists, table.shape[1]
+            slots = [slot * width + base // size for slot, base in zip(slots, bases, strict=True)]
             starts = [start - base for start, base in zip(starts, bases, strict=True)]
-        return AttentionRows.blocks(table, starts, list(counts), page_size=size, tree_mask=tree_mask, first=first)
+        blocks = table, list(starts), list(counts)
+        return AttentionRows.blocks(*blocks, requests=slots, page_size=size, tree_mask=tree_mask, first=first)
 
-    def block_tables(self, slots: Tensor, bases: Tensor) -> Tensor:
-        """Return the page ids `[B, P]` of the block-table rows `slots` `[B]`, from the places `bases` `[B]` on."""
-        table = self.table[slots]
-        columns = torch.arange(table.shape[1], device=table.device) + bases[:, None] // self.page_size
-        return table.gather(1, columns.clamp(max=table.shape[1] - 1))
+    @property
+    def page_lists(self) -> Tensor:
+        """The block tables from every page on: row `slot * width + k` begins with page k of row `slot` of the table."""
+        return self.table.flatten().unfold(0, self.table.shape[1], 1)

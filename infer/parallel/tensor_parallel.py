@@ -126,10 +126,12 @@ def follow(shard: Shard, ranks: Ranks) -> None:
 def split_rows(rows: AttentionRows) -> tuple[tuple[Any, ...], list[Tensor | None]]:
     """Return scalars and tensors, of which `join_rows` makes the rows again.
 
-    The page tables keep only the columns that any row reads.
+    The page tables keep only the requests and columns that any row reads.
     """
-    table = rows.table[:, : -(-rows.longest // rows.page_size)]
-    tensors = [table, rows.request, rows.committed, rows.offset, rows.tree_mask]
+    device, counts = rows.table.device, torch.tensor(rows.counts, device=rows.table.device)
+    table = rows.table[rows.request[counts.cumsum(0) - 1], : -(-rows.longest // rows.page_size)]
+    request = torch.arange(len(counts), device=device).repeat_interleave(counts)
+    tensors = [table, request, rows.committed, rows.offset, rows.tree_mask]
     return (rows.page_size, rows.longest, rows.counts, rows.first), tensors
 
 

@@ -10,16 +10,21 @@ from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.lossy import DRAFTS
 from kernels.acceptance import stream
-from kernels.choose import ChoiceParameters
+from kernels.choose import ChoiceParameters, Limits
 from kernels.noise import MASK32
+from kernels.upload import upload_columns
 
 GREEDY = SamplingParams()
 
 
 def choice_parameters(
-    requests: Sequence[Request], device: torch.device, *, drafting: bool = False
+    requests: Sequence[Request],
+    device: torch.device,
+    counts: Sequence[int] | None = None,
+    *,
+    drafting: bool = False,
 ) -> ChoiceParameters | None:
-    """Return one row of sampling parameters per request, or None when all requests are greedy.
+    """Return `counts[b]` rows of sampling parameters per request, by default one, or None if all are greedy.
 
     With `drafting` a drafter gets the target's noise, so that both sample alike; under block verification it must get
     other noise. A request that has failed is treated as greedy.
@@ -27,15 +32,19 @@ def choice_parameters(
     params = [GREEDY if request.failed else request.params for request in requests]
     if all(p.temperature == 0 for p in params):
         return None
-    return ChoiceParameters(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        top_k=torch.tensor([p.top_k for p in params], device=device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        seed_low=torch.tensor([request.seed & MASK32 for request in requests], device=device),
-        seed_high=torch.tensor([seed_high(request, drafting) for request in requests], device=device),
-        restricts=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
+    integers = [(p.top_k, r.seed & MASK32, seed_high(r, drafting)) for p, r in zip(params, requests, strict=True)]
+    fractions = [(p.temperature, p.top_p, p.min_p) for p in params]
+    if counts is not None:
+        integers, fractions = (
+            [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+            for rows in (integers, fractions)
+        )
+    columns = upload_columns(list(zip(*integers, strict=True)), list(zip(*fractions, strict=True)), device)
+    top_k, low, high, temperature, top_p, min_p = columns
+    limits = Limits(
+        *(any(uses) for uses in zip(*((p.top_k > 0, p.top_p < 1, p.min_p > 0) for p in params), strict=True))
     )
+    return ChoiceParameters(temperature, top_k, top_p, min_p, low, high, limits)
 
 
 def seed_high(request: Request, drafting: bool) -> int:

@@ -48,20 +48,27 @@ class Choices:
         return token_logprobs(self.warped_log_probs(index) if processed else self.raw[index], tokens, num_logprobs)
 
 
+def row_parameters(requests: Sequence[Request], counts: Sequence[int], device: torch.device) -> ChoiceParameters | None:
+    """Return the parameters of `counts[b]` rows of each request; to be called before a forward."""
+
+    def make(group: Sequence[Request]) -> ChoiceParameters | None:
+        return choice_parameters(group, device, counts if len(group) == len(requests) else None)
+
+    return together(requests, make)
+
+
 def choose_rows(
     requests: Sequence[Request],
     counts: Sequence[int],
+    parameters: ChoiceParameters | None,
     logits: Tensor,
     positions: Tensor,
     tree: DraftTree | None = None,
 ) -> Choices:
-    """Sample a token at each row of logits `[R, V]`.
+    """Sample a token at each row of logits `[R, V]`, with its `parameters`: those that `row_parameters` returns.
 
     `counts[b]` is the number of rows of request b: its nodes in `tree`, or without a tree the one row after its tokens.
     """
-    parameters = together(requests, lambda group: choice_parameters(group, logits.device))
-    if parameters is not None:
-        parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
     processed: dict[int, Tensor] = {}
     first = 0
     for b, (request, count) in enumerate(zip(requests, counts, strict=True)):

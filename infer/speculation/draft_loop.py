@@ -15,10 +15,12 @@ from torch import Tensor
 
 from infer.speculation.early_exit import EarlyExit, HostExit
 from infer.speculation.tree import MAX_NODES
-from infer.speculation.tree_shapes import Children, Grown, Run, TreeShape, grow
+from infer.speculation.tree_shapes import Children, Run, TreeShape, grow
 from kernels.choose import ChoiceParameters, choose, choose_best
 from kernels.draft import NativeChains, NativeDraft, NativeTrees
-from kernels.rows import AttentionRows
+from kernels.early_exit import Drafting
+from kernels.rows import AttentionRows, repeated
+from kernels.tree import Candidates, Picked
 from models.attention import Attention, no_attention
 from models.heads.base import Head
 
@@ -38,6 +40,7 @@ class Unread(NamedTuple):
     ends: Tensor  # [B] index of the row that holds the root
     root: Tensor  # [B] the root's position
     base: Tensor  # [B] the head's KV begins at this place, a multiple of the page size
+    requests: Tensor  # [B] the requests' rows of the table of `rows`
     parameters: ChoiceParameters | None  # [B]
 
 
@@ -66,7 +69,7 @@ class DraftLoop(Protocol):
         """Draft chains of up to `depths` `[B]` tokens each, `deepest` being the greatest depth."""
         ...
 
-    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
         """Grow trees of this shape down to the depth `deepest`."""
         ...
 
@@ -74,6 +77,12 @@ class DraftLoop(Protocol):
 def fused(head: Head, features: Tensor) -> Tensor:
     """Return the states `[R, S]` that depth 0 of the head reads, from the features of all aux layers `[R, F]`."""
     return head.fuse(features.chunk(len(head.config.aux_layers), dim=-1))
+
+
+def positions_from(root: Tensor, count: int) -> Tensor:
+    """root `[B]` -> root, root + 1, ... `[count, B]`, rows that begin at multiples of 16 bytes."""
+    batch, steps = len(root), torch.arange(count, device=root.device)
+    return torch.add(root, steps[:, None], out=root.new_empty(count, batch + batch % 2)[:, :batch])
 
 
 class TorchLoop:
@@ -108,43 +117,38 @@ class TorchLoop:
         adjust: Adjust | None = None,
     ) -> Chains:
         """As in DraftLoop; `adjust` may change the logits that a level chooses from."""
-        logits_at = self._parallel(unread, deepest) if self._head.parallel else self._recurrent(unread)
-        active, length = depths > 0, torch.zeros_like(depths)
-        drafted, scores = list[Tensor](), list[Tensor]()
+        positions = positions_from(unread.root, deepest)  # slot i drafts what the target chooses at position i + 1
+        logits_at = self._parallel(unread, deepest) if self._head.parallel else self._recurrent(unread, positions)
+        drafted, scores, chains = list[Tensor](), list[Tensor](), None if early_exit is None else Drafting.begin(depths)
         for level in range(deepest):
             logits, confidence = logits_at(level, drafted)
             if adjust is not None:
                 logits = adjust(logits, drafted)
-            positions = unread.root + level  # slot i drafts the token that the target chooses at position i + 1
-            kept, continuing = active, active & (depths > level + 1)
-            if early_exit is None:
-                drafted.append(self.choice(logits, positions, unread.parameters))
-            else:
-                token, log_probs = self.best(logits, positions, unread.parameters, 1)
-                drafted.append(token[:, 0])
-                scores.append(log_probs[:, 0] if confidence is None else confidence)
-                worth_row, worth_level = early_exit(level, scores[-1], active)
-                kept, continuing = kept & worth_row, continuing & worth_level
-            length, active = length + kept, continuing
-            if early_exit is not None and early_exit.on_host and not bool(active.any()):
+            if early_exit is None or chains is None:
+                drafted.append(self.choice(logits, positions[level], unread.parameters))
+                continue
+            token, log_probs = self.best(logits, positions[level], unread.parameters, 1)
+            drafted.append(token[:, 0])
+            scores.append(log_probs[:, 0] if confidence is None else confidence)
+            chains = early_exit(level, scores[-1], chains, depths)
+            if early_exit.on_host and not bool(chains.active.any()):
                 break
+        length = depths.clamp(max=deepest) if chains is None else chains.length
         return Chains(torch.stack(drafted, dim=1), length, torch.stack(scores, dim=1) if scores else None)
 
-    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
         grown = self._growing_parallel if self._head.parallel else self._growing
         return grow(shape, deepest, unread.root, *grown(unread, deepest))
 
     def choice(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
         """Return the head's choice `[R]` (target ids), under the noise of the target's choice at the same position."""
-        return self.draft_ids[choose(logits, parameters, positions, self.draft_ids)]
+        return choose(logits, parameters, positions, self.draft_ids)
 
     def best(
         self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
     ) -> tuple[Tensor, Tensor]:
         """Return each row's `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
-        count = min(count, logits.shape[1])
-        columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
-        return self.draft_ids[columns], values
+        return choose_best(logits, parameters, positions, self.draft_ids, min(count, logits.shape[1]))
 
     def _step(self, ids: Tensor, state: Tensor, slots: Tensor, rows: AttentionRows | None, depth: int) -> Tensor:
         attention = no_attention if self._attend is None or rows is None else self._attend(rows)
@@ -152,14 +156,14 @@ class TorchLoop:
 
     # ---- the logits of each level of a chain ----------------------------------------------------------------------
 
-    def _recurrent(self, unread: Unread) -> LogitsAt:
-        state, rows = self.read(unread), None
+    def _recurrent(self, unread: Unread, positions: Tensor) -> LogitsAt:
+        state, after_root = self.read(unread), unread.root - unread.base
 
         def logits_at(level: int, drafted: Sequence[Tensor]) -> tuple[Tensor, None]:
-            nonlocal state, rows
+            nonlocal state
             if level:
-                rows = rows.next() if rows is not None else self._after_root(unread, torch.zeros_like(unread.root[:1]))
-                state = self._step(drafted[-1], state, unread.root + level - 1, rows, level)
+                rows = self._past(unread, after_root, 1, shift=level)
+                state = self._step(drafted[-1], state, positions[level - 1], rows, level)
             return self._head.logits(state, level), None
 
         return logits_at
@@ -174,71 +178,67 @@ class TorchLoop:
             return self._head.all_logits(self.read(unread), deepest)
         assert unread.rows is not None
         mask_id, mask_state = self._mask_slot
-        spare = torch.arange(len(unread.ids), device=unread.ids.device) > unread.ends[unread.rows.request]
+        spare = torch.arange(len(unread.ids), device=unread.ids.device) > repeated(unread.ends, unread.rows.counts)
         state = torch.where(spare[:, None], mask_state, fused(self._head, unread.features))
         states = self._step(unread.ids.masked_fill(spare, mask_id), state, unread.slots, unread.rows, 0)
         index = unread.ends[:, None] + torch.arange(deepest, device=unread.ids.device)
         return self._head.logits(states[index.flatten()], 0).unflatten(0, index.shape)  # all depths share one LM head
 
-    def _after_root(self, unread: Unread, offset: Tensor, tree_mask: Tensor | None = None) -> AttentionRows | None:
-        """Address nodes of each request at `offset` `[N]` from the place after the root's slot; tree_mask `[B, N]`."""
+    def _past(
+        self, unread: Unread, start: Tensor, width: int, *, shift: int, offset: int = 0, tree_mask: Tensor | None = None
+    ) -> AttentionRows | None:
+        """Address `width` nodes of each request past its unread rows; arguments as for AttentionRows.grid."""
         rows = unread.rows
         if rows is None:
             return None
-        return AttentionRows.grid(
-            rows.table,
-            unread.root + 1 - unread.base,
-            offset,
-            page_size=rows.page_size,
-            longest=rows.longest + (len(offset) if tree_mask is None else MAX_NODES),
-            tree_mask=tree_mask,
-            first=rows.first,
-        )
+        where = {"shift": shift, "offset": offset, "tree_mask": tree_mask, "first": rows.first}
+        longest = rows.longest + (shift + width - 1 if tree_mask is None else MAX_NODES)
+        sizes = {"page_size": rows.page_size, "longest": longest}
+        return AttentionRows.grid(rows.table, unread.requests, start, width, **sizes, **where)
 
     # ---- callbacks of `grow` --------------------------------------------------------------------------------------
 
     def _growing(self, unread: Unread, deepest: int) -> tuple[Children, Run]:
         """Each node attends to its own ancestors."""
-        start, batch, device = unread.root[:, None], len(unread.root), unread.root.device
-        state = self.read(unread)[:, None]  # [B, M, S] of the nodes that a level is grown from
-        tree_mask = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M]
-        run_before = 0
+        after_root, positions = unread.root - unread.base, positions_from(unread.root, deepest)
+        state, ran = self.read(unread)[:, None], 0  # [B, M, S] of the nodes that a level is grown from
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
-            logits = self._head.logits(state.flatten(0, 1), level - 1)
-            return self._best_of_nodes(unread, level, logits.unflatten(0, state.shape[:2]), fan_out)
+            logits = self._head.logits(state.flatten(0, 1), level - 1).unflatten(0, state.shape[:2])
+            return self._best_of_nodes(logits, positions[level - 1], unread.parameters, fan_out)
 
-        def run(level: int, parent: Tensor, token: Tensor) -> None:
-            nonlocal state, tree_mask, run_before
-            above = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
-            slots = (start + level - 1).expand_as(parent).flatten()
-            offset = run_before + torch.arange(parent.shape[1], device=device)
-            tree_mask = tree_mask.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offset)
-            run_before += parent.shape[1]
-            rows = self._after_root(unread, offset, tree_mask)
-            state = self._step(token.flatten(), above, slots, rows, level).unflatten(0, parent.shape)
+        def run(level: int, picked: Picked) -> None:
+            nonlocal state, ran
+            width, tree_mask = picked.parent.shape[1], picked.frontier.tree_mask
+            above = state.gather(1, picked.parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
+            rows = self._past(unread, after_root, width, shift=1, offset=ran, tree_mask=tree_mask)
+            slots = positions[level - 1].repeat_interleave(width)
+            state = self._step(picked.token.flatten(), above, slots, rows, level).unflatten(0, (-1, width))
+            ran += width
 
         return children, run
 
-    def _best_of_nodes(self, unread: Unread, level: int, logits: Tensor, fan_out: int) -> tuple[Tensor, Tensor]:
-        """Return the best children of each of M nodes of a level above, `[B, M, fan_out]`; logits `[B, M, Vd]`."""
-        batch, width = logits.shape[:2]
-        owner = torch.arange(batch, device=logits.device).repeat_interleave(width)
-        parameters = unread.parameters and unread.parameters.rows(owner)
-        tokens, values = self.best(logits.flatten(0, 1), unread.root[owner] + level - 1, parameters, fan_out)
-        return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
+    def _best_of_nodes(
+        self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `best`, for M nodes of each request at positions `[B]`: logits `[B, M, Vd]` -> `[B, M, count]` each."""
+        width = logits.shape[1]
+        parameters = parameters and parameters.repeated(width)
+        tokens, values = self.best(logits.flatten(0, 1), positions.repeat_interleave(width), parameters, count)
+        return tokens.unflatten(0, (-1, width)), values.unflatten(0, (-1, width))
 
     def _growing_parallel(self, unread: Unread, deepest: int) -> tuple[Children, Run]:
         return self._shared_children(unread, self._all_logits(unread, deepest))
 
     def _shared_children(self, unread: Unread, logits: Tensor) -> tuple[Children, Run]:
         """All nodes of a level have the same children, whatever was drafted before; logits `[B, D, Vd]`."""
+        positions = positions_from(unread.root, logits.shape[1])
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
-            tokens, values = self.best(logits[:, level - 1], unread.root + level - 1, unread.parameters, fan_out)
+            tokens, values = self.best(logits[:, level - 1], positions[level - 1], unread.parameters, fan_out)
             return tokens[:, None], values[:, None]
 
-        return children, lambda level, parent, token: None
+        return children, lambda level, picked: None
 
 
 class NativeLoop:
@@ -275,11 +275,17 @@ class NativeLoop:
         token = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts])
         return Chains(token, torch.tensor([len(draft) for draft in drafts]))
 
-    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
         limits = {"width": shape.width, "count": max(map(shape.fan_out, range(1, deepest + 1))), "places": shape.rows}
         inputs = self._inputs(unread, deepest)
         trees = NativeTrees(self._native, *inputs, self._caches, unread.parameters, deepest, **limits)
-        return grow(shape, deepest, unread.root, trees.children, trees.run)
+        return grow(
+            shape,
+            deepest,
+            unread.root,
+            trees.children,
+            lambda level, picked: trees.run(level, picked.parent, picked.token),
+        )
 
     def _inputs(self, unread: Unread, deepest: int) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
         """Return the first level's inputs: all unread rows, none of them spare."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from infer.request import Request
 from infer.speculation.control.confidence import MIN_CHANCE, Confidence, ExitDecision, Prices
+from kernels.early_exit import FIELDS, Drafting, exit_level
+from kernels.upload import sent
 
 
 class EarlyExit(Protocol):
@@ -17,11 +19,9 @@ class EarlyExit(Protocol):
 
     on_host: bool
 
-    def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, bool `[B]` each, which tokens of this level to keep, and which chains to continue after it.
-
-        log_probs `[B]`: of the drafted tokens, under the noise that they were chosen with; active `[B]`: which chains
-        have reached the level. Decisions on other chains are ignored.
+    def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
+        """Return the chains after a level of tokens with these log-probabilities `[B]`, under the noise that they were
+        chosen with. No chain is longer than `depths` `[B]`.
         """
         ...
 
@@ -39,17 +39,16 @@ class HostExit:
         """Decide on the chains `active`, from the log-probabilities of their tokens of this level."""
         return self._confidence.score([self._requests[index] for index in active], log_probs)
 
-    def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        index = active.nonzero()[:, 0]
+    def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
+        index = chains.active.nonzero()[:, 0]
         decisions = self.decide(index.tolist(), log_probs[index].tolist())
-        both = torch.zeros(2, len(active), dtype=torch.bool)
+        both = torch.zeros(2, len(depths), dtype=torch.bool)
         both[:, index.cpu()] = torch.tensor([(one.keep, one.continue_) for one in decisions]).T
-        keep, continue_ = both.to(active.device)
-        return keep, continue_
+        keep, continue_ = sent(both, depths.device)
+        return Drafting(continue_ & (depths > level + 1), chains.length + keep, chains.chance)
 
 
 FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
-FIELDS = 5  # columns of a row of terms: whether it is scored, slope, and the prices; then two per depth
 
 
 def num_terms(deepest: int) -> int:
@@ -79,17 +78,7 @@ class TensorExit:
     on_host = False
 
     def __init__(self, terms: Tensor) -> None:
-        scored, self._slope, self._row, self._step, self._level = terms[:, :FIELDS].T
-        self._scored, self._chance = scored > 0, torch.ones_like(self._slope)
-        self._offsets, self._following = terms[:, FIELDS:].chunk(2, dim=1)
+        self._terms = terms
 
-    def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        confidence = log_probs.exp().clamp(MIN_CHANCE, 1 - MIN_CHANCE).logit()
-        self._chance = self._chance * (self._offsets[:, level] + self._slope * confidence).sigmoid()
-        keep = ~self._scored | (self._chance >= self._row)
-        if level == 0:
-            keep = torch.ones_like(keep)
-        gain = self._chance * self._following[:, level] - self._row - self._step
-        gain = torch.where(self._scored, gain, torch.inf)
-        surplus = torch.where(active & keep, gain, 0.0).clamp(min=0.0).sum()
-        return keep, keep & (gain > 0) & (~self._scored | (surplus >= self._level))
+    def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
+        return exit_level(chains, self._terms, depths, log_probs, level, MIN_CHANCE)

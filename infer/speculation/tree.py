@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.tree import depths_and_masks
+
 MAX_NODES = 64  # bits of a node's tree mask, `ancestors`
 
 
@@ -79,28 +81,11 @@ class DraftTree:
         return cls.assemble(token, parent, length)
 
     @classmethod
-    def assemble(
-        cls, token: Tensor, parent: Tensor, length: Tensor, *, deepest: int | None = None, padded: bool = False
-    ) -> DraftTree:
-        """Build a tree from a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything.
-
-        Given `deepest`, a bound on the depth of all nodes, the host does not wait for the tensors' device.
-        """
-        width, device = token.shape[1], token.device
-        node = torch.arange(width, device=device)
-        above = torch.where(node < length[:, None], parent.long(), 0).clamp(min=0)
-        self_bit = torch.ones((), dtype=torch.int64, device=device) << node  # bit 63 is the sign bit
-        ancestors, depth = self_bit.expand_as(above), (node > 0).int().expand_as(above)
-        reach = above  # the ancestor 2^i levels up, or the root if there is none
-        turns = range(MAX_NODES) if deepest is None else range(deepest.bit_length())
-        for _ in turns:  # pointer doubling: each iteration reaches twice as far up
-            if deepest is None and not bool((reach > 0).any()):
-                break
-            depth = depth + depth.gather(1, reach)
-            ancestors = ancestors | ancestors.gather(1, reach)
-            reach = reach.gather(1, reach)
-        max_depth = MAX_NODES - 1 if deepest is None else deepest
-        return cls(token, parent.int(), depth, ancestors | 1, length, padded=padded, max_depth=max_depth)
+    def assemble(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
+        """Build a tree from a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything."""
+        width = token.shape[1]
+        above = torch.where(torch.arange(width, device=token.device) < length[:, None], parent.long(), 0).clamp(min=0)
+        return cls(token, parent.int(), *depths_and_masks(above, width - 1), length)
 
     @classmethod
     def stack(cls, trees: Sequence[DraftTree], rows: Sequence[Sequence[int]]) -> DraftTree:
@@ -171,15 +156,7 @@ class DraftTree:
         mask = int(self.ancestors[row, node])
         return [index for index in range(self.token.shape[1]) if mask >> index & 1]
 
-    def paths(self, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the path to the node `last[b]` of each row, `[B, W]`, and its depth `[B]`.
-
-        The first `depth[b]` + 1 nodes are the path, ascending; the rest are other nodes.
-        """
-        batch, width = self.token.shape
-        node = torch.arange(width, device=last.device)
-        if self.is_chain:
-            return node.expand(batch, width), last
-        inside = self.ancestors.gather(1, last[:, None]) >> node & 1
-        path = torch.where(inside > 0, node, node + width).sort(dim=1).indices
-        return path[:, : 1 + self.max_depth], self.depth.gather(1, last[:, None])[:, 0].long()
+    @property
+    def path_width(self) -> int:
+        """An upper bound on the number of nodes of a path."""
+        return min(self.token.shape[1], 1 + self.max_depth)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -18,6 +19,8 @@ from infer.config import ProposerConfig
 from infer.options.draft_tree import Beam, Measured
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
+from kernels.tree import BestNodes, Candidates, Frontier, Level, Picked, best_nodes, grow_level
+from kernels.upload import upload
 
 
 class TreeShape(Protocol):
@@ -43,12 +46,10 @@ class TreeShape(Protocol):
         """Return R, the candidates at `level` (1, 2, ...) per node of level - 1 that is run; 0 ends the tree."""
         ...
 
-    def score(self, level: int, cumulative: Tensor) -> Tensor:
-        """Return the scores `[B, M * R]` of a level's candidates; -inf for one that must not be proposed."""
-        ...
-
-    def run_next(self, level: int, scores: Tensor) -> Tensor:
-        """Return the indices `[B, M']` in this level of the nodes that the next one is grown from, best first."""
+    def fixed(self, level: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the scores `[M * R]` of a level's candidates, -inf for one that must not be proposed, and the indices
+        `[M']` in the level of those that the next one is grown from; None if log-probabilities decide, best first.
+        """
         ...
 
 
@@ -74,11 +75,8 @@ class DynamicShape:
     def fan_out(self, level: int) -> int:
         return self.width if level <= self.depth else 0
 
-    def score(self, level: int, cumulative: Tensor) -> Tensor:
-        return cumulative
-
-    def run_next(self, level: int, scores: Tensor) -> Tensor:
-        return scores.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
+    def fixed(self, level: int, device: torch.device) -> None:
+        return None
 
 
 class StaticShape:
@@ -122,13 +120,10 @@ class StaticShape:
     def fan_out(self, level: int) -> int:
         return self._fan_out[level - 1] if level <= self.depth else 0
 
-    def score(self, level: int, cumulative: Tensor) -> Tensor:
-        self._scores[level - 1] = scores = self._scores[level - 1].to(cumulative.device)
-        return scores.expand_as(cumulative)
-
-    def run_next(self, level: int, scores: Tensor) -> Tensor:
-        self._run[level - 1] = indices = self._run[level - 1].to(scores.device)
-        return indices.expand(len(scores), -1)
+    def fixed(self, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        for parts in (self._scores, self._run):
+            parts[level - 1] = parts[level - 1].to(device)
+        return self._scores[level - 1], self._run[level - 1]
 
     @property
     def rows(self) -> int:
@@ -150,68 +145,44 @@ def tree_shape(config: ProposerConfig) -> TreeShape | None:
 
 
 Children = Callable[[int, int], tuple[Tensor, Tensor]]
-Run = Callable[[int, Tensor, Tensor], None]
-# All candidates: token `[B, C]`, parent `[B, C]` (candidate index, -1 = root), level `[C]` from 1, score `[B, C]`.
-Grown = tuple[Tensor, Tensor, Tensor, Tensor]
+Run = Callable[[int, Picked], None]
 
 
-def grow(shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run) -> Grown:
+def grow(shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run) -> Candidates:
     """Grow the trees of B requests at once; return all candidates.
 
     roots `[B]`. `children(level, R)` returns tokens and log-probabilities `[B, M, R]` of the best children of each of
     the M nodes that were run last (at first the root); M = 1 where all nodes of a level have the same children.
-    `run(level, parent, token)` runs the nodes `[B, M']` that the next level is grown from; `parent` is the index of
-    each one's parent among the M.
+    `run(level, picked)` runs the nodes that the next level is grown from.
     """
-    batch, device = len(roots), roots.device
-    log_probs = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of the nodes run last
-    above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
-    grown: list[tuple[Tensor, Tensor, Tensor]] = []  # token, parent, score [B, M * R] of each level
-    candidates = level = 0
+    frontier, levels = Frontier.root(len(roots), roots.device), list[Level]()
+    candidates = ran = level = 0
     while level < deepest and (fan_out := shape.fan_out(level + 1)):
         level += 1
-        token, value = children(level, fan_out)
-        M, R = log_probs.shape[1], token.shape[2]
-        token = token.expand(batch, M, R).flatten(1)
-        cumulative = (log_probs[..., None] + value).flatten(1)
-        scores = shape.score(level, cumulative)
-        grown.append((token, above.repeat_interleave(R, dim=1), scores))
-        if level == deepest or not shape.fan_out(level + 1):
+        fixed, last = shape.fixed(level, roots.device), level == deepest or not shape.fan_out(level + 1)
+        width, tokens = 0 if last else shape.width, children(level, fan_out)
+        levels.append(grow_level(frontier, *tokens, fixed, width, first=candidates, ran=ran))
+        if last:
             break
-        picked = shape.run_next(level, scores)  # [B, M']
-        run(level, picked // R, token.gather(1, picked))
-        log_probs, above = cumulative.gather(1, picked), candidates + picked
-        candidates += token.shape[1]
-    levels = [torch.full_like(token[0], depth) for depth, (token, _, _) in enumerate(grown, start=1)]
-    token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
-    return token, parent, torch.cat(levels), score
+        picked = levels[-1].picked
+        run(level, picked)
+        frontier, ran = picked.frontier, ran + picked.token.shape[1]
+        candidates += levels[-1].token.shape[1]
+    token, parent, score = (torch.cat([getattr(one, name) for one in levels], dim=1) for name in Level._fields[:3])
+    return Candidates(token, parent, numbered(tuple(one.token.shape[1] for one in levels), roots.device), score)
 
 
-def propose_best(roots: Sequence[int], grown: Grown, budgets: Sequence[Budget]) -> DraftTree:
+@cache
+def numbered(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return 1 `counts[0]` times, 2 `counts[1]` times, ..."""
+    return upload([level for level, count in enumerate(counts, start=1) for _ in range(count)], device)
+
+
+def propose_best(roots: Sequence[int], grown: Candidates, budgets: Sequence[Budget]) -> DraftTree:
     """Return, on the host, the trees of the best candidates within each budget."""
-    level, score = grown[2:]
     rows = [(*budget, root) for budget, root in zip(budgets, roots, strict=True)]
-    nodes, depth, root = torch.tensor(rows, device=score.device).T
-    candidates = ((score > -torch.inf) & (level <= depth[:, None])).sum(1)
-    fields = best_nodes(root, grown, nodes, depth, int(torch.minimum(candidates, nodes).max()))
-    return DraftTree.assemble(*(field.cpu() for field in fields))
-
-
-def best_nodes(roots: Tensor, grown: Grown, nodes: Tensor, depth: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token, parent `[B, 1 + width]` and length `[B]` of the trees of the best candidates, best first.
-
-    A tree has the root `roots[b]` and at most `nodes[b]` <= `width` candidates, none deeper than `depth[b]`; those of
-    score -inf are left out. No candidate may score higher than its parent or precede it, so parents come first. The
-    host does not wait for the device.
-    """
-    token, parent, level, score = grown
-    best = score.masked_fill(level > depth[:, None], -torch.inf).sort(dim=1, descending=True, stable=True)
-    values, chosen = best.values[:, :width], best.indices[:, :width]
-    rank = torch.arange(chosen.shape[1], device=token.device)
-    count = ((rank < nodes[:, None]) & (values > -torch.inf)).sum(1)
-    node_of = torch.zeros_like(parent).scatter_(1, chosen, (rank + 1).expand_as(chosen))
-    above = parent.gather(1, chosen)
-    above = torch.where(above < 0, 0, node_of.gather(1, above.clamp(min=0)))
-    root = roots[:, None]
-    token = torch.cat([root, token.gather(1, chosen)], dim=1)
-    return token, torch.cat([torch.full_like(root, -1), above], dim=1), count + 1
+    nodes, depth, root = (column.contiguous() for column in upload(rows, grown.score.device).T)
+    candidates = ((grown.score > -torch.inf) & (grown.level <= depth[:, None])).sum(1)
+    width = int(torch.minimum(candidates, nodes).max())
+    fields = best_nodes(root, grown, nodes, depth, width, max(budget.depth for budget in budgets))
+    return DraftTree(*BestNodes(*(field.cpu() for field in fields)))

@@ -37,9 +37,9 @@ class NativeAttention:
         assert lib is not None
         self._call = lib.paged_attention
         longest = -(-rows.longest // LANES) * LANES
-        table, request, committed, offset = (
-            tensor.contiguous() for tensor in (rows.table, rows.request, rows.committed, rows.offset)
-        )
+        table = rows.table
+        assert table.stride(1) == 1, "a request's pages lie beside each other"
+        request, committed, offset = (tensor.contiguous() for tensor in (rows.request, rows.committed, rows.offset))
         mask = None if rows.tree_mask is None else rows.tree_mask.contiguous()
         count = rows.request.shape[0]
         team = threads(count * num_heads * rows.longest * head_dim)
@@ -57,7 +57,7 @@ class NativeAttention:
             heads=num_heads,
             kv_heads=num_kv_heads,
             dim=head_dim,
-            pages=table.shape[1],
+            pages=table.stride(0),
             page_size=rows.page_size,
             longest=longest,
             first=rows.first,

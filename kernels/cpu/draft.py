@@ -123,7 +123,7 @@ class Begun:
             self._seeds = padded(seeds, 0, max_next - chains)
             self._temperature = padded(parameters.temperature.clone(), 0, max_next - chains)
         self._columns, self._keys = torch.empty(max_next * count, dtype=torch.int64), torch.empty(max_next * count)
-        self._masses, self._table = torch.empty(max_next), rows.table.contiguous()
+        self._masses, self._table = torch.empty(max_next), rows.table
         first, step = self._numbers.data_ptr(), max_rows * self._numbers.element_size()
         numbers = {name: first + step * row for row, name in enumerate(NUMBERS)}
         self._attention = paged.Arguments(
@@ -134,7 +134,7 @@ class Begun:
             heads=parts.num_heads,
             kv_heads=parts.num_kv_heads,
             dim=native.arguments.dim,
-            pages=self._table.shape[1],
+            pages=self._table.stride(0),
             page_size=rows.page_size,
             longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,
             first=rows.first,

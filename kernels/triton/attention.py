@@ -20,6 +20,7 @@ addition are never fused, since that too would be the compiler's choice.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -32,10 +33,10 @@ from torch import Tensor
 
 from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
-from kernels.rows import AttentionRows
-from kernels.tiles import WORD_BITS, set_bit_positions
+from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRET
 from kernels.triton.device import Limits, limits
+from kernels.upload import upload
 
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
 SUM_WIDTH = tl.constexpr(16)  # width of the narrowest product: the sums of weights, in equal columns
@@ -356,13 +357,9 @@ class TritonAttention:
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
         self._whole = merges_itself(programs, head_dim, dtype, self._tree, limits(device)) if whole is None else whole
-        self._table, self._first, self._page_size = rows.table.contiguous(), rows.first, rows.page_size
-        self._request, self._slots = rows.request, rows.slots
-        self._committed = rows.committed.int()
-        if rows.tree_mask is None:
-            self._ends, self._tail_slots = (rows.places + 1).int(), rows.slots
-        else:
-            self._ends, self._tail_slots = _tails(rows, shape.tile)
+        self._table, self._first, self._page_size = rows.table, rows.first, rows.page_size
+        self._request, (_, self._slots, self._committed, self._ends) = rows.request, rows.addresses
+        self._tail_slots = self._slots if rows.tree_mask is None else rows.tails(shape.tile)
         count = rows.request.shape[0]
         tail_splits = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # most splits that `branch` writes for a row
         num_states = splits if not self._whole else 1 + tail_splits
@@ -406,7 +403,7 @@ class TritonAttention:
         states = (self._states, self._outs)
         table = (self._table, self._request, self._committed, self._ends, self._blocks)
         num_heads, num_states = self._outs.shape[1:3]
-        strides = (q.stride(0), cache.shape[2], self._table.shape[1], num_states)
+        strides = (q.stride(0), cache.shape[2], self._table.stride(0), num_states)
         attn_out = q.new_empty(q.shape[0], num_heads * self._sizes["D"])
         attend[self._grid](
             q, cache, *table, *states, attn_out, *strides, *bounds, scale, PAGE=self._page_size, TREE=self._tree,
@@ -429,37 +426,24 @@ class TritonAttention:
 
 
 def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:
-    """Return first row and number of rows of each block, `[blocks, 2]`, at most `nodes` rows of one request.
+    """Return first row and number of rows of each block, `[blocks, 2]` int32, at most `nodes` rows of one request.
 
-    If all requests have the same count, as in CUDA graphs, this needs no host-to-device copy, which cannot be captured.
+    A graph keeps the address of the tensor that was made before its capture.
     """
     if len(set(counts)) == 1:
-        (count,) = set(counts)
-        offset = torch.arange(0, count, nodes, dtype=torch.int32, device=device)
-        first = torch.arange(0, len(counts) * count, count, dtype=torch.int32, device=device)[:, None] + offset
-        return torch.stack([first, (count - offset).clamp(max=nodes).expand_as(first)], dim=-1).flatten(0, 1)
+        return _equal_blocks(len(counts), counts[0], nodes, device)
+    return upload(_block_list(counts, nodes), device, torch.int32)
+
+
+@functools.cache
+def _equal_blocks(requests: int, count: int, nodes: int, device: torch.device) -> Tensor:
+    return upload(_block_list((count,) * requests, nodes), device, torch.int32)
+
+
+def _block_list(counts: tuple[int, ...], nodes: int) -> list[list[int]]:
     starts = itertools.accumulate(counts, initial=0)
-    blocks = [
+    return [
         [start + offset, min(nodes, count - offset)]
         for start, count in zip(starts, counts, strict=False)
         for offset in range(0, count, nodes)
     ]
-    return torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
-
-
-def _tails(rows: AttentionRows, tile: int) -> tuple[Tensor, Tensor]:
-    """For rows of trees, return the number of keys each sees `[R]`, and the slots of those after its last full tile of
-    committed keys `[R, W]`.
-    """
-    assert rows.tree_mask is not None
-    nth, set_bits = set_bit_positions(rows.tree_mask)
-    ends = rows.committed + set_bits
-    begin = rows.committed // tile * tile
-    width = tile + WORD_BITS
-    position = begin[:, None] + torch.arange(width, device=begin.device)
-    past_committed = position - rows.committed[:, None]
-    place = rows.committed[:, None] + nth.gather(1, past_committed.clamp(0, WORD_BITS - 1))
-    place = torch.where(past_committed < 0, position, place)
-    page = (place // rows.page_size).clamp(max=rows.table.shape[1] - 1)
-    pages = rows.table[rows.request].gather(1, page)
-    return ends.int(), pages * rows.page_size + place % rows.page_size

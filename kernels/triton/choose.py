@@ -2,10 +2,11 @@
 """Sampling in Triton: one pass over the vocabulary in blocks, and one over the candidates of the blocks.
 
 A block keeps its logits in registers, adds the noise there, and returns its few best columns: nothing as wide as the
-vocabulary is written. Top-k and top-p need a threshold, which is found by radix selection: a value's 32 bits, mapped to
-integers of the same order, four at a time from the top; each step is a pass that counts, or weighs, the values with the
-digits so far. There is no sorting and no atomic addition, and counts and weights are integers, whose sums do not depend
-on an order: a row's choice depends on that row alone.
+vocabulary is written. Top-k and top-p need a threshold, which is found by radix selection: a logit's bits, mapped to
+integers of the same order, four at a time from the top; each step is a pass that counts, or weighs, the logits with the
+digits so far. 16-bit logits have only their highest bits, and division by the temperature keeps their order, so that
+the threshold of the quotients is found in half the passes of fp32. There is no sorting and no atomic addition, and
+counts and weights are integers, whose sums do not depend on an order: a row's choice depends on that row alone.
 """
 
 from __future__ import annotations
@@ -17,29 +18,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.noise import exact_log
 from kernels.triton.fixed_point import exp_weights, share_of
-from kernels.triton.noise import gumbel_noise, row_key
+from kernels.triton.noise import exact_log, gumbel_noise, row_key
 
 if TYPE_CHECKING:
     from kernels.choose import ChoiceParameters
 
 BLOCK = 2048
 DIGITS = tl.constexpr(16)
-LEVELS = 8
+LEVELS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}  # digits of four bits that any value needs, as fp32
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def read_scaled(logits, row, stride, columns, size, temperature):
-    """Read a row's logits divided by its temperature [N], in fp32, -inf past its end; a greedy row's unchanged."""
-    x = tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
+def divided(x, temperature):
+    """x / temperature in fp32; a greedy row's x is unchanged."""
     return tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
 
 
 @triton.jit
+def read_logits(logits, row, stride, columns, size):
+    """Read a row's logits [N] in fp32, -inf past its end."""
+    return tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["repeat"])
 def best_of_block(
-    logits, stride, size, temperatures, thresholds, seeds_low, seeds_high, positions, token_ids, block_keys,
+    logits, stride, size, repeat, temperatures, thresholds, seeds_low, seeds_high, positions, token_ids, block_keys,
     block_columns, peaks, masses,
     M: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr, RESTRICTED: tl.constexpr, NOISE: tl.constexpr,
     IDS: tl.constexpr, MASS: tl.constexpr,
@@ -51,20 +56,20 @@ def best_of_block(
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * N + tl.arange(0, N)
     inside = columns < size
+    keys = read_logits(logits, row, stride, columns, size)
     if SAMPLED:
-        temperature = tl.load(temperatures + row)
-        keys = read_scaled(logits, row, stride, columns, size, temperature)
+        owner = row // repeat  # whose parameters are the row's
+        temperature = tl.load(temperatures + owner)
+        keys = divided(keys, temperature)
         if RESTRICTED:
             keys = tl.where(keys < tl.load(thresholds + row), MINUS_INFINITY, keys)
         if NOISE:
-            key = row_key(tl.load(seeds_low + row), tl.load(seeds_high + row), tl.load(positions + row))
+            key = row_key(tl.load(seeds_low + owner), tl.load(seeds_high + owner), tl.load(positions + row))
             if IDS:
                 ids = tl.load(token_ids + columns, mask=inside, other=0)
             else:
                 ids = columns.to(tl.int64)
             keys = tl.where(temperature > 0, keys + gumbel_noise(key, ids), keys)
-    else:
-        keys = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INFINITY).to(tl.float32)
     index = row * blocks + block
     if MASS:
         peak = tl.max(keys, axis=0)
@@ -82,11 +87,20 @@ def best_of_block(
 
 @triton.jit
 def best_of_row(
-    block_keys, block_columns, peaks, masses, out, out_columns, out_mass, blocks, candidates, size,
-    M: tl.constexpr, C: tl.constexpr, P: tl.constexpr, MASS: tl.constexpr,
+    block_keys, block_columns, peaks, masses, token_ids, out, out_tokens, out_mass, blocks, candidates, size,
+    M: tl.constexpr, C: tl.constexpr, P: tl.constexpr, IDS: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Find the M best of a row's candidates; with MASS also the log-sum-exp of the row."""
+    """Find the M best of a row's candidates; with MASS also the log-sum-exp of the row, which is subtracted of keys."""
     row = tl.program_id(0).to(tl.int64)
+    log_mass = 0.0
+    if MASS:
+        parts = tl.arange(0, P)
+        peak = tl.load(peaks + row * blocks + parts, mask=parts < blocks, other=MINUS_INFINITY)
+        mass = tl.load(masses + row * blocks + parts, mask=parts < blocks, other=0.0)
+        max_peak = tl.max(peak, axis=0)
+        finite = tl.where(max_peak > MINUS_INFINITY, max_peak, 0.0)
+        log_mass = finite + tl.log(tl.sum(tl.where(mass > 0, mass * tl.exp(peak - finite), 0.0), axis=0))
+        tl.store(out_mass + row, log_mass)
     index = tl.arange(0, C)
     keys = tl.load(block_keys + row * candidates + index, mask=index < candidates, other=MINUS_INFINITY)
     columns = tl.load(block_columns + row * candidates + index, mask=index < candidates, other=size)
@@ -95,16 +109,11 @@ def best_of_row(
         remaining = (columns < size) & ((keys < value) | ((keys == value) & (columns > column)))
         value = tl.max(tl.where(remaining, keys, MINUS_INFINITY), axis=0)
         column = tl.min(tl.where(remaining & (keys == value), columns, size), axis=0)
-        tl.store(out + row * M + rank, value)
-        tl.store(out_columns + row * M + rank, tl.minimum(column, size - 1).to(tl.int64))
-    if MASS:
-        parts = tl.arange(0, P)
-        peak = tl.load(peaks + row * blocks + parts, mask=parts < blocks, other=MINUS_INFINITY)
-        mass = tl.load(masses + row * blocks + parts, mask=parts < blocks, other=0.0)
-        max_peak = tl.max(peak, axis=0)
-        finite = tl.where(max_peak > MINUS_INFINITY, max_peak, 0.0)
-        total = tl.sum(tl.where(mass > 0, mass * tl.exp(peak - finite), 0.0), axis=0)
-        tl.store(out_mass + row, finite + tl.log(total))
+        tl.store(out + row * M + rank, value - log_mass)
+        token = tl.minimum(column, size - 1).to(tl.int64)
+        if IDS:
+            token = tl.load(token_ids + token)
+        tl.store(out_tokens + row * M + rank, token)
 
 
 @triton.jit
@@ -112,7 +121,7 @@ def count_above(logits, stride, size, log_masses, bounds, out, N: tl.constexpr):
     """Count a block's log-probabilities above the row's bound."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * N + tl.arange(0, N)
-    x = tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
+    x = read_logits(logits, row, stride, columns, size)
     above = x - tl.load(log_masses + row) > tl.load(bounds + row)
     tl.store(out + row * blocks + block, tl.sum(above.to(tl.int32), axis=0))
 
@@ -131,80 +140,121 @@ def from_order(code):
 
 
 @triton.jit
-def descend(sums, prefix, above, limit, row, blocks, first, P: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Find the next digit: the lowest with any mass and with less than `limit` above it.
+def peak_of_block(logits, stride, size, peaks, N: tl.constexpr):
+    """Find the largest logit of a row and block."""
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    x = read_logits(logits, row, stride, block * N + tl.arange(0, N), size)
+    tl.store(peaks + row * blocks + block, tl.max(x, axis=0))
 
-    sums: the previous level's, of every block [blocks, 16]. With `first` a weighted limit is the bits of an fp32 share
-    of the total mass.
-    """
-    parts, digits = tl.arange(0, P), tl.arange(0, DIGITS)
-    index = (row * blocks + parts[:, None]) * DIGITS + digits[None, :]
-    digit_sums = tl.sum(tl.load(sums + index, mask=parts[:, None] < blocks, other=0), axis=0)
-    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], digit_sums[:, None], 0), axis=0)
+
+@triton.jit
+def top_of_row(peaks, row, blocks, temperature, P: tl.constexpr):
+    """Return a row's largest logit divided by its temperature."""
+    parts = tl.arange(0, P)
+    return divided(
+        tl.max(tl.load(peaks + row * blocks + parts, mask=parts < blocks, other=MINUS_INFINITY), 0), temperature
+    )
+
+
+@triton.jit
+def floor_of_row(floors, min_p, top, temperature, row, FLOORED: tl.constexpr):
+    """Return what an earlier limit keeps: with FLOORED that in `floors`, else min-p's."""
+    if FLOORED:
+        return tl.load(floors + row)
+    return tl.where((min_p > 0) & (temperature > 0), top + exact_log(tl.where(min_p > 0, min_p, 1.0)), MINUS_INFINITY)
+
+
+@triton.jit
+def is_requested(limit, temperature, WEIGHTED: tl.constexpr):
     if WEIGHTED:
-        share = tl.where(first, limit, 0).to(tl.int32).to(tl.float32, bitcast=True)
-        limit = tl.where(first, share_of(tl.sum(digit_sums, axis=0), share), limit)
+        return (limit < 1) & (temperature > 0)
+    return (limit > 0) & (temperature > 0)
+
+
+@triton.jit
+def descend(states, sums, row, rows, blocks, level, limit, P: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Find the digits before `level`, which is at least 1: the last of them is the lowest with any mass and with less
+    than the limit above it. Returns the digits, the mass above them, and the limit.
+
+    states [levels, R, 3] and sums [levels, R, blocks, 16] as in `count_digits`. `limit` is the row's top-k, or WEIGHTED
+    its top-p: a share of the mass of all values, which are those of the first level.
+    """
+    old, parts, digits = states + ((level - 1) * rows + row) * 3, tl.arange(0, P), tl.arange(0, DIGITS)
+    index = (((level - 1) * rows + row) * blocks + parts[:, None]) * DIGITS + digits[None, :]
+    digit_sums = tl.sum(tl.load(sums + index, mask=parts[:, None] < blocks, other=0), axis=0)
+    above = tl.load(old + 1, mask=level > 1, other=0)
+    if WEIGHTED:
+        first = share_of(tl.sum(digit_sums, axis=0), limit)
+    else:
+        first = limit.to(tl.int64)
+    limit = tl.where(level > 1, tl.load(old + 2, mask=level > 1, other=0), first)
+    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], digit_sums[:, None], 0), axis=0)
     digit = tl.min(tl.where((digit_sums > 0) & (higher < limit), digits, DIGITS - 1), axis=0)
+    prefix = tl.load(old, mask=level > 1, other=0).to(tl.uint32)
     return (prefix << 4) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, higher, 0), axis=0), limit
 
 
-@triton.jit(do_not_specialize=["level"])
+@triton.jit(do_not_specialize=["repeat", "level"])
 def count_digits(
-    logits, stride, size, temperatures, tops, floors, requested, states, sums, level,
-    N: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr,
+    logits, stride, size, repeat, temperatures, min_ps, peaks, floors, limits, states, sums, level,
+    N: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr, FLOORED: tl.constexpr,
 ):  # fmt: skip
-    """One level: count, or weigh, a row's values by their next digit, among those with the prefix so far.
+    """One level: count, or weigh, a row's logits by their next digit, among those with the digits so far.
 
-    states [levels + 1, R, 3]: the prefix, the sum above it, the limit. sums [levels, R, blocks, 16]. int64 both.
+    states [levels, R, 3]: these digits, the sum above them, the limit; of the first level unused.
+    sums [levels, R, blocks, 16]. int64 both.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    rows, blocks = tl.num_programs(0), tl.num_programs(1)
-    if tl.load(requested + row) == 0:
+    rows, blocks, owner = tl.num_programs(0), tl.num_programs(1), row // repeat
+    temperature, limit, level = tl.load(temperatures + owner), tl.load(limits + owner), level.to(tl.int64)
+    if is_requested(limit, temperature, WEIGHTED) == 0:
         return
-    state = states + row * 3
     prefix = tl.full((), 0, tl.uint32)
     if level > 0:
-        old = state + (level - 1) * rows * 3
-        before = sums + (level - 1).to(tl.int64) * rows * blocks * DIGITS
-        prefix, above, limit = descend(
-            before, tl.load(old).to(tl.uint32), tl.load(old + 1), tl.load(old + 2), row, blocks, level == 1, P, WEIGHTED
-        )
+        prefix, above, bound = descend(states, sums, row, rows, blocks, level, limit, P, WEIGHTED)
         if block == 0:
-            new = state + level * rows * 3
-            tl.store(new, prefix.to(tl.int64))
-            tl.store(new + 1, above)
-            tl.store(new + 2, limit)
+            state = states + (level * rows + row) * 3
+            tl.store(state, prefix.to(tl.int64))
+            tl.store(state + 1, above)
+            tl.store(state + 2, bound)
     columns = block * N + tl.arange(0, N)
-    x = read_scaled(logits, row, stride, columns, size, tl.load(temperatures + row))
-    code = in_order(x)
-    shift = 28 - 4 * level
-    counted = (columns < size) & (x >= tl.load(floors + row))
+    x = read_logits(logits, row, stride, columns, size)
+    code, scaled, top = in_order(x), divided(x, temperature), top_of_row(peaks, row, blocks, temperature, P)
+    shift = (28 - 4 * level).to(tl.uint32)
+    counted = (columns < size) & (
+        scaled >= floor_of_row(floors, tl.load(min_ps + owner), top, temperature, row, FLOORED)
+    )
     if level > 0:
         counted = counted & ((code >> (shift + 4)) == prefix)
     if WEIGHTED:
-        weight = tl.where(counted, exp_weights(x - tl.load(tops + row)), 0)
+        weight = tl.where(counted, exp_weights(scaled - top), 0)
     else:
         weight = counted.to(tl.int64)
     digit = ((code >> shift) & 15).to(tl.int32)
-    out = sums + ((level.to(tl.int64) * rows + row) * blocks + block) * DIGITS
+    out = sums + ((level * rows + row) * blocks + block) * DIGITS
     for value in range(DIGITS):
         tl.store(out + value, tl.sum(tl.where(digit == value, weight, 0), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["repeat"])
 def read_threshold(
-    states, sums, requested, floors, out, blocks, LEVEL: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr
-):
-    """After the last level: write the value of all digits, at least the floor; the floor for rows not `requested`."""
+    repeat, temperatures, min_ps, peaks, floors, limits, states, sums, out, blocks,
+    LEVELS: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr, FLOORED: tl.constexpr,
+):  # fmt: skip
+    """After the last of LEVELS levels (0: no limit): write a row's threshold, at least what was kept before."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    threshold = tl.load(floors + row)
-    if tl.load(requested + row) != 0:
-        old = states + ((LEVEL - 1) * rows + row) * 3
-        code, _, _ = descend(
-            sums + (LEVEL - 1) * rows.to(tl.int64) * blocks * DIGITS, tl.load(old).to(tl.uint32), tl.load(old + 1),
-            tl.load(old + 2), row, blocks, LEVEL == 1, P, WEIGHTED,
-        )  # fmt: skip
-        threshold = tl.maximum(threshold, from_order(code))
+    owner = row // repeat
+    temperature = tl.load(temperatures + owner)
+    top = top_of_row(peaks, row, blocks, temperature, P)
+    threshold = floor_of_row(floors, tl.load(min_ps + owner), top, temperature, row, FLOORED)
+    if LEVELS > 0:
+        limit = tl.load(limits + owner)
+        if is_requested(limit, temperature, WEIGHTED):
+            code, _, _ = descend(states, sums, row, rows, blocks, LEVELS, limit, P, WEIGHTED)
+            code = code << (32 - 4 * LEVELS)
+            # The bits below are 0 in every value; a negative value's are inverted.
+            code = tl.where(code >> 31 == 0, code | ((1 << (32 - 4 * LEVELS)) - 1), code)
+            threshold = tl.maximum(threshold, divided(from_order(code), temperature))
     tl.store(out + row, threshold)
 
 
@@ -218,10 +268,10 @@ def best(
     mass: bool = False,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the `count` largest keys of each row of logits `[R, V]` and their columns, `[R, count]` each.
+    """Return the `count` largest keys of each row of logits `[R, V]` and their tokens, `[R, count]` each.
 
-    Ties go to the lowest column. With `mass` also the log-sum-exp of all keys, `[R]`. Arguments as for
-    kernels.choose.choose.
+    Ties go to the lowest column. With `mass` the log-probabilities of the tokens in place of keys, and the log-sum-exp
+    of all keys, `[R]`. Arguments as for kernels.choose.choose.
     """
     thresholds = None
     if parameters is not None and parameters.restricts:
@@ -232,13 +282,15 @@ def best(
 def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As kernels.choose.logprobs."""
     count = max(top, 1)
-    keys, columns, log_mass = best_columns(logits, None, None, None, count, None, mass=True, noise=False, block=block)
+    log_probs, best_tokens, log_mass = best_columns(
+        logits, None, None, None, count, None, mass=True, noise=False, block=block
+    )
     assert log_mass is not None
     token_logprobs = logits.gather(1, tokens[:, None])[:, 0].float() - log_mass
     rows, size = logits.shape
     above = torch.empty(rows, triton.cdiv(size, block), dtype=torch.int32, device=logits.device)
     count_above[above.shape](logits, logits.stride(0), size, log_mass, token_logprobs, above, N=block, num_warps=8)
-    return token_logprobs, above.sum(1) + 1, columns[:, :top], keys[:, :top] - log_mass[:, None]
+    return token_logprobs, above.sum(1) + 1, best_tokens[:, :top], log_probs[:, :top]
 
 
 def best_columns(
@@ -263,7 +315,7 @@ def best_columns(
     peaks, masses = torch.empty(2, rows, blocks, device=device) if mass else (block_keys, block_keys)
     p = parameters
     best_of_block[rows, blocks](
-        logits, logits.stride(0), size,
+        logits, logits.stride(0), size, 1 if p is None else p.repeat,
         block_keys if p is None else p.temperature, block_keys if thresholds is None else thresholds,
         columns if p is None else p.seed_low, columns if p is None else p.seed_high,
         columns if positions is None else positions, columns if token_ids is None else token_ids,
@@ -272,54 +324,52 @@ def best_columns(
         IDS=token_ids is not None, MASS=mass, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     keys = torch.empty(rows, count, device=device)
-    row_columns = torch.empty(rows, count, dtype=torch.int64, device=device)
+    tokens = torch.empty(rows, count, dtype=torch.int64, device=device)
     log_mass = torch.empty(rows, device=device) if mass else None
     best_of_row[rows,](
-        block_keys, columns, peaks, masses, keys, row_columns, keys if log_mass is None else log_mass,
-        blocks, blocks * count, size,
-        M=count, C=triton.next_power_of_2(blocks * count), P=triton.next_power_of_2(blocks), MASS=mass, num_warps=8,
+        block_keys, columns, peaks, masses, columns if token_ids is None else token_ids, keys, tokens,
+        keys if log_mass is None else log_mass, blocks, blocks * count, size,
+        M=count, C=triton.next_power_of_2(blocks * count), P=triton.next_power_of_2(blocks),
+        IDS=token_ids is not None, MASS=mass, num_warps=8,
     )  # fmt: skip
-    return keys, row_columns, log_mass
+    return keys, tokens, log_mass
 
 
 def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = BLOCK) -> Tensor:
-    """Return the least logit divided by temperature that min-p, then top-k, then top-p keep, `[R]`."""
-    p, disabled = parameters, float("-inf")
-    tops, _, _ = best_columns(logits, p, None, None, 1, None, mass=False, noise=False, block=block)
-    tops, sampled = tops[:, 0], p.temperature > 0
-    floors = torch.where((p.min_p > 0) & sampled, tops + exact_log(p.min_p), disabled)
-    by_k = (p.top_k > 0) & sampled
-    floors = threshold(logits, p.temperature, tops, floors, by_k, p.top_k, block, weighted=False)
-    by_p, share_bits = (p.top_p < 1) & sampled, p.top_p.float().view(torch.int32)
-    return threshold(logits, p.temperature, tops, floors, by_p, share_bits, block, weighted=True)
+    """Return the least logit divided by temperature that min-p, then top-k, then top-p keep, `[R]`.
+
+    Limits that `parameters.limits` excludes cost nothing.
+    """
+    rows, size = logits.shape
+    p, device = parameters, logits.device
+    peaks = torch.empty(rows, triton.cdiv(size, block), device=device)
+    peak_of_block[peaks.shape](logits, logits.stride(0), size, peaks, N=block, num_warps=8)
+    thresholds = None
+    if p.limits.top_k:
+        thresholds = threshold(logits, p, peaks, thresholds, p.top_k, block)
+    if p.limits.top_p:
+        thresholds = threshold(logits, p, peaks, thresholds, p.top_p, block)
+    return threshold(logits, p, peaks, None, None, block) if thresholds is None else thresholds
 
 
 def threshold(
-    logits: Tensor,
-    temperature: Tensor,
-    tops: Tensor,
-    floors: Tensor,
-    requested: Tensor,
-    limit: Tensor,
-    block: int,
-    *,
-    weighted: bool,
+    logits: Tensor, p: ChoiceParameters, peaks: Tensor, floors: Tensor | None, limit: Tensor | None, block: int
 ) -> Tensor:
-    """Return the lowest value >= `floors` with less than `limit` above it.
+    """Return the lowest logit divided by temperature that is kept, `[R]`: one of at least `floors`, by default min-p's.
 
-    `limit` is a count or, `weighted`, the bits of an fp32 share of the mass.
+    `limit` is top_k or top_p, or None for min-p alone. peaks `[R, blocks]`: the largest logit of each block.
     """
     rows, size = logits.shape
-    blocks, device = triton.cdiv(size, block), logits.device
-    sums = torch.empty(LEVELS, rows, blocks, 16, dtype=torch.int64, device=device)
-    states = torch.zeros(LEVELS, rows, 3, dtype=torch.int64, device=device)
-    states[0, :, 2] = limit
-    requested, parts = requested.to(torch.int32), triton.next_power_of_2(blocks)
-    for level in range(LEVELS):
+    (_, blocks), device, levels = peaks.shape, logits.device, 0 if limit is None else LEVELS[logits.dtype]
+    sums = torch.empty(levels, rows, blocks, 16, dtype=torch.int64, device=device)
+    states = torch.empty(levels, rows, 3, dtype=torch.int64, device=device)
+    out, limit = torch.empty(rows, device=device), p.top_k if limit is None else limit
+    inputs = p.temperature, p.min_p, peaks, out if floors is None else floors, limit, states, sums
+    common = {"P": triton.next_power_of_2(blocks), "WEIGHTED": limit is p.top_p, "FLOORED": floors is not None}
+    for level in range(levels):
         count_digits[rows, blocks](
-            logits, logits.stride(0), size, temperature, tops, floors, requested, states, sums, level,
-            N=block, P=parts, WEIGHTED=weighted, num_warps=8, enable_fp_fusion=False,
+            logits, logits.stride(0), size, p.repeat, *inputs, level, N=block, **common,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-    out = torch.empty_like(floors)
-    read_threshold[rows,](states, sums, requested, floors, out, blocks, LEVEL=LEVELS, P=parts, WEIGHTED=weighted)
+    read_threshold[rows,](p.repeat, *inputs, out, blocks, LEVELS=levels, **common, enable_fp_fusion=False)
     return out

@@ -9,24 +9,35 @@ import triton.language as tl
 from torch import Tensor
 
 
+@triton.jit
+def last_of_path(
+    token, parent, depth, ancestors, choice, typical_mask, nodes, count, N: tl.constexpr, TYPICAL: tl.constexpr
+):
+    """Return the last accepted node of one tree of `count` nodes; pointers [N] to its fields, `choice` to its first."""
+    inside = nodes < count
+    parent_node = tl.maximum(tl.load(parent, mask=inside, other=0), 0)
+    expected = tl.load(choice + parent_node, mask=inside, other=-1).to(tl.int64)
+    ok = (nodes == 0) | (tl.load(token, mask=inside, other=-2).to(tl.int64) == expected)
+    if TYPICAL:
+        ok |= tl.load(typical_mask, mask=inside, other=0) != 0
+    ok &= inside
+    word = tl.sum(tl.where(ok, tl.full((N,), 1, tl.int64) << nodes.to(tl.int64), 0), axis=0)
+    alive = inside & ((tl.load(ancestors, mask=inside, other=0) & ~word) == 0)
+    reached = tl.where(alive, tl.load(depth, mask=inside, other=0).to(tl.int32), -1)
+    return tl.min(tl.where(reached == tl.max(reached, axis=0), nodes, N), axis=0)
+
+
 @triton.jit(do_not_specialize=["width"])
 def last_accepted(
     token, parent, depth, ancestors, length, choice, typical_mask, out, width, N: tl.constexpr, TYPICAL: tl.constexpr
 ):
-    row = tl.program_id(0).to(tl.int64)
-    nodes = tl.arange(0, N)
-    inside = nodes < tl.minimum(tl.load(length + row), width)
-    places = row * width + nodes
-    parent_node = tl.maximum(tl.load(parent + places, mask=inside, other=0), 0)
-    expected = tl.load(choice + row * width + parent_node, mask=inside, other=-1).to(tl.int64)
-    ok = (nodes == 0) | (tl.load(token + places, mask=inside, other=-2).to(tl.int64) == expected)
-    if TYPICAL:
-        ok |= tl.load(typical_mask + places, mask=inside, other=0) != 0
-    ok &= inside
-    word = tl.sum(tl.where(ok, tl.full((N,), 1, tl.int64) << nodes.to(tl.int64), 0), axis=0)
-    alive = inside & ((tl.load(ancestors + places, mask=inside, other=0) & ~word) == 0)
-    reached = tl.where(alive, tl.load(depth + places, mask=inside, other=0).to(tl.int32), -1)
-    tl.store(out + row, tl.min(tl.where(reached == tl.max(reached, axis=0), nodes, N), axis=0).to(tl.int64))
+    row, nodes = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    places, count = row * width + nodes, tl.minimum(tl.load(length + row), width)
+    last = last_of_path(
+        token + places, parent + places, depth + places, ancestors + places, choice + row * width,
+        typical_mask + places, nodes, count, N, TYPICAL,
+    )  # fmt: skip
+    tl.store(out + row, last.to(tl.int64))
 
 
 def accept(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs
+from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choice_keys, choose, choose_best, logprobs
 from kernels.shape import Shaping, packed, shape, shape_in_torch
 from scripts.gpu_check.measure import close, same, timed
 
@@ -39,7 +39,13 @@ def parameters(kind: str, rows: int, device: torch.device) -> ChoiceParameters |
     full = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     full |= {"top-k and min-p": {"top_k": 50, "min_p": 0.01}, "top-p": {"top_p": 0.9}}.get(kind, {})
     values = {key: torch.full((rows,), value, device=device) for key, value in full.items()}
-    return ChoiceParameters(**values, seed_low=seeds, seed_high=seeds + 1, restricts=kind.startswith("top"))
+    return ChoiceParameters(
+        **values,
+        seed_low=seeds,
+        seed_high=seeds + 1,
+        limits=Limits() if kind.startswith("top") else NO_LIMITS,
+        repeat=1,
+    )
 
 
 def shaping(rows: int, size: int, device: torch.device) -> Shaping:

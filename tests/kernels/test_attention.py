@@ -10,8 +10,8 @@ from kernels.attention import assert_rows_independent, plan_attention
 from kernels.cpu.attention import NativeAttention, supported
 from kernels.cpu.library import library
 from kernels.reference import attention as oracle
-from kernels.rows import AttentionRows
-from kernels.tiles import KV_TILE, TiledAttention, set_bit_positions
+from kernels.rows import AttentionRows, set_bit_positions
+from kernels.tiles import KV_TILE, TiledAttention
 
 PAGE = 16
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
+from kernels.choose import NO_LIMITS, ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.cpu.library import library
 from kernels.noise import gumbel_noise
 from tests.distributions import Z, chi_square_excess, sampling_probs
@@ -102,19 +102,20 @@ def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
     logits[::3, 5:60] = -torch.inf  # as a grammar mask leaves them
     logits[1::3] = logits[1::3].round()  # ties
     mixed = parameters(200, 0.7, seeds=torch.arange(200) * 2**31 + 7)
-    mixed.temperature[::4], mixed.restricts = 0, False
+    mixed.temperature[::4], mixed.limits = 0, NO_LIMITS
     positions = torch.arange(200) * 1000
     assert library() is not None
+    tokens = torch.arange(64) if ids is None else ids  # by column
     for sampling in (mixed, None):
         keys = choice_keys(logits, sampling, positions, ids).float()
-        columns, values = choose_best(logits, sampling, positions, ids, 1)
-        assert torch.equal(choose(logits, sampling, positions, ids), keys.argmax(-1))
-        assert torch.equal(columns[:, 0], keys.argmax(-1))
+        best, values = choose_best(logits, sampling, positions, ids, 1)
+        assert torch.equal(choose(logits, sampling, positions, ids), tokens[keys.argmax(-1)])
+        assert torch.equal(best[:, 0], tokens[keys.argmax(-1)])
         torch.testing.assert_close(values[:, 0], keys.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
         for count in (2, 15, 64):
-            columns, values = choose_best(logits, sampling, positions, ids, count)
-            ranked = keys.sort(dim=-1, descending=True, stable=True)  # ties by lowest column
-            assert torch.equal(columns, ranked.indices[:, :count])
+            best, values = choose_best(logits, sampling, positions, ids, count)
+            columns = keys.sort(dim=-1, descending=True, stable=True).indices[:, :count]  # ties by lowest column
+            assert torch.equal(best, tokens[columns])
             torch.testing.assert_close(values, keys.log_softmax(-1).gather(1, columns), atol=1e-4, rtol=1e-5)
 
 
@@ -125,11 +126,12 @@ def test_what_the_form_in_c_passes_over_could_not_have_been_chosen(spread):
     rows, size = 24, 2**16
     logits = spread * torch.randn(rows, size, generator=torch.Generator().manual_seed(2))
     sampling = parameters(rows, 0.9, seeds=torch.arange(rows) * 2**33 + 5)
-    sampling.restricts = False
+    sampling.limits = NO_LIMITS
     positions, ids = torch.arange(rows) * 77, torch.randperm(size)[: size // 2]
     assert torch.equal(choose(logits, sampling, positions), choice_keys(logits, sampling, positions).argmax(-1))
     half = logits[:, : size // 2]
-    assert torch.equal(choose(half, sampling, positions, ids), choice_keys(half, sampling, positions, ids).argmax(-1))
+    columns = choice_keys(half, sampling, positions, ids).argmax(-1)
+    assert torch.equal(choose(half, sampling, positions, ids), ids[columns])
 
 
 def test_a_row_is_chosen_alike_in_any_batch():
@@ -162,11 +164,13 @@ def test_a_vocabulary_of_gemmas_size(dtype):
     keys = float64_keys(logits, sampling, positions, ids)
     plain = torch.tensor([0, 1, 2])  # rows without top-k and top-p, which the C kernel supports
     unrestricted = sampling.rows(plain)
-    unrestricted.restricts = False
-    assert choose(logits[plain], unrestricted, positions[plain], ids).tolist() == ranked(keys[plain])[:, 0].tolist()
-    assert choose(logits, sampling, positions, ids).tolist() == ranked(keys)[:, 0].tolist()
-    columns, log_p = choose_best(logits[plain], unrestricted, positions[plain], ids, 8)
-    assert torch.equal(columns, ranked(keys[plain])[:, :8])
+    unrestricted.limits = NO_LIMITS
+    best = ranked(keys[plain])[:, 0]
+    assert torch.equal(choose(logits[plain], unrestricted, positions[plain], ids), ids[best])
+    assert torch.equal(choose(logits, sampling, positions, ids), ids[ranked(keys)[:, 0]])
+    tokens, log_p = choose_best(logits[plain], unrestricted, positions[plain], ids, 8)
+    columns = ranked(keys[plain])[:, :8]
+    assert torch.equal(tokens, ids[columns])
     torch.testing.assert_close(log_p.double(), keys[plain].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
     token_logprobs, rank, top, values = logprobs(logits, columns[0, :1].expand(len(logits)), 5)
     expected = logits.double().log_softmax(-1)

@@ -111,20 +111,9 @@ def test_rows_laid_out_in_a_grid(tree_mask):
     table = torch.arange(12).view(3, 4)
     mask = None if tree_mask is None else tree_mask.flatten()
     rows = AttentionRows.blocks(table, [5, 9, 2], [2, 2, 2], page_size=4, tree_mask=mask)
-    grid = AttentionRows.grid(
-        table, torch.tensor([5, 9, 2]), torch.arange(2), page_size=4, longest=rows.longest, tree_mask=tree_mask
-    )
+    where = torch.arange(3), torch.tensor([4, 8, 1])
+    grid = AttentionRows.grid(table, *where, 2, shift=1, page_size=4, longest=rows.longest, tree_mask=tree_mask)
     for name in ("table", "request", "committed", "offset", "places", "slots"):
         assert torch.equal(getattr(grid, name), getattr(rows, name)), name
     assert grid.counts == rows.counts
     assert mask is None or torch.equal(grid.tree_mask, mask)
-
-
-def test_the_next_row_of_each_chain():
-    table = torch.arange(12).view(3, 4)
-    after = AttentionRows.blocks(table, [5, 9, 2], [1, 1, 1], page_size=4).next()
-    rebuilt = AttentionRows.blocks(table, [6, 10, 3], [1, 1, 1], page_size=4)
-    for name in ("table", "request", "committed", "offset", "places", "slots"):
-        assert torch.equal(getattr(after, name), getattr(rebuilt, name)), name
-    assert after.counts == rebuilt.counts
-    assert after.longest >= rebuilt.longest

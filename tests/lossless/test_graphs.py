@@ -84,7 +84,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, monkeypatch
     if wide:
         monkeypatch.setattr("infer.graphs.step_graph.doubling", lambda most: (most,))
     engine = make_small_engine(dtype, proposer, shape, head=head, threads=1, graphs="on", max_batch=6)
-    assert engine.graphs.count == (2 if wide else 8)
+    assert engine.graphs.count == (3 if wide else 12)
     actual, wanted = responses(engine), expected(dtype, proposer, shape, head)
     if shape is not None:  # the last trees are grown to full depth, since the host reads a step late
         actual, wanted = (
@@ -127,7 +127,7 @@ def test_how_much_is_captured(make_small_engine, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_small_engine(max_batch=EngineConfig().max_batch, max_rows=EngineConfig().max_rows, graphs="on")
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
-    assert engine.graphs.count == len(doubling(EngineConfig().max_batch)) * 2 * 2 <= 30
+    assert engine.graphs.count == len(doubling(EngineConfig().max_batch)) * 2 * 3 <= 36
 
 
 def test_a_head_that_was_woken_late(make_small_engine, replays):

@@ -69,7 +69,7 @@ class Both:
         slots = [unread.rows.slots]
         for row, count in enumerate(length.tolist()):
             places = torch.arange(1, max(count, 1)) + unread.root[row] - unread.base[row]
-            page = unread.rows.table[row, places // self._pool.page_size]
+            page = unread.rows.table[unread.requests[row], places // self._pool.page_size]
             slots.append(page * self._pool.page_size + places % self._pool.page_size)
         return torch.cat(slots)
 

@@ -15,6 +15,8 @@ from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
 from infer.speculation.control.planner import Controller
 from infer.speculation.early_exit import TensorExit, exit_terms
+from kernels.early_exit import Drafting
+from kernels.triton import SWITCH
 from tests.drafts import chain, chains, make_costs, with_rates
 
 DEPTH = 4
@@ -111,9 +113,11 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert confidence._drafts == {}
 
 
+@pytest.mark.parametrize("switch", ["torch", "triton"])
 @pytest.mark.parametrize("priced", [False, True])
-def test_a_device_decides_as_the_host(priced):
+def test_a_device_decides_as_the_host(monkeypatch, priced, switch):
     """`TensorExit` is the rule of `score` without the host: chains of several depths, one of them not scored."""
+    monkeypatch.setenv(SWITCH, switch)
     rng, batch = random.Random(5), [make_request(str(index), temperature=index % 2) for index in range(6)]
     batch[2] = make_request("2", acceptance="block")
     depths, seen = [4, 3, 4, 1, 2, 4], set()
@@ -122,17 +126,17 @@ def test_a_device_decides_as_the_host(priced):
         confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
         exits = TensorExit(exit_terms(confidence, batch, depths, DEPTH))
         confidence.start(batch, depths)
-        active = list(range(len(batch)))
+        active, limits = list(range(len(batch))), torch.tensor(depths)
+        chains = Drafting.begin(limits)
         for level in range(DEPTH):
             log_probs = [-(rng.random() ** 4) * 5 for _ in batch]
             decisions = confidence.score([batch[index] for index in active], [log_probs[index] for index in active])
-            mask = torch.zeros(len(batch), dtype=torch.bool)
-            mask[active] = True
-            keep, continues = (x[active].tolist() for x in exits(level, torch.tensor(log_probs), mask))
-            wanted = [depths[index] > level + 1 for index in active]  # else the loop ends the chain itself
+            before, chains = chains.length, exits(level, torch.tensor(log_probs), chains, limits)
+            wanted = [depths[index] > level + 1 for index in active]
+            keep, going = (chains.length - before)[active].bool().tolist(), chains.active[active].tolist()
             assert keep == [decision.keep for decision in decisions]
-            going = [a and b for a, b in zip(continues, wanted, strict=True)]
             assert going == [decision.continue_ and b for decision, b in zip(decisions, wanted, strict=True)]
+            assert int(chains.active.sum()) == sum(going)
             seen.update(zip(keep, going, strict=True))
             active = [index for index, goes in zip(active, going, strict=True) if goes]
             if not active:

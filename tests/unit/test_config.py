@@ -144,7 +144,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("train", ["seed"], "Error parsing override 'seed'"),
         # what __post_init__ refuses
         ("serve", ["engine.page_size=24"], "engine.page_size=24: must be a power of two (16, 32, ...)"),
-        ("serve", ["engine.max_rows=8"], "engine.max_rows=8: must hold engine.prefill_chunk=256 rows"),
+        ("serve", ["engine.max_rows=8"], "engine.max_rows=8: must hold a row for each of engine.max_batch=32"),
         ("serve", ["server.port=70000"], "server.port=70000: must be 0 to 65535"),
         ("serve", ["model.dtype=fp8"], "model.dtype=fp8: must be one of float32, bfloat16, float16"),
         ("serve", ["model.device=gpu"], "model.device=gpu: must be auto, cpu, cuda or cuda:<number>"),

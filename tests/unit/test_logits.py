@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.request import Request
-from infer.sampling.choose import choose_rows, drafted_paths
+from infer.sampling.choose import choose_rows, drafted_paths, row_parameters
 from infer.sampling.logits_processors import TokenCounts, shape_logits
 from infer.sampling.params import SamplingParams
 from infer.speculation.tree import DraftTree
@@ -95,13 +95,16 @@ def test_only_rows_that_ask_have_other_logits():
     plain = Request("plain", [1], SamplingParams(temperature=1.0, top_p=0.5), 7, [1])
     biased = Request("biased", [1], SamplingParams(temperature=1.0, logit_bias=((3, 100.0),)), 7, [1])
     positions = torch.arange(3)
-    together = choose_rows([plain, biased, plain], [1, 1, 1], logits, positions)
+    requests, ones = [plain, biased, plain], [1, 1, 1]
+    parameters = row_parameters(requests, ones, logits.device)
+    together = choose_rows(requests, ones, parameters, logits, positions)
     assert together.raw is logits
     assert list(together.processed) == [1]
     assert together.token[1] == 3
     assert together.warped_log_probs(torch.tensor([1]))[0].argmax() == 3
     for row in (0, 2):
-        alone = choose_rows([plain], [1], logits[row : row + 1], positions[row : row + 1])
+        parameters = row_parameters([plain], [1], logits.device)
+        alone = choose_rows([plain], [1], parameters, logits[row : row + 1], positions[row : row + 1])
         assert together.token[row] == alone.token[0]
         assert torch.equal(together.warped_log_probs(torch.tensor([row])), alone.warped_log_probs(torch.tensor([0])))
 

@@ -9,6 +9,7 @@ from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.kvcache.memory import MIB, plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.tensors import LayerShape
+from infer.options.engine_sizes import GIB, DeviceFacts, engine_sizes
 from models.config import TargetConfig
 from models.layers import pack
 from models.targets import load_target
@@ -19,7 +20,9 @@ PER_PAGE = 16 * 4 * 4 * 2 * 2 * 16
 
 def plan(target, free=None, context=512, **config):
     sizes = TargetConfig.from_json(target.config_json | {"max_position_embeddings": context})
-    return plan_memory(EngineConfig(**config), sizes, LAYERS, torch.float32, weights=7, free=free)
+    engine, per_row = EngineConfig(**config), workspace_bytes(1, sizes, torch.float32)
+    steps = engine_sizes(engine, context, DeviceFacts("cpu", free, per_row))
+    return plan_memory(engine, sizes, LAYERS, torch.float32, sizes=steps, weights=7, free=free)
 
 
 @pytest.fixture
@@ -76,3 +79,43 @@ def test_the_engine_takes_what_it_planned(tiny_target_folder, tiny_head_folder, 
     monkeypatch.setattr("infer.parallel.target_worker.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"engine\.max_tokens_in_cache"):
         Engine(load_target(str(tiny_target_folder)))
+
+
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+QWEN_HALF_B = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "vocab_size", "gpu", "weights", "expected"),
+    [  # GiB of the GPU and of the weights -> rows of a prompt, rows of a step, tokens in the cache
+        (QWEN_HALF_B, 151936, 24, 1, (256, 512, 65536)),
+        (LLAMA_8B, 128256, 24, 15, (256, 512, 65536)),
+        (QWEN_HALF_B, 151936, 80, 1, (1024, 2048, 32 * 32768)),
+        (LLAMA_8B, 128256, 80, 15, (1024, 2048, 32 * 32768)),
+        (LLAMA_70B, 128256, 80, 37, (512, 1024, 32 * 32768)),  # in 4 bits
+        (LLAMA_70B, 128256, 80, 42, (256, 512, 65536)),  # what is left is not much
+        (QWEN_HALF_B, 151936, 141, 1, (2048, 4096, 32 * 32768)),
+        (LLAMA_8B, 128256, 141, 15, (2048, 4096, 32 * 32768)),
+        (LLAMA_70B, 128256, 141, 66, (1024, 2048, 32 * 32768)),  # in 8 bits
+    ],
+)
+def test_sizes_follow_from_what_a_gpu_has_free(target, sizes, vocab_size, gpu, weights, expected):
+    config = TargetConfig.from_json(target.config_json | sizes | {"vocab_size": vocab_size})
+    free, context = (gpu - weights - 1) * GIB, 32768
+    facts = DeviceFacts("cuda", free, workspace_bytes(1, config, torch.bfloat16))
+    assert engine_sizes(EngineConfig(), context, facts) == expected
+    assert expected[1] * facts.per_row < 0.1 * free
+    assert engine_sizes(EngineConfig(), context, facts._replace(kind="cpu")) == (256, 512, 65536)
+    assert engine_sizes(EngineConfig(), context, facts._replace(free=None)) == (256, 512, 65536)
+    chosen = EngineConfig(prefill_chunk=300, max_rows=400, max_tokens_in_cache=5000)
+    assert engine_sizes(chosen, context, facts) == (300, 400, 5000)
+
+
+def test_sizes_that_are_left_open_fit_those_that_are_not():
+    facts = DeviceFacts("cuda", 64 * GIB, 2**20)
+    assert engine_sizes(EngineConfig(max_rows=100), 512, facts)[:2] == (100, 100)
+    assert engine_sizes(EngineConfig(prefill_chunk=9000), 512, facts)[:2] == (9000, 9000)
+    assert engine_sizes(EngineConfig(max_batch=600), 512, DeviceFacts("cpu", None, 2**20))[:2] == (256, 600)
+    with pytest.raises(ValueError, match=r"engine\.max_rows=100: must hold engine\.prefill_chunk=300 rows"):
+        EngineConfig(prefill_chunk=300, max_rows=100)

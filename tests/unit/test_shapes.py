@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import DynamicShape, StaticShape, propose_best
+from kernels.tree import Candidates
 
 
 def grow(shape, children, depth):
@@ -27,10 +28,14 @@ def grow(shape, children, depth):
                 paths.append((*path, token))
                 parents.append(index)
                 cumulative.append(path_score + score)
-        scores = shape.score(level, torch.tensor([cumulative], dtype=torch.float64))
+        fixed = shape.fixed(level, torch.device("cpu"))
+        scores = cumulative if fixed is None else fixed[0].tolist()
         first = len(candidates)
-        candidates += [(p, a, level, s) for p, a, s in zip(paths, parents, scores[0].tolist(), strict=True)]
-        places = shape.run_next(level, scores)[0].tolist() if shape.fan_out(level + 1) else []
+        candidates += [(p, a, level, s) for p, a, s in zip(paths, parents, scores, strict=True)]
+        if not shape.fan_out(level + 1):
+            break
+        best = sorted(range(len(scores)), key=lambda place: (-scores[place], place))[: shape.width]
+        places = best if fixed is None else fixed[1].tolist()
         grown = [(paths[place], cumulative[place], first + place) for place in places]
     return candidates
 
@@ -39,7 +44,7 @@ def propose(candidates, budget):
     paths, parents, levels, scores = zip(*candidates, strict=True)
     tree = propose_best(
         [99],
-        (
+        Candidates(
             torch.tensor([[path[-1] for path in paths]]),
             torch.tensor([parents]),
             torch.tensor(levels),

@@ -69,7 +69,7 @@ def make_controller(
         "threads": list(asdict(engine.threads.plan).values()),
         "dtype": str(engine.dtype),
         "torch": torch.__version__,
-        "engine": asdict(config),
+        "engine": asdict(config) | {"prefill_chunk": engine.sizes.prefill_chunk, "max_rows": engine.sizes.max_rows},
     }
 
     scored = head if head is not None and engine.proposer_name == DRAFTER and head.exits_early else None
@@ -88,7 +88,7 @@ def make_controller(
                 vocab_size=target.config.vocab_size,
                 context=engine.context,
                 max_batch=config.max_batch,
-                max_rows=config.max_rows,
+                max_rows=engine.sizes.max_rows,
                 clock=timer,
                 check=check or (lambda: None),
             )

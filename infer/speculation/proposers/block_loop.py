@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infer.speculation.draft_loop import LogitsAt, TorchLoop, Unread, fused
+from infer.speculation.draft_loop import LogitsAt, TorchLoop, Unread, fused, positions_from
 from infer.speculation.tree import MAX_NODES
 from infer.speculation.tree_shapes import Children, Run
 from kernels.rows import AttentionRows
+from kernels.tree import Picked
 from models.attention import Attention, WriteKeys
 from models.heads.block import BlockHead
 
@@ -58,17 +59,19 @@ class BlockLoop(TorchLoop):
         if not head.corrects:
             return self._shared_children(unread, base)
         before, carried = unread.ids[unread.ends][:, None], head.begin_walk(states[:, :1])  # [B, M], [B, M, C]
+        positions = positions_from(unread.root, deepest)
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
             nonlocal carried
             width = before.shape[1]
             state, carried = head.slot_state(states[:, level - 1, None].expand(-1, width, -1), before, carried)
             logits = head.corrected(base[:, level - 1, None].expand(-1, width, -1), state)
-            return self._best_of_nodes(unread, level, logits, fan_out)
+            return self._best_of_nodes(logits, positions[level - 1], unread.parameters, fan_out)
 
-        def run(level: int, parent: Tensor, token: Tensor) -> None:
+        def run(level: int, picked: Picked) -> None:
             nonlocal before, carried
-            before, carried = token, carried.gather(1, parent[..., None].expand(-1, -1, carried.shape[-1]))
+            parent = picked.parent[..., None].expand(-1, -1, carried.shape[-1])
+            before, carried = picked.token, carried.gather(1, parent.long())
 
         return children, run
 
@@ -81,13 +84,12 @@ class BlockLoop(TorchLoop):
 
     def _block_states(self, unread: Unread, rows: int) -> Tensor:
         """Run a block of `rows` rows per request; return their states `[B, rows, S]`."""
-        row = torch.arange(rows, device=unread.root.device)
         positions = self._head.block_positions(unread.root, rows)
         ids = self._head.block_ids(unread.ids[unread.ends], rows)
 
         def attend(causal: bool) -> Attention:
-            bits = torch.full((len(ids), rows), -1 if rows == MAX_NODES else (1 << rows) - 1, device=row.device)
-            addressed = self._after_root(unread, row, None if causal else bits)
+            bits = torch.full((len(ids), rows), -1 if rows == MAX_NODES else (1 << rows) - 1, device=ids.device)
+            addressed = self._past(unread, unread.root - unread.base, rows, shift=1, tree_mask=None if causal else bits)
             assert addressed is not None
             return self._attend_rows(addressed)
 

@@ -9,6 +9,7 @@ costs one forward over the nodes that are grown.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
 from kernels.draft import fuse_draft
+from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.heads.block import BlockHead
 
@@ -239,7 +241,7 @@ class HeadProposer:
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
-        deepest, limits = max(depths), torch.tensor(depths, device=self.draft_ids.device)
+        deepest, limits = max(depths), upload(depths, self.draft_ids.device)
         early_exit, confidence = None, self.confidence
         if confidence is not None and confidence.scoring:
             early_exit = HostExit(confidence, requests, depths)
@@ -306,26 +308,29 @@ class HeadProposer:
         features, bases, device = self.features(requests), self.bases(requests), self.draft_ids.device
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
-        ids = [
+        tokens = [
             [*request.tokens[start + 1 : start + count + 1], *[0] * spare]
             for request, start, count in zip(requests, starts, counts, strict=True)
         ]
-        ends = torch.tensor([len(tokens) for tokens in ids], device=device).cumsum(0) - 1 - spare
-        root = torch.tensor([len(request.tokens) - 1 for request in requests], device=device)
-        base = torch.tensor(bases, device=device)
-        rows, slots = None, root - 1
+        widths = list(map(len, tokens))
+        slots = [start + row for start, width in zip(starts, widths, strict=True) for row in range(width)]
+        by_row = [[token for row in tokens for token in row], slots]
+        last_rows = [end - 1 - spare for end in itertools.accumulate(widths)]
+        roots, rows = [len(request.tokens) - 1 for request in requests], None
         if self.kv_layers:
             assert self._pool is not None
             places = [start + 1 for start in starts]
-            rows = self._pool.rows(requests, places, [len(tokens) for tokens in ids], first=1, bases=bases)
-            slots = rows.places - 1 + base[rows.request] if any(bases) else rows.places - 1
+            rows = self._pool.rows(requests, places, widths, first=1, bases=bases)
+        ids, slots = upload_columns(by_row, [], device)
+        ends, root, base = upload_columns([last_rows, roots, bases], [], device)
         return Unread(
-            torch.tensor([token for tokens in ids for token in tokens], device=device),
+            ids,
             torch.cat([F.pad(rows, (0, 0, 0, spare)) for rows in features] if spare else features),
             slots,
             rows,
             ends,
             root,
             base,
+            root if rows is None else rows.request[ends],
             choice_parameters(requests, device, drafting=True) if drafting else None,
         )

@@ -83,11 +83,14 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
             if value % 16 == 0 and specialised(parameter, value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in arguments.items() if name not in kernel.arg_names and name != "debug"}
+    variant = repr((kernel.__name__, signature, constants, attributes, options))
+    if variant in COMPILED:
+        return COMPILED[variant]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
-    return {
+    report = {
         "kernel": kernel.__name__,
         "shared": compiled.metadata.shared,
         **resources(cubin),
@@ -97,6 +100,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
         "specialised": [p.name for p in kernel.params if not p.is_constexpr and specialised(p, arguments[p.name])],
         "options": options | {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr},
     }
+    return COMPILED.setdefault(variant, report)
 
 
 def specialised(parameter: Any, value: Any) -> bool:
@@ -154,6 +158,7 @@ def main(module: str, capability: int) -> None:
 
 
 POINTERS: dict[Any, str] = {}
+COMPILED: dict[str, dict[str, Any]] = {}  # reports by variant
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 90)

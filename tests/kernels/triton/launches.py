@@ -6,12 +6,28 @@ from functools import partial
 
 import torch
 
-from kernels.choose import ChoiceParameters
+from kernels.advance import FIELDS, Nodes, Progress
+from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
+from kernels.early_exit import FIELDS as COLUMNS
+from kernels.early_exit import Drafting
 from kernels.quantise import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
-from kernels.triton import acceptance, choose, elementwise, gather, residual, shape, verify
+from kernels.tree import Candidates, Frontier
+from kernels.triton import (
+    acceptance,
+    advance,
+    choose,
+    early_exit,
+    elementwise,
+    gather,
+    residual,
+    rows,
+    shape,
+    tree,
+    verify,
+)
 from kernels.triton.attention import TritonAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
@@ -33,8 +49,8 @@ def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None,
     index = empty(count, dtype=torch.int64)
     tree_mask = index if tree else None
     table = empty(1, 1 if short else 4096, dtype=torch.int64)
-    rows = AttentionRows(table, index, index, index, tree_mask, 16, 16 if short else 32768, (count,), int(short))
-    plan = TritonAttention(rows, heads, kv_heads, dim, dtype, whole=whole)
+    laid_out = AttentionRows(table, index, index, index, tree_mask, 16, 16 if short else 32768, (count,), int(short))
+    plan = TritonAttention(laid_out, heads, kv_heads, dim, dtype, whole=whole)
     cache = empty(2, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
 
@@ -85,14 +101,10 @@ def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
     )
 
 
-def threshold(weighted):
-    """The first level of the search and its end; the other levels repeat the first."""
-    number, levels = empty(4, dtype=torch.float32), choose.LEVELS
-    choose.LEVELS = 1
-    try:
-        choose.threshold(empty(4, 128256), number, number, number, number > 0, number, choose.BLOCK, weighted=weighted)
-    finally:
-        choose.LEVELS = levels
+def thresholds(limits, dtype=BF16):
+    number, index = empty(4, dtype=torch.float32), empty(4, dtype=torch.int64)
+    parameters = ChoiceParameters(number, index, number, number, index, index, limits)
+    choose.find_thresholds(empty(4, 128256, dtype=dtype), parameters)
 
 
 def shape_all():
@@ -100,6 +112,43 @@ def shape_all():
     counts, index = empty(262144, dtype=torch.float32), empty(4, 5, dtype=torch.int64)
     prompt, allowed = empty(262144, dtype=torch.bool), empty(4, 8192, dtype=torch.int32)
     shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, allowed))
+
+
+def plan(batch, width, *, branching=False):
+    """The rows of a padded batch, and of one that the host laid out."""
+    index, table = empty(batch, dtype=torch.int64), empty(33, 4096, dtype=torch.int64)
+    words = empty(batch * width, dtype=torch.int64) if branching else None
+    fields = rows.grid(table, index, index, width, 1, 0, words, 16)
+    laid_out = AttentionRows(table, *fields[:3], words, 16, 32768, (width,) * batch)
+    rows.addresses(laid_out)
+    if branching:
+        rows.tails(laid_out, 64)
+
+
+def move_on(batch, width, *, branching=False):
+    wide, narrow = empty(batch, width, dtype=torch.int64), empty(batch, width, dtype=torch.int32)
+    index, results = empty(batch, dtype=torch.int64), empty(batch, FIELDS + 2 * width, dtype=torch.int64)
+    progress = Progress(index, index, index, wide, index, index, results)
+    nodes, table = Nodes(wide, narrow, narrow, wide, index), empty(33, 4096, dtype=torch.int64)
+    advance.advance(nodes, wide, progress, table, 16, width=width, is_chain=not branching)
+
+
+def grow(batch, nodes, fan_out):
+    """A level of trees, and the best nodes of its candidates."""
+    wide, number = empty(batch, nodes, dtype=torch.int64), empty(batch, nodes, dtype=torch.float32)
+    token, value = empty(batch, nodes, fan_out, dtype=torch.int64), empty(batch, nodes, fan_out, dtype=torch.float32)
+    index, frontier = empty(batch, dtype=torch.int64), Frontier(number, wide, wide)
+    level = tree.grow_level(frontier, token, value, None, fan_out, first=4, ran=4)
+    fixed = empty(nodes * fan_out, dtype=torch.float32), empty(2, dtype=torch.int64)
+    tree.grow_level(frontier, token, value, fixed, fan_out, first=4, ran=4)
+    depth = empty(nodes * fan_out, dtype=torch.int64)
+    tree.best_nodes(index, Candidates(level.token, level.parent, depth, level.score), index, index, 16)
+
+
+def leave_early(batch):
+    number, index = empty(batch, dtype=torch.float32), empty(batch, dtype=torch.int64)
+    chains = Drafting(empty(batch, dtype=torch.bool), index, number)
+    early_exit.exit_level(chains, empty(batch, COLUMNS + 10, dtype=torch.float32), index, number, 0, 1e-3)
 
 
 def accept(typical_mask=None):
@@ -132,11 +181,23 @@ CASES = {
     "choose, sampled": partial(pick, 4, 128256, 1),
     "choose, among the likeliest": partial(pick, 4, 262144, 1, restricted=True),
     "draft the 16 best": partial(pick, 4, 32000, 16, drafting=True),
-    "top-k": partial(threshold, False),
-    "top-p": partial(threshold, True),
+    "top-k and top-p": partial(thresholds, Limits()),
+    "top-p, fp32": partial(thresholds, NO_LIMITS._replace(top_p=True), torch.float32),
+    "min-p": partial(thresholds, NO_LIMITS._replace(min_p=True)),
     "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
     "shape": shape_all,
     "shape, a mask alone": lambda: shape.shape(empty(4, 128256), Shaping(allowed=empty(4, 4008, dtype=torch.int32))),
+    "rows of chains": partial(plan, 8, 6),
+    "rows of trees": partial(plan, 8, 16, branching=True),
+    "rows, 1 row": partial(plan, 1, 1),
+    "advance chains": partial(move_on, 8, 6),
+    "advance trees": partial(move_on, 8, 64, branching=True),
+    "advance, 1 row": partial(move_on, 1, 1),
+    "trees 4 wide": partial(grow, 8, 4, 4),
+    "trees 60 wide": partial(grow, 8, 60, 60),
+    "trees, 1 node": partial(grow, 1, 1, 1),
+    "early exit": partial(leave_early, 8),
+    "early exit, 1 row": partial(leave_early, 1),
     "accept": accept,
     "typical acceptance": lambda: accept(empty(8, 64, dtype=torch.bool)),
     "entropies": lambda: acceptance.entropy(empty(24, 128256, dtype=torch.float32)),

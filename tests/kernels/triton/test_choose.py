@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
+from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.fixed_point import FRACTION_BITS, exp_weights
 from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
 from kernels.triton import choose as gpu
 from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked
+from tests.operations import counted
 
 V, BLOCK = 150, 64
 POSITIONS = torch.arange(6) + 1000
@@ -46,10 +50,13 @@ def expected(logits, parameters, token_ids=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_row_chooses_what_torch_chooses(dtype):
     logits, parameters = logits_of(6, dtype), rows_of(ROWS)
-    keys, columns, log_mass = gpu.best(logits, parameters, POSITIONS, None, 4, mass=True, block=BLOCK)
+    log_probs, columns, log_mass = gpu.best(logits, parameters, POSITIONS, None, 4, mass=True, block=BLOCK)
+    keys, same_columns, _ = gpu.best(logits, parameters, POSITIONS, None, 4, block=BLOCK)
     values, indices, total = expected(logits, parameters)
     assert torch.equal(keys, values[:, :4])
     assert torch.equal(columns, indices[:, :4])
+    assert torch.equal(same_columns, columns)
+    assert torch.equal(log_probs, keys - log_mass[:, None])
     torch.testing.assert_close(log_mass, total)
 
 
@@ -60,6 +67,34 @@ def test_thresholds_are_those_of_restrict():
     assert thresholds[0] == -torch.inf
     scaled = logits[1:] / p.temperature[1:, None]
     assert torch.equal((scaled >= thresholds[1:, None]) & (scaled > -torch.inf), allowed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limits", list(itertools.product((False, True), repeat=3))[1:])
+def test_only_the_limits_that_rows_may_use_are_searched(dtype, limits):
+    """Rows with every combination of two values of the limits; each parameter serves two rows."""
+    used = Limits(*limits)
+    rows = [(t, k * used.top_k, p if used.top_p else 1.0, m * used.min_p)
+            for t in (0.0, 0.6) for k in (0, 7) for p in (1.0, 0.8) for m in (0.0, 0.05)]  # fmt: skip
+    parameters = replace(rows_of(rows), limits=used).repeated(2)
+    logits = torch.randn(2 * len(rows), V, generator=torch.Generator().manual_seed(3)) * 4
+    logits[::3, ::5] = -torch.inf
+    logits[1::3, :9] = -0.0
+    logits = logits.to(dtype)
+    with counted() as launches:
+        thresholds = gpu.find_thresholds(logits, parameters, BLOCK)
+    passes = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 5}[dtype]
+    searches = used.top_k + used.top_p
+    assert launches.names["count_digits"] == searches * passes
+    assert launches.total == 1 + searches * passes + max(searches, 1)
+    scaled = logits.float() / parameters.by_row().temperature.clamp(min=1e-30)[:, None]
+    p = parameters.by_row()
+    expected = restrict(scaled, p.top_k, p.top_p, p.min_p) > -torch.inf
+    for row in range(len(logits)):
+        if p.temperature[row] > 0:
+            assert torch.equal((scaled[row] >= thresholds[row]) & (scaled[row] > -torch.inf), expected[row])
+        else:
+            assert thresholds[row] == -torch.inf
 
 
 def test_top_p_is_the_same_for_every_order_of_summing():
@@ -81,12 +116,12 @@ def test_greedy_rows_and_draft_vocabularies():
     assert torch.equal(keys, expected(logits, None)[0][:, :2])
     ids = torch.arange(V) * 13 + 5  # token ids of the target
     parameters = rows_of(ROWS[4:] * 2).rows(torch.arange(3))
-    parameters.restricts = False
-    _, columns, _ = gpu.best(logits, parameters, POSITIONS, ids, 3, block=BLOCK)
+    parameters.limits = NO_LIMITS
+    _, tokens, _ = gpu.best(logits, parameters, POSITIONS, ids, 3, block=BLOCK)
     plain = ChoiceParameters(*(getattr(parameters, name) for name in ("temperature", "top_k", "top_p", "min_p")),
                              parameters.seed_low, parameters.seed_high)  # fmt: skip
     plain.top_k = plain.top_k * 0
-    assert torch.equal(columns, expected(logits, plain, ids)[1][:, :3])
+    assert torch.equal(tokens, ids[expected(logits, plain, ids)[1][:, :3]])
 
 
 def test_a_row_hangs_on_itself_alone():
@@ -147,9 +182,10 @@ def test_a_vocabulary_of_gemmas_size():
     logits, sampling, positions, ids = gemma_rows(torch.bfloat16)
     keys = float64_keys(logits, sampling, positions, ids)
     single = sampling.rows(torch.tensor([2]))
-    single.restricts = False
-    columns, log_p = choose_best(logits[2:3], single, positions[2:3], ids, 4)
-    assert torch.equal(columns, ranked(keys[2:3])[:, :4])
+    single.limits = NO_LIMITS
+    tokens, log_p = choose_best(logits[2:3], single, positions[2:3], ids, 4)
+    columns = ranked(keys[2:3])[:, :4]
+    assert torch.equal(tokens, ids[columns])
     torch.testing.assert_close(log_p.double(), keys[2:3].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
     restricted = sampling.rows(torch.tensor([3, 4]))
     thresholds = gpu.find_thresholds(logits[3:], restricted, SIZE // 8)  # larger blocks, since the interpreter is slow

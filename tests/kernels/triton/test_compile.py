@@ -15,6 +15,8 @@ FLOAT_SUMS = {
         "one program per row, whose layout follows from dtype and size",
     ),
     **dict.fromkeys(("best_of_block", "best_of_row"), "the mass, for log-probabilities of drafts and for display"),
+    "exit_kernel": "one program for all chains; it decides what is drafted, not what is accepted",
+    "grow_kernel": "of one number and zeros: the log-probability of a candidate at a given place",
     **dict.fromkeys(("verify_block", "entropy_of_row"), "fp64, for the rules that are not exact"),
     **dict.fromkeys(("ttt_forward", "ttt_query_gradient", "ttt_own_gradient"), "training"),
 }
@@ -22,7 +24,7 @@ VARYING = {  # integers that differ from step to step: a value of another kind m
     *("rows", "count", "width", "num_states", "pages", "first", "window"),
     *("M", "T", "num_later", "batches"),
 }
-EXACT = ("best_of_block", "count_digits", "shape_kernel", "verify_block", "entropy_of_row")
+EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,16 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
-        *("best_of_block", "best_of_row", "count_digits", "read_threshold", "count_above", "last_accepted"),
+        *(
+            "best_of_block",
+            "best_of_row",
+            "peak_of_block",
+            "count_digits",
+            "read_threshold",
+            "count_above",
+            "last_accepted",
+        ),
+        *("plan_rows", "plan_tails", "advance_kernel", "grow_kernel", "best_kernel", "exit_kernel"),
         *("shape_kernel", "gather_kernel", "residual_silu_kernel"),
         *("verify_block", "entropy_of_row"),
         *("ttt_forward", "ttt_query_gradient", "ttt_key_gradient", "ttt_own_gradient"),

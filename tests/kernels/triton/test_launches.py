@@ -1,0 +1,121 @@
+"""How many kernels a step launches: bounds on counts, not times, for a target of three layers and a head of one.
+
+A layer of the target is eleven launches, and the LM head with its norm two. The rest of a bound is what plans, samples
+and advances.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from infer.parallel.target_worker import Shard
+from kernels import triton as switch
+from tests.lossless.conftest import make_small_engine  # noqa: F401
+from tests.lossless.plain import GREEDY
+from tests.operations import counted, not_run
+
+GREEDY = replace(GREEDY, max_tokens=30)
+SAMPLED = replace(GREEDY, temperature=0.8, seed=1, top_p=0.9)
+PROMPTS = [[7, 8, 9], [4, 5]]
+DRAFTS = {
+    "plain": ("none", {}),
+    "chain of 5": ("head", {"max_draft_tokens": 5}),
+    "tree 4x5": ("head", {"tree": "beam:4x5:16"}),
+}
+CAPTURED = {  # launches of a round: greedy, with top-p
+    "plain": (46, 56),
+    "chain of 5": (159, 219),
+    "tree 4x5": (196, 256),
+}
+HOST_STEP = {"plain": (68, 83), "chain of 5": (185, 255), "tree 4x5": (235, 305)}  # of a step that the host runs
+
+
+@pytest.fixture
+def make(make_small_engine, monkeypatch):  # noqa: F811
+    monkeypatch.setenv(switch.SWITCH, "triton")
+    monkeypatch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
+
+    def engine_for(kind, **options):
+        proposer, shape = DRAFTS[kind]
+        engine = make_small_engine(torch.float32, proposer, shape, threads=1, max_batch=2, prefill_chunk=16, **options)
+        return engine
+
+    with not_run("best_kernel"):  # without it trees would have no root
+        yield engine_for
+
+
+def decoding(engine, params):
+    """Run the engine until all requests decode, two steps beyond."""
+    requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS]
+    while any(not request.output_length for request in requests):
+        engine.step()
+    engine.step()
+    engine.step()
+    return requests
+
+
+def end(engine, requests):
+    for request in requests:
+        engine.abort(request.request_id)
+    engine.step()
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_round(make, kind):
+    engine, totals = make(kind, graphs="on"), []
+    for params in (GREEDY, SAMPLED):
+        requests = decoding(engine, params)
+        graphs = engine._steps.overlap._graphs
+        with torch.inference_mode(), counted() as launches:
+            graphs._graphs[graphs._key]()
+        totals.append(launches.total)
+        end(engine, requests)
+    assert all(total <= most for total, most in zip(totals, CAPTURED[kind], strict=True)), totals
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_step_of_the_host_uploads_before_its_forward(make, kind):
+    engine, totals = make(kind, graphs="off"), []
+    for params in (GREEDY, SAMPLED):
+        requests = decoding(engine, params)
+        with counted() as launches, copies() as uploads:
+            engine.step()
+        totals.append(launches.total)
+        assert uploads["before"] > 0
+        assert uploads["after"] <= (kind == "tree 4x5")  # the accepted path, which the host finds, moves
+        end(engine, requests)
+    assert all(total <= most for total, most in zip(totals, HOST_STEP[kind], strict=True)), totals
+
+
+@contextmanager
+def copies():
+    """Count copies from the host to the device, before and after the target's forward."""
+    counts, moment = Counter(), "before"
+
+    def counting(function, counts_as_copy):
+        def call(*args, **kwargs):
+            counts[moment] += counts_as_copy(args, kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    def forward(*args, original=Shard.forward, **kwargs):
+        nonlocal moment
+        out = original(*args, **kwargs)
+        moment = "after"
+        return out
+
+    tensor = counting(torch.tensor, lambda args, kwargs: "device" in kwargs)
+    to = counting(torch.Tensor.to, lambda args, kwargs: any(isinstance(x, torch.device) for x in args[1:]))
+    with (
+        patch.object(Shard, "forward", forward),
+        patch.object(torch, "tensor", tensor),
+        patch.object(torch.Tensor, "to", to),
+    ):
+        yield counts

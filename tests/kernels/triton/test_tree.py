@@ -1,0 +1,75 @@
+"""Draft trees in Triton's interpreter against the torch implementation: the same nodes, in one launch each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.speculation.tree import DraftTree
+from infer.speculation.tree_shapes import DynamicShape, StaticShape, grow
+from kernels.tree import best_nodes
+from kernels.triton import SWITCH
+from tests.operations import counted
+
+BATCH = 3
+SHAPES = [
+    DynamicShape(4, 5),
+    DynamicShape(1, 3),
+    DynamicShape(7, 3),
+    StaticShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 2]]),
+]
+
+
+def grown(shape, deepest, *, alike):
+    """Grow trees whose children have few different log-probabilities; `alike`: all nodes have the same children."""
+    generator, masks = torch.Generator().manual_seed(deepest), []
+    nodes = 1
+
+    def children(level, fan_out):
+        size = (BATCH, 1 if alike else nodes, fan_out)
+        token = torch.rand(*size[:2], 30, generator=generator).sort(dim=-1).indices[..., :fan_out]
+        return token, torch.randint(-5, 0, size, generator=generator) / 2
+
+    def run(level, picked):
+        nonlocal nodes
+        nodes = picked.token.shape[1]
+        masks.append((picked.parent, picked.token, *picked.frontier))
+
+    with counted() as launches:
+        candidates = grow(shape, deepest, torch.arange(BATCH), children, run)
+    return candidates, masks, launches
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("shallower", [0, 1])
+def test_trees_grow_alike(monkeypatch, shape, alike, shallower):
+    deepest = shape.depth - shallower
+    monkeypatch.setenv(SWITCH, "torch")
+    expected, expected_masks, _ = grown(shape, deepest, alike=alike)
+    monkeypatch.setenv(SWITCH, "triton")
+    actual, masks, launches = grown(shape, deepest, alike=alike)
+    assert all(map(torch.equal, actual, expected))
+    for level, expected_level in zip(masks, expected_masks, strict=True):
+        assert all(map(torch.equal, level, expected_level))
+    assert launches.names["grow_kernel"] == deepest
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("width", [1, 9, 63])
+def test_the_same_nodes_are_the_best(monkeypatch, shape, width):
+    monkeypatch.setenv(SWITCH, "torch")
+    candidates, _, _ = grown(shape, shape.depth, alike=False)
+    limits = torch.tensor([width, 3, 0]), torch.tensor([shape.depth, 2, 1]), width, shape.depth
+    expected = best_nodes(torch.tensor([7, 8, 9]), candidates, *limits)
+    monkeypatch.setenv(SWITCH, "triton")
+    with counted() as launches:
+        actual = best_nodes(torch.tensor([7, 8, 9]), candidates, *limits)
+    assert launches.total == 1
+    for name, field, same in zip(expected._fields, actual, expected, strict=True):
+        assert field.dtype is same.dtype
+        assert torch.equal(field, same), name
+    tree = DraftTree.from_parents(*(expected.token, expected.parent, expected.length))
+    inside = tree.inside
+    assert torch.equal(tree.depth[inside], expected.depth[inside])
+    assert torch.equal(tree.ancestors[inside], expected.ancestors[inside])
