@@ -100,6 +100,7 @@ class Engine:
         exact = self.config.exact
         packing = {"exact": exact, "weights": self.config.weight_format, "kv": self.config.kv_dtype}
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
+        self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
         self.threads = plan_threads(self.config, self._shard, timer)
