@@ -14,4 +14,4 @@ if __name__ == "__main__":
 
     from infer.parallel.launch import follow_parent
 
-    follow_parent(Connection(int(sys.argv[1])))
+    follow_parent(*(Connection(int(fd)) for fd in sys.argv[1:]))

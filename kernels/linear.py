@@ -57,6 +57,20 @@ class PackedLinear:
             self._weight = weight.contiguous() if self._triton else weight
         self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
 
+    def copy_(self, other: PackedLinear) -> None:
+        """Overwrite the weight by that of a layer of the same shape and format, packed in the same process.
+
+        What reads it by its address, a CUDA graph or a kernel in C, goes on. The bias is the caller's tensor.
+        """
+        if self.native is not None and other.native is not None:
+            self.native.copy_(other.native)
+        elif self._onednn:
+            self._weight = other._weight  # opaque, and read through this object only
+        else:
+            self._weight.copy_(other._weight)
+            if self._scale is not None and other._scale is not None:
+                self._scale.copy_(other._scale)
+
     def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]` as it was passed in; None if it is quantised."""
         if self.weight_format != "same":

@@ -36,14 +36,28 @@ def ttt_attention(
     `[B, M]`: the slot of each row, in any order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's
     document begins; None: each row of the batch is one document.
     """
-    if in_use(q.device) and (len(keys) > 1 or slots is not None or starts is not None):
-        from kernels.triton import ttt_attention as gpu
+    if (len(keys) > 1 or slots is not None or starts is not None) and (dtype := kernel_dtype(q)) is not None:
+        from kernels.triton.ttt_attention import TttAttention
 
-        dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-        if gpu.supported(q.shape[3], dtype):
-            q, *kv = (x.to(dtype) for x in (q, *keys, *values))
-            return gpu.TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *kv)
+        q, *kv = (x.to(dtype) for x in (q, *keys, *values))
+        return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *kv)
     return dense(q, keys, values, slots, starts)
+
+
+def kernel_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which the Triton kernel takes x `[B, M, heads, D]`; None where torch runs instead."""
+    if not in_use(x.device):
+        return None
+    from kernels.triton.ttt_attention import supported
+
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return dtype if supported(x.shape[3], dtype) else None
+
+
+def operand(x: Tensor) -> Tensor:
+    """Return a step's keys or values as the kernel takes them. Every later step reads them, so they are cast once."""
+    dtype = kernel_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 def bounds(shape: torch.Size, slots: Tensor | None, starts: Tensor | None, device: torch.device) -> list[Tensor]:

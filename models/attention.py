@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.block_attention import block_attention
 from kernels.decoder import NativeDecoder
 from kernels.rotary import QKNorm
-from kernels.ttt_attention import repeat_kv, ttt_attention, visible
+from kernels.ttt_attention import operand, repeat_kv, ttt_attention, visible
 
 
 class Attention(Protocol):
@@ -151,8 +151,8 @@ class TrainingTimeTestAttention:
         assert window is None, "heads see everything"
         assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
-        keys.append(k)
-        values.append(v)
+        keys.append(operand(k))
+        values.append(operand(v))
         return ttt_attention(q, keys, values, self._slots, self._starts).flatten(2)
 
 

@@ -56,6 +56,19 @@ def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat =
             child.pack(exact=exact, weight_format=weight_format)
 
 
+@torch.no_grad()
+def copy_packed(source: nn.Module, destination: nn.Module) -> None:
+    """Overwrite the weights of a packed module by those of one that was made and packed alike. Addresses stay."""
+    for old, new in zip(destination.modules(), source.modules(), strict=True):
+        if isinstance(old, Linear) and old.packed is not None:
+            assert isinstance(new, Linear)
+            assert new.packed is not None
+            old.packed.copy_(new.packed)
+    for tensors in (nn.Module.parameters, nn.Module.buffers):
+        for old, new in zip(tensors(destination), tensors(source), strict=True):
+            old.copy_(new)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a learnt scale, which with `centred` is 1 + weight (kernels/elementwise.py)."""
 

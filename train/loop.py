@@ -24,6 +24,7 @@ from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.folder import open_data
 from train.data.sequences import Batch, rows_at, seed_of
+from train.distributed.liveness import OtherProcesses
 from train.distributed.parallel import (
     any_process,
     broadcast,
@@ -69,9 +70,11 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     accelerator = make_accelerator(config)
     config = dataclasses.replace(config, run=broadcast(accelerator, run_folder.name_run(config).run))
     with StopRequest() as stop, ExitStack() as resources:
+        resume = run_folder.resume_command(config, overrides, accelerator.num_processes)
+        others = OtherProcesses(config, accelerator, stop, resume)
+        resources.push(lambda error, *_: others.leave(failed=error is not None))
         resources.callback(release, accelerator)
         run = Run(config, accelerator, stop, resources, started)
-        resume = run_folder.resume_command(config, overrides, accelerator.num_processes)
         try:
             if accelerator.is_main_process:
                 refuse(config, overrides)
@@ -82,12 +85,7 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         except RuntimeError as error:
             if not lost_process(error):
                 raise
-            kept = checkpoint.latest_checkpoint(run.folder / "checkpoints")
-            raise ValueError(
-                f"parallel={config.parallel.name}: another process has ended or does not answer, so this one ends too; "
-                f"its own output says why ({str(error).splitlines()[0]}). Last good checkpoint: {kept or 'none yet'}; "
-                f"resume with: {resume}"
-            ) from error
+            raise ValueError(others.message(error)) from error
 
 
 class Run:

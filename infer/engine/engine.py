@@ -30,7 +30,7 @@ from infer.engine.step import StepRunner
 from infer.engine.threads import plan_threads
 from infer.engine.validation import Limits, check_request
 from infer.graphs.overlap import Overlap
-from infer.graphs.step_graph import Recorded, record_graphs
+from infer.graphs.step_graph import GraphCache, Recorded
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
@@ -101,6 +101,7 @@ class Engine:
         exact = self.config.exact
         packing = {"exact": exact, "weights": self.config.weight_format, "kv": self.config.kv_dtype}
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
+        self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
         self.threads = plan_threads(self.config, self._shard, timer)
@@ -112,6 +113,7 @@ class Engine:
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._controller_state, self._profiles_at_start = ControllerState(AcceptanceModel(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
+        self._graph_cache = GraphCache(self.config, self.context)
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
         if draft_model is not None:
@@ -276,18 +278,22 @@ class Engine:
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Change the default proposer and, if passed, the head and the draft config.
 
-        "auto": the head if there is one, else n-gram. Raises ValueError for a proposer that this engine does not have,
-        and while requests are unfinished.
+        "auto": the head if there is one, else n-gram. Graphs are captured again only for another shape or vocabulary of
+        the head, or another config. Raises ValueError for a proposer that this engine does not have, and while requests
+        are unfinished.
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
         self._drain()
         self.graphs: Recorded | None = None
+        other_head = head is not None and (self._head is None or not self._head.fits(head))
+        if other_head or config not in (None, self.proposer_config):
+            self._graph_cache = GraphCache(self.config, self.context)  # frees memory before anything new takes it
         if config is not None:
             self.proposer_config = config
         if head is not None:
             self._use_head(head)
-        elif config is not None and self._head is not None:
+        if config is not None and self._head is not None:
             self._head.set_drafts(config)
         if name == "auto":
             name = "ngram" if self._head is None else "head"
@@ -298,9 +304,7 @@ class Engine:
         self._draft_with(name)
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         adaptive = self.proposer_config.adaptive
-        self.graphs = record_graphs(
-            self.config, self.sizes.max_rows, self._runner, default, context=self.context, adaptive=adaptive
-        )
+        self.graphs = self._graph_cache.record(self._runner, default, self.sizes.max_rows, adaptive=adaptive)
         if self.graphs is not None:
             parts = self.graphs.graphs, self._pool, self._scheduler, self.speculator, self._steps
             self._steps.overlap = Overlap(*parts, context=self.context, timer=self._timer)
@@ -414,7 +418,7 @@ class Engine:
         # another head's acceptance does not apply to this one
         self._controller_state = ControllerState(AcceptanceModel())
         if before is not None and before.kv_layers == self._head.kv_layers:
-            self._head.attach(self._pool)
+            self._head = self._head.continuing(before, self._pool)
             self._pool.pages.clear_cache()  # cached pages hold the previous head's KV
             return
         # Free everything that refers to the old pool before the new one is planned.

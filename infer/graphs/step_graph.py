@@ -255,32 +255,46 @@ def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -
     return supported(num_heads, num_kv_heads, head_dim, shard.dtype)
 
 
-def record_graphs(
-    config: EngineConfig,
-    max_rows: int,
-    runner: Runner,
-    default: tuple[Proposer, Budget],
-    *,
-    context: int,
-    adaptive: bool,
-) -> Recorded | None:
-    """Capture the steps that need no host: drafts of the `default` proposer, if it is a head, and plain decoding.
+class GraphCache:
+    """The graphs of an engine by drafter, each captured once, in one memory.
 
-    Plain steps are captured if nothing is drafted, or with `adaptive`. `max_rows`: of a verify. Returns None if nothing
-    is captured. Raises ValueError if engine.graphs=on is impossible.
+    To be replaced together with the runner, the head's module or the draft config, which they are captured with.
     """
-    shard, (proposer, limit) = runner.shard, default
-    if not wants_graphs(config, shard):
-        return None
-    memory, batches, longest = GraphMemory(shard.device), doubling(config.max_batch), min(context, MAX_CONTEXT)
-    drafters = list[tuple[HeadProposer | None, Budget]]()
-    if isinstance(proposer, HeadProposer):
-        part = proposer.module.attention
-        if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
-            drafters.append((proposer, limit))
-    if adaptive or isinstance(proposer, NoProposer):
-        drafters.append((None, NOTHING))
-    sizes = batches, longest, max_rows, memory
-    graphs = tuple(StepGraphs(runner, *one, *sizes, early_exit=adaptive) for one in drafters)
-    work = [recording for one in graphs for recording in one.recordings()]
-    return Recorded(len(work), memory.record(work, "decode steps"), graphs) if work else None
+
+    def __init__(self, config: EngineConfig, context: int) -> None:
+        self._config, self._longest = config, min(context, MAX_CONTEXT)
+        self._graphs: dict[str, StepGraphs] = {}
+        self._memory: GraphMemory | None = None
+        self._bytes = 0
+
+    def record(
+        self, runner: Runner, default: tuple[Proposer, Budget], max_rows: int, *, adaptive: bool
+    ) -> Recorded | None:
+        """Capture the steps that need no host: drafts of the `default` proposer, if it is a head, and plain decoding.
+
+        Plain steps are captured if nothing is drafted, or with `adaptive`. `max_rows`: of a verify. Nothing is captured
+        twice. Returns None if there are no graphs. Raises ValueError if engine.graphs=on is impossible.
+        """
+        shard, (proposer, limit) = runner.shard, default
+        if not wants_graphs(self._config, shard):
+            return None
+        memory = self._memory = self._memory or GraphMemory(shard.device)
+        drafters = list[tuple[HeadProposer | None, Budget]]()
+        if isinstance(proposer, HeadProposer):
+            part = proposer.module.attention
+            if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
+                drafters.append((proposer, limit))
+        if adaptive or isinstance(proposer, NoProposer):
+            drafters.append((None, NOTHING))
+        sizes = doubling(self._config.max_batch), self._longest, max_rows, memory
+        graphs, work = list[StepGraphs](), list[Callable[[], object]]()
+        for drafter, most in drafters:
+            name = "none" if drafter is None else drafter.name
+            if name not in self._graphs:
+                self._graphs[name] = StepGraphs(runner, drafter, most, *sizes, early_exit=adaptive)
+                work += self._graphs[name].recordings()
+            graphs.append(self._graphs[name])
+        if work:
+            self._bytes = memory.record(work, "decode steps")
+        count = sum(len(one.recordings()) for one in graphs)
+        return Recorded(count, self._bytes, tuple(graphs)) if count else None

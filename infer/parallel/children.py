@@ -1,11 +1,12 @@
 """The processes that rank 0 starts for the other tensor parallel ranks, and how they end with it.
 
-A child is connected with rank 0 by a pipe and exits when that is closed: by `close`, or by any end of rank 0. It has a
-session of its own, so that Ctrl-C in a terminal reaches rank 0 only.
+A child is connected with rank 0 by two sockets, for commands and for liveness, and exits when they are closed: by
+`close`, or by any end of rank 0. It has a session of its own, so that Ctrl-C in a terminal reaches rank 0 only.
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -26,24 +27,26 @@ class Children:
     def __init__(self, settings: Sequence[object], folder: tempfile.TemporaryDirectory[str]) -> None:
         self._folder = folder  # holds the ranks' store; removed in `close`
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection] = []
+        self.connections: list[tuple[Connection, Connection]] = []  # of each: commands, liveness
         try:
             for child_settings in settings:
-                connection, remote = Pipe()
-                self.connections.append(connection)
-                command = [sys.executable, str(REPO_ROOT / "infer" / "follower.py"), str(remote.fileno())]
+                (commands, remote), (liveness, remote_liveness) = Pipe(), Pipe()
+                self.connections.append((commands, liveness))
+                remotes = [remote.fileno(), remote_liveness.fileno()]
+                command = [sys.executable, str(REPO_ROOT / "infer" / "follower.py"), *map(str, remotes)]
                 # It prints to standard error: a program may read standard output.
                 self._processes.append(
                     subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
                         stdout=2,
-                        pass_fds=[remote.fileno()],
+                        pass_fds=remotes,
                         start_new_session=True,
                     )
                 )
                 remote.close()
-                messages.send(connection, child_settings)
+                remote_liveness.close()
+                messages.send(commands, child_settings)
         except BaseException:
             self.close()
             raise
@@ -59,11 +62,11 @@ class Children:
             time.sleep(0.02)
 
     def close(self) -> None:
-        for connection in self.connections:
+        for connection in itertools.chain.from_iterable(self.connections):
             connection.close()
         deadline = time.monotonic() + END_S
         for child in self._processes:
-            child.terminate()  # ends one that is loading; others ignore it and exit because of the closed pipe
+            child.terminate()  # ends one that is loading; others ignore it and exit because of the closed sockets
             try:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

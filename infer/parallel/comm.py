@@ -3,16 +3,21 @@
 Commands go through pipes, where the other ranks wait as long as rank 0 is idle; a closed pipe ends them. Tensors go
 through torch.distributed, without its global state: gloo on loopback or, on GPUs, NCCL, where a rank that does not
 respond in time counts as lost. They travel as bytes, so no bit changes. Knows neither targets nor what commands mean.
+
+A rank that has ended is noticed by its connection (liveness.py). gloo's collectives then raise, and RankLost says which
+rank it was. NCCL's do not: rank 0 waits for results that never come, until the watchdog of NCCL aborts the process. So
+the liveness thread reports the lost rank at once and, if the main thread stays in the collective, ends the process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +26,8 @@ from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportP
 
 from infer.parallel import messages
 from infer.parallel.children import Children
+from infer.parallel.liveness import FAILED, GRACE_S, REASON_S, Liveness
+from infer.parallel.process_end import end_at_once
 from models.parallel import Part
 
 PATIENCE = timedelta(seconds=60)  # timeout of one collective
@@ -30,10 +37,19 @@ class RankLost(ConnectionError):
     """A rank ended or does not respond. Nothing can be computed any more."""
 
 
+class Channel(NamedTuple):
+    """What connects two ranks beside the collectives."""
+
+    commands: Connection
+    liveness: Connection  # nothing is sent on it before the end
+
+
 class Ranks:
     """One of `count` processes on this machine. Call `connect` before any communication.
 
-    `connections`: of rank 0 to all others, of any other rank to rank 0. `children`: the processes that rank 0 started.
+    `channels`: of rank 0 to all others, of any other rank to rank 0. `children`: the processes that rank 0 started.
+    `leave(why)`: ends this process when another rank is lost, whatever the main thread does; for ranks other than 0,
+    which have no other work.
     """
 
     def __init__(
@@ -41,14 +57,21 @@ class Ranks:
         rank: int,
         count: int,
         store: Store,
-        connections: Sequence[Connection],
+        channels: Mapping[int, Channel],
         device: torch.device,
         children: Children | None = None,
+        leave: Callable[[str], None] | None = None,
     ) -> None:
         self.rank, self.count, self.device = rank, count, device
-        self._store, self._connections, self._children = store, connections, children
+        self._store, self._children, self._leave = store, children, leave
+        self._connections = [channel.commands for channel in channels.values()]
         self._closed = False
         self._data: Any = None
+        self._raises = device.type != "cuda"  # whether a collective with a lost rank raises
+        self._communicating = False
+        self._work: Any = None  # the last collective
+        self._liveness = Liveness(rank, {peer: ends.liveness for peer, ends in channels.items()}, self._on_lost)
+        self._liveness.start()
 
     @property
     def part(self) -> Part:
@@ -67,7 +90,8 @@ class Ranks:
                     return
                 messages.receive(self._connections[0])
         connect = _nccl if self.device.type == "cuda" else _gloo
-        self._data = connect(self._store, self.rank, self.count)
+        with self._others():
+            self._data = connect(self._store, self.rank, self.count)
         self.gather(torch.zeros(1, device=self.device), [1] * self.count)  # NCCL connects at the first collective
 
     def _await_loaded(self) -> None:
@@ -82,19 +106,28 @@ class Ranks:
                 waiting.remove(ready)
         self._send(None)
 
-    def close(self) -> None:
-        """On rank 0: end the other ranks, which wait for a command or are in a collective. May be called twice."""
-        self.disconnect()
+    def close(self, what: str = "") -> None:
+        """On rank 0: end the other ranks, which wait for a command or are in a collective. May be called twice.
+
+        `what`: FAILED if they are to end with an error, wherever they are.
+        """
+        self.disconnect(what)
         if self._children is not None:
             self._children.close()
 
-    def disconnect(self) -> None:
+    def disconnect(self, what: str = "") -> None:
         """Release this rank's process group, which joins its threads: one that still releases the tensors of a
         collective while the interpreter exits would abort the process.
         """
         self._closed, self._data = True, None
+        self._liveness.close(what)  # last of what may block: until then a lost rank still ends this process
         for connection in self._connections:
             connection.close()
+
+    def check(self) -> None:
+        """Raises RankLost if another rank has ended, which would otherwise show at the next command only."""
+        with self._others():
+            pass
 
     # ---- commands -----------------------------------------------------------------------------------------------
 
@@ -107,7 +140,7 @@ class Ranks:
             self.send(operation, values, tensors)
             yield
         except BaseException:
-            self.close()
+            self.close(FAILED)
             raise
 
     def send(self, operation: str, values: Sequence[Any] = (), tensors: Sequence[Tensor | None] = ()) -> None:
@@ -121,7 +154,7 @@ class Ranks:
         self._send([operation, values, str(payload.dtype).removeprefix("torch."), shapes])
         if parts:
             with self._others():
-                self._data.broadcast([payload.view(torch.uint8)]).wait()
+                self._wait(self._data.broadcast([payload.view(torch.uint8)]))
 
     def _send(self, message: object) -> None:
         with self._others():
@@ -129,16 +162,21 @@ class Ranks:
                 messages.send(connection, message)
 
     def receive(self) -> tuple[str, Sequence[Any], list[Any]] | None:
-        """Wait for rank 0's next command; return its operation, values and tensors, or None if there will be none."""
+        """Wait for rank 0's next command; return its operation, values and tensors, or None if there will be none.
+
+        Raises RankLost if there will be none because a rank was lost.
+        """
         try:
             operation, values, dtype, shapes = messages.receive(self._connections[0])
         except (EOFError, OSError):
+            if loss := self._liveness.final_loss():
+                raise RankLost(self._message(loss)) from None
             return None
         sizes = [0 if shape is None else math.prod(shape) for shape in shapes]
         payload = torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=self.device)
         if any(shape is not None for shape in shapes):
             with self._others():
-                self._data.broadcast([payload.view(torch.uint8)]).wait()
+                self._wait(self._data.broadcast([payload.view(torch.uint8)]))
         parts = zip(payload.split(sizes), shapes, strict=True)
         return operation, values, [None if shape is None else part.view(shape) for part, shape in parts]
 
@@ -147,15 +185,15 @@ class Ranks:
     def gather(self, x: Tensor, sizes: Sequence[int], *, everywhere: bool = True) -> Tensor:
         """Implement models.parallel.Gather. Unless `everywhere`, ranks other than 0 get a tensor without columns."""
         widest, lead = max(sizes), x.shape[:-1]
-        padded = F.pad(x, (0, widest - x.shape[-1])).flatten()
+        padded = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))).contiguous().flatten()
         gathered = padded.new_empty(self.count if everywhere or self.rank == 0 else 0, *lead, widest)
         sent, received = padded.view(torch.uint8), gathered.flatten().view(torch.uint8)
         with self._others():
             if everywhere:
-                self._data._allgather_base(received, sent).wait()
+                self._wait(self._data._allgather_base(received, sent))
             else:
                 outputs = [list(received.chunk(self.count))] if self.rank == 0 else []
-                self._data.gather(outputs, [sent]).wait()  # to rank 0
+                self._wait(self._data.gather(outputs, [sent]))  # to rank 0
         if not len(gathered):
             return x[..., :0]
         if min(sizes) == widest:
@@ -169,19 +207,48 @@ class Ranks:
         smallest = int(self.gather(local, [1] * self.count).min())
         return None if smallest < 0 else smallest
 
+    # ---- lost ranks ---------------------------------------------------------------------------------------------
+
+    def _wait(self, work: Any) -> None:
+        self._work = work
+        work.wait()
+
     @contextmanager
     def _others(self) -> Iterator[None]:
         """Turn a communication error into RankLost, which says which rank has ended."""
         if self._closed:
             raise RankLost(f"engine.tensor_parallel={self.count}: the other ranks were ended; make a new engine")
+        self._communicating = True
         try:
+            if loss := self._liveness.loss():
+                raise ConnectionError(loss)
             yield
         except (RuntimeError, EOFError, OSError) as error:
-            ended = self._children.ended(patience_s=2) if self._children is not None else ""
-            self.close()
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            detail = ended or f"a rank has ended or does not respond ({reason})"
-            raise RankLost(f"engine.tensor_parallel={self.count}: {detail}; its own output says why") from error
+            loss = self._liveness.loss(REASON_S) or f"a rank has ended or does not respond ({reason})"
+            message = self._message(loss)
+            self.close(FAILED)
+            raise RankLost(message) from error
+        finally:
+            self._communicating = False
+
+    def _message(self, loss: str) -> str:
+        how = self._children.ended(REASON_S) if self._children is not None else ""
+        return f"engine.tensor_parallel={self.count}: {how or loss}; its own output says why"
+
+    def _on_lost(self, rank: int, what: str) -> None:
+        """In the liveness thread, once another rank is lost. Rank 0 itself says why it has failed."""
+        message = self._message(f"rank {rank} {what}")
+        if self._leave is not None:
+            self._leave("" if what == FAILED else f"error: {message}. Rank {self.rank} ends too")
+        elif not self._raises:
+            print(f"error: {message}", file=sys.stderr, flush=True)  # NCCL's watchdog may abort this process first
+            if not self._liveness.closed(GRACE_S) and self._in_collective():
+                end_at_once(f"error: {message}. Rank {self.rank} waits for its results and ends too", 1)
+
+    def _in_collective(self) -> bool:
+        """Return whether a collective is unfinished, on the GPU too, where the host may have moved on."""
+        return self._communicating or (self._work is not None and not self._work.is_completed())
 
 
 def _gloo(store: Store, rank: int, count: int) -> Any:

@@ -8,6 +8,7 @@ Ranks run on one machine and communicate over loopback, each on a GPU of its own
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -28,8 +29,10 @@ from infer.engine.loading import resolve_device, resolve_dtype
 from infer.engine.threads import plan_threads
 from infer.parallel import messages
 from infer.parallel.children import Children
-from infer.parallel.comm import RankLost, Ranks
+from infer.parallel.comm import Channel, RankLost, Ranks
 from infer.parallel.launched import launched_rank
+from infer.parallel.liveness import FAILED
+from infer.parallel.process_end import end_at_once
 from infer.parallel.target_worker import Shard
 from infer.parallel.tensor_parallel import follow
 from models.targets import load_target
@@ -47,7 +50,7 @@ def ranks_of(model: ModelConfig, engine: EngineConfig) -> Iterator[Ranks | None]
     try:
         yield ranks
     except BaseException:
-        ranks.close()
+        ranks.close(FAILED)
         raise
 
 
@@ -65,7 +68,8 @@ def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
     store = os.path.join(folder.name, "store")
     engine = replace(engine, threads=engine.threads or torch.get_num_threads())
     children = Children([(rank, asdict(model), asdict(engine), store) for rank in range(1, count)], folder)
-    return Ranks(0, count, FileStore(store, count), children.connections, device, children)
+    channels = {rank: Channel(*ends) for rank, ends in enumerate(children.connections, start=1)}
+    return Ranks(0, count, FileStore(store, count), channels, device, children)
 
 
 def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
@@ -73,35 +77,51 @@ def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
     rank = launched_rank(engine)
     assert rank
     count = engine.tensor_parallel
-    _follow(Ranks(rank, count, *_meet(rank, count), rank_device(model, rank, count)), model, engine)
-
-
-def follow_parent(connection: Connection) -> None:
-    """In a process that `lead` started: run a part of the target, with the settings received from rank 0."""
-    rank, model_keys, engine_keys, store = messages.receive(connection)
-    model, engine = ModelConfig(**model_keys), EngineConfig(**engine_keys)
-    count = engine.tensor_parallel
     device = rank_device(model, rank, count)
+    _follow(Ranks(rank, count, *_meet(rank, count), device, leave=leave), model, engine)
+
+
+def follow_parent(commands: Connection, liveness: Connection) -> None:
+    """In a process that `lead` started: run a part of the target, with the settings received from rank 0."""
+    rank, model_keys, engine_keys, store = messages.receive(commands)
+    model, engine = ModelConfig(**model_keys), EngineConfig(**engine_keys)
+    count, channels = engine.tensor_parallel, {0: Channel(commands, liveness)}
+    device = rank_device(model, rank, count)
+    # rank 0 may have ended without removing it
+    remove_store = functools.partial(shutil.rmtree, os.path.dirname(store), ignore_errors=True)
+
+    def leave_nothing(why: str) -> None:
+        remove_store()
+        leave(why)
+
     try:
-        _follow(Ranks(rank, count, FileStore(store, count), [connection], device), model, engine)
+        _follow(Ranks(rank, count, FileStore(store, count), channels, device, leave=leave_nothing), model, engine)
     finally:
-        shutil.rmtree(os.path.dirname(store), ignore_errors=True)  # rank 0 may have ended without removing it
+        remove_store()
+
+
+def leave(why: str) -> None:
+    end_at_once(why, 1)
 
 
 def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
+    what = FAILED
     try:
         try:
             shard = load_shard(ranks, model, engine)
         except ValueError as error:
-            return ranks.connect(str(error))  # rank 0 raises it
+            ranks.connect(str(error))  # rank 0 raises it
+            what = ""
+            return
         ranks.connect()
         for number in (signal.SIGINT, signal.SIGTERM):  # from now on rank 0 decides when this process ends
             signal.signal(number, signal.SIG_IGN)
         follow(shard, ranks)
-    except RankLost:
-        raise SystemExit(1) from None  # another rank reports the reason
+        what = ""
+    except RankLost as error:
+        raise SystemExit(f"error: {error}") from None
     finally:
-        ranks.disconnect()
+        ranks.disconnect(what)
 
 
 def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
@@ -139,11 +159,20 @@ def rank_device(model: ModelConfig, rank: int, count: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def _meet(rank: int, count: int) -> tuple[Store, list[Connection]]:
-    """Under torchrun: return its store, and this rank's connections as `Ranks` needs them."""
+def _meet(rank: int, count: int) -> tuple[Store, dict[int, Channel]]:
+    """Under torchrun: return its store, and this rank's channels as `Ranks` needs them."""
     store, _, _ = next(rendezvous("env://", timeout=MEET))
     if rank:
-        return store, [Client(store.get("headway").decode())]
-    with Listener(family="AF_UNIX", backlog=count) as listener:
+        address = store.get("headway").decode()
+        ends = Channel(Client(address), Client(address))
+        for field, connection in zip(Channel._fields, ends, strict=True):
+            messages.send(connection, [rank, field])
+        return store, {0: ends}
+    accepted: dict[int, dict[str, Connection]] = {peer: {} for peer in range(1, count)}
+    with Listener(family="AF_UNIX", backlog=2 * count) as listener:
         store.set("headway", str(listener.address))
-        return store, [listener.accept() for _ in range(count - 1)]
+        for _ in range(2 * (count - 1)):
+            connection = listener.accept()
+            peer, field = messages.receive(connection)
+            accepted[peer][field] = connection
+    return store, {peer: Channel(**ends) for peer, ends in accepted.items()}

@@ -12,6 +12,6 @@ def send(connection: Connection, message: Any) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 
-def receive(connection: Connection) -> Any:
-    """Wait for a message. Raises EOFError or OSError if there will be none."""
-    return json.loads(connection.recv_bytes())
+def receive(connection: Connection, most: int | None = None) -> Any:
+    """Wait for a message. Raises EOFError or OSError if there will be none, or if it has more than `most` bytes."""
+    return json.loads(connection.recv_bytes(most))

@@ -10,6 +10,7 @@ torch's caches and DeepSpeed's modules refer to groups until the end. So the tea
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -40,6 +41,14 @@ def exit_code(error: SystemExit) -> int:
         return error.code or 0
     print(error.code, file=sys.stderr)
     return 1
+
+
+def end_at_once(message: str, code: int) -> NoReturn:
+    """End the process from any thread, whatever the main thread waits for. `message` goes to standard error."""
+    if message:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{message}\n".encode())
+    os._exit(code)
 
 
 def end_process(code: int) -> NoReturn:

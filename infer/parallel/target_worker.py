@@ -68,5 +68,8 @@ class Shard:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden)
 
+    def check(self) -> None:
+        """Raises RankLost if another rank, if there is any, has ended."""
+
     def close(self) -> None:
         """End the other ranks, if any."""

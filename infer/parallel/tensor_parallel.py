@@ -58,6 +58,9 @@ class LeadingShard(Shard):
         with self._ranks.leading("forward", [scalars, aux], [ids, positions, *tensors]):
             return super().forward(ids, positions, rows, aux)
 
+    def check(self) -> None:
+        self._ranks.check()
+
     def close(self) -> None:
         self._end()
 
@@ -102,7 +105,7 @@ class LeadingLayers(KVLayers):
 
 @torch.inference_mode()
 def follow(shard: Shard, ranks: Ranks) -> None:
-    """On another rank: repeat rank 0's operations until it ends. Raises RankLost if it ends within an operation."""
+    """On another rank: repeat rank 0's operations until it ends. Raises RankLost if a rank was lost."""
     while (command := ranks.receive()) is not None:
         match command:
             case "free", _, _:

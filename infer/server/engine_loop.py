@@ -20,6 +20,7 @@ from infer.sampling.constraint import Constraint
 from infer.server.protocol.errors import ApiError, internal_error
 
 log = logging.getLogger("headway.server")
+IDLE_CHECK_S = 1.0  # how often an idle engine looks whether its tensor parallel ranks still run
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,19 @@ class EngineLoop:
             self.report(events, self.engine.stats.snapshot())
 
     def _take_commands(self, events: list[Event]) -> bool:
-        """Apply all queued commands, and wait for one if the engine has no work. Returns False on a Stop."""
+        """Apply all queued commands, and wait for one if the engine has no work. Returns False on a Stop.
+
+        Raises RankLost if a tensor parallel rank has ended meanwhile.
+        """
         wait = not self.engine.has_work
         while True:
             try:
-                command = self.commands.get(block=wait)
+                command = self.commands.get(block=wait, timeout=IDLE_CHECK_S)
             except queue.Empty:
-                return True
+                if not wait:
+                    return True
+                self.engine.check_ranks()
+                continue
             wait = False
             if isinstance(command, Stop):
                 return False

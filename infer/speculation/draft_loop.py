@@ -95,11 +95,11 @@ class TorchLoop:
     def __init__(self, head: Head, attend: Callable[[AttentionRows], Attention] | None) -> None:
         self._head, self._attend, self.draft_ids = head, attend, head.target_ids
         with torch.no_grad():
-            self._mask_slot = head.mask_slot()
+            self.mask_slot = head.mask_slot()
 
     def spare_rows(self, deepest: int) -> int:
         """Return how many spare rows a request needs for drafts of this depth."""
-        return 0 if self._mask_slot is None else deepest - 1
+        return 0 if self.mask_slot is None else deepest - 1
 
     def read(self, unread: Unread) -> Tensor:
         """Run the head over the unread rows; return the state of each request's last slot `[B, S]`."""
@@ -174,10 +174,10 @@ class TorchLoop:
 
     def _all_logits(self, unread: Unread, deepest: int) -> Tensor:
         """Return a parallel head's logits `[B, deepest, Vd]`."""
-        if self._mask_slot is None:
+        if self.mask_slot is None:
             return self._head.all_logits(self.read(unread), deepest)
         assert unread.rows is not None
-        mask_id, mask_state = self._mask_slot
+        mask_id, mask_state = self.mask_slot
         spare = torch.arange(len(unread.ids), device=unread.ids.device) > repeated(unread.ends, unread.rows.counts)
         state = torch.where(spare[:, None], mask_state, fused(self._head, unread.features))
         states = self._step(unread.ids.masked_fill(spare, mask_id), state, unread.slots, unread.rows, 0)

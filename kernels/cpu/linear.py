@@ -80,6 +80,13 @@ class NativeLinear:
         """Arguments for C callers, without x, out, rows, scratch and threads; None if rows must first become fp32."""
         return Arguments(**self._fixed) if self._x_dtype is self.dtype else None
 
+    def copy_(self, other: NativeLinear) -> None:
+        """Overwrite the weights by those of a layer of the same shape and format. Addresses stay."""
+        pairs = (self._words, other._words), (self._scale, other._scale), (self._bias, other._bias)
+        for mine, theirs in pairs:
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs)
+
     def unpacked_weight(self) -> Tensor:
         """Return the weight `[N, K]` as it was passed in; only for weights without a scale."""
         assert self._scale is None

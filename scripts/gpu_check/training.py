@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kernels.ttt_attention import dense, ttt_attention
 from scripts.gpu_check.measure import close, timed
 from train.objectives.losses.functions import SoftCrossEntropy
-from train.objectives.losses.fused import chunked_sums
+from train.objectives.losses.fused import SharedGradients, chunked_sums
 
 
 def make(device: torch.device, slots: int, width: int, drafts: int) -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
@@ -39,7 +39,8 @@ def fused(x: Tensor, weight: nn.Parameter, hidden: Tensor, target_weight: Tensor
         return ((SoftCrossEntropy.apply(states @ weight.T, probs) * weights).sum(),)
 
     slot_weights, rows = torch.ones(len(x), device=x.device), torch.arange(len(x), device=x.device)
-    return chunked_sums(compare, x, slot_weights, rows, chunk, [weight])[0]
+    gradients, factor = SharedGradients([weight]), torch.ones((), device=x.device)
+    return gradients.attach(chunked_sums(compare, x, slot_weights, rows, chunk, gradients, factor)[0])
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:

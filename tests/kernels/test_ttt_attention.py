@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.reference.ttt_attention import ttt_attention as oracle
 from kernels.triton import SWITCH
 from kernels.triton.ttt_attention import TttAttention
 from kernels.ttt_attention import ttt_attention
+from models.attention import TrainingTimeTestAttention
 from tests.heads import OBJECTIVE_OF, make_head, make_objective
 from train.data.sequences import Sequences
 from train.features.online import compute_features
@@ -120,3 +122,29 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
     assert len(launched) == (3 if packed else 2)  # step 0 with one document per row is plain causal attention
+
+
+def test_keys_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast rotated keys are fp32, and every step of the unrolling reads those of all steps before it."""
+    monkeypatch.setenv(SWITCH, "triton")
+    attention, generator = TrainingTimeTestAttention(), torch.Generator().manual_seed(0)
+    with CountedCasts() as casts, torch.autocast(DEVICE.type, torch.bfloat16):
+        for step in range(4):
+            attention.begin_step(step)
+            q, k = (torch.randn(1, 8, heads, 16, generator=generator).to(DEVICE) for heads in (4, 2))
+            attention(0, q, k, torch.zeros_like(k, dtype=torch.bfloat16))
+    assert casts.shapes.count((1, 8, 2, 16)) == 4
+
+
+class CountedCasts(TorchDispatchMode):
+    """Collects the shapes of what is cast from fp32 to bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (args[0].dtype, out.dtype) == (torch.float32, torch.bfloat16):
+            self.shapes.append(tuple(out.shape))
+        return out

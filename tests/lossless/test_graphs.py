@@ -20,7 +20,7 @@ from infer.graphs.cuda_graph import Graph, doubling
 from infer.graphs.step_graph import wants_graphs
 from infer.parallel.target_worker import Shard
 from infer.request import DrafterState, SamplingParams
-from tests.heads import make_head
+from tests.heads import ONE_OF_EACH, make_head
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch
 
@@ -93,6 +93,27 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, monkeypatch
     assert actual == wanted
     assert replays["step"] > 3
     engine._pool.invariants([])
+
+
+@pytest.mark.parametrize("head", ONE_OF_EACH)
+@pytest.mark.parametrize("head_weights", ["same", "int8"])
+def test_a_head_of_the_same_shape_is_not_captured_again(make_small_engine, monkeypatch, head, head_weights):
+    """As in the evaluations of a training run. With the first weights again, drafts are the first ones again."""
+    captures, capture = Counter(), Graph.__init__
+    monkeypatch.setattr(Graph, "__init__", lambda self, *parts: (captures.update(["graph"]), capture(self, *parts))[1])
+    engine = make_small_engine(
+        torch.float32, "head", None, head=head, threads=1, graphs="on", head_weights=head_weights
+    )
+    wanted, packed = responses(engine), engine.head
+    engine.set_proposer("none")
+    captured = captures["graph"]
+    for seed in (5, 4):
+        engine.set_proposer("head", make_head(engine.target, head, seed=seed))
+        assert engine.head is packed
+        assert (responses(engine) == wanted) == (seed == 4)
+        engine.set_proposer("none")
+        engine.generate(PROMPTS[:1], GREEDY)
+    assert captures["graph"] == captured > 0
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "draft_model", "combined"])
@@ -206,7 +227,8 @@ def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
 
     monkeypatch.setattr(Graph, "__init__", recorded)
     engine = make_engine(proposer="none", graphs="on", threads=1)
-    heads = [make_head(engine.target, variant) for variant in ("eagle", "eagle", "eagle3, two layers", "mlp")]
+    variants = ("eagle", "eagle, fc with bias", "eagle3, two layers", "mlp")
+    heads = [make_head(engine.target, variant) for variant in variants]
     gc.collect()
     monkeypatch.setattr(gc, "collect", lambda: 0)
     gc.disable()

@@ -29,17 +29,18 @@ def on_two_processes(script: Path, *arguments: str) -> str:
 
 
 @contextmanager
-def two_ranks(settings: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start train/run.py on two ranks without torchrun, which would end the other rank when one ends."""
+def two_ranks(settings: list[str], script: Path = ROOT / "train" / "run.py") -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a script on two ranks without torchrun, which would end the other rank when one ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {
         **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(ROOT / "train" / "run.py"), *settings],
+            [sys.executable, str(script), *settings],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -15,7 +15,9 @@ from train.data.sequences import Batch, Sequences
 from train.features.online import compute_features
 from train.loop import train
 from train.objectives import teacher
+from train.objectives.losses.fused import SharedGradients, chunked_sums
 from train.objectives.teacher import teach
+from train.planning.activations import LiveBytes
 from train.storage.run_folder import read_budget
 
 CHUNK = 13  # slots
@@ -68,6 +70,39 @@ def test_equals_the_dense_form(
         torch.testing.assert_close(
             fused_gradients[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
         )
+
+
+def test_gradients_of_all_depths_add_up_in_one_tensor() -> None:
+    """They are those of float64, and five depths take no more memory than one."""
+    generator = torch.Generator().manual_seed(0)
+    slots, width, drafts, peaks = 12, 4, 4096, []
+    labels = torch.arange(slots)
+    for depths in (1, 5):
+        weight = torch.nn.Parameter(torch.randn(drafts, width, generator=generator))
+        states = [torch.randn(slots, width, generator=generator).requires_grad_() for _ in range(depths)]
+        factors = [torch.tensor(0.7**depth / slots) for depth in range(depths)]
+
+        def compare(
+            states: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor = weight
+        ) -> tuple[torch.Tensor, ...]:
+            costs = torch.nn.functional.cross_entropy(states @ weight.T, rows, reduction="none")
+            return ((costs * weights).sum(),)
+
+        with LiveBytes() as live:
+            gradients, total = SharedGradients([weight]), torch.zeros(())
+            for state, factor in zip(states, factors, strict=True):
+                (cost,) = chunked_sums(compare, state, torch.ones(slots), labels, 5, gradients, factor)
+                total = total + factor * cost
+            (3 * gradients.attach(total)).backward()
+        peaks.append(live.peak)
+        wide = [value.detach().double().requires_grad_() for value in (weight, *states)]
+        pairs = zip(wide[1:], factors, strict=True)
+        costs = [factor * compare(state, torch.ones(slots), labels, wide[0])[0] for state, factor in pairs]
+        expected = torch.autograd.grad(3 * torch.stack(costs).sum(), wide)
+        for value, gradient in zip((weight, *states), expected, strict=True):
+            assert value.grad is not None
+            torch.testing.assert_close(value.grad.double(), gradient, rtol=1e-4, atol=1e-7)
+    assert peaks[1] - peaks[0] < drafts * width
 
 
 def test_under_autocast(engine: Engine, tiny_target: LlamaTarget, batch: Batch, monkeypatch) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.engine import Engine
+from infer.graphs.cuda_graph import Graph
 from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
 from models.config import LAST
 from models.heads.files import load_head
@@ -268,6 +269,28 @@ def test_the_head_that_drafted_best_is_exported(
     assert result["acceptance_length"]["engine"] == pytest.approx(taus[best], abs=1e-4)
     provenance = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
     assert provenance["steps"] == best
+
+
+def test_graphs_are_captured_for_the_first_evaluation_only(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures, counts, capture, evaluate = [0], [], Graph.__init__, Run._evaluate
+
+    def counted(graph: Graph, *parts: Any) -> None:
+        captures[0] += 1
+        capture(graph, *parts)
+
+    def evaluated(training_run: Run) -> float:
+        tau = evaluate(training_run)
+        counts.append(captures[0])
+        return tau
+
+    monkeypatch.setattr(Graph, "__init__", counted)
+    monkeypatch.setattr(Run, "_evaluate", evaluated)
+    run([*settings, "engine.graphs=on", "steps=6", "eval_every=2"])
+    assert len(counts) == 3
+    assert {*counts, captures[0]} == {counts[0]}, "publishing measures with the same graphs"
+    assert counts[0] > 0
 
 
 def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One launcher on each of two machines, as in the recipe for several: they train what one process trains."""
+"""Several processes: what they send each other, and that two machines, each with a launcher, train what one does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from infer.cli import compose
-from tests.train.launching import ROOT
+from tests.train.launching import ROOT, on_two_processes
 from tests.train.test_parallel_modes import SETTINGS, last
 from train.config import TrainConfig
 from train.loop import train
+
+
+def test_processes_exchange_values_of_jsons_types() -> None:
+    on_two_processes(Path(__file__).with_name("gather_worker.py"))
 
 
 @pytest.mark.slow

@@ -50,6 +50,8 @@ FOREIGN = {
 # The one such name in use: it is a documented command, and the script imports nothing before the bootstrap.
 ALLOWED = {"scripts/evaluate.py": "evaluate"}
 FORBIDDEN_IMPORTS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+# collectives that pickle: train/distributed/parallel.py and infer/parallel/messages.py send JSON
+PICKLING = re.compile(r"(gather|scatter|broadcast|send|recv)_object(_list)?$")
 
 
 def sources(*folders: str) -> list[Path]:
@@ -248,6 +250,8 @@ def forbidden(tree: ast.Module) -> list[str]:
             violations.append("torch.load")
         if isinstance(node, ast.Name) and node.id in ("eval", "exec"):
             violations.append(node.id)
+        if isinstance(node, ast.Name | ast.Attribute) and PICKLING.search(ast.unparse(node)):
+            violations.append(ast.unparse(node))
         unsafe = isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle")
         if unsafe and ast.unparse(node.value) != "False":
             violations.append(ast.unparse(node))
@@ -277,6 +281,8 @@ def test_no_code_from_data() -> None:
         "np.load(f, allow_pickle=x)",
         "x = '_target_'",
         "eval('1')",
+        "dist.all_gather_object(a, b)",
+        "broadcast_object_list([x])",
     ],
 )
 def test_the_search_for_code_from_data_finds_it(code: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import FileStore
 
 from infer.config import EngineConfig, ModelConfig
-from infer.parallel.comm import RankLost, Ranks
+from infer.parallel.comm import Channel, RankLost, Ranks
 from infer.parallel.launch import rank_device
 from infer.parallel.launched import launched_rank
 from infer.parallel.tensor_parallel import join_rows, split_rows
@@ -23,11 +23,10 @@ CPU = torch.device("cpu")
 
 
 def make(folder: Path) -> list[Ranks]:
-    pipes = [Pipe() for _ in range(1, COUNT)]
-    connections = [[near for near, _ in pipes], *([far] for _, far in pipes)]
-    return [
-        Ranks(rank, COUNT, FileStore(str(folder / "store"), COUNT), connections[rank], CPU) for rank in range(COUNT)
-    ]
+    pairs = {rank: zip(*(Pipe() for _ in Channel._fields), strict=True) for rank in range(1, COUNT)}
+    ends = {rank: [Channel(*ends) for ends in pair] for rank, pair in pairs.items()}
+    channels = [{rank: near for rank, (near, _) in ends.items()}, *({0: far} for _, far in ends.values())]
+    return [Ranks(rank, COUNT, FileStore(str(folder / "store"), COUNT), channels[rank], CPU) for rank in range(COUNT)]
 
 
 def run_on_all(ranks, function):
@@ -115,7 +114,8 @@ def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
         ranks[0].gather(torch.zeros(1), [1] * COUNT)
     with pytest.raises(RankLost, match="make a new engine"):
         ranks[0].send("free")
-    assert ranks[1].receive() is None
+    with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: rank 0 has failed"):
+        ranks[1].receive()
     ranks[0].close()
 
 

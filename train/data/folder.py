@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from infer.engine import Engine
 from infer.request import SamplingParams
@@ -36,7 +35,7 @@ from train.data.regenerate import (
     sampling_params,
 )
 from train.data.sequences import Sequences
-from train.distributed.parallel import any_process, log_main, stopping_together
+from train.distributed.parallel import any_process, gather, log_main, stopping_together
 from train.signals import StopRequest
 from train.storage import atomic
 from train.storage.reuse import (
@@ -158,8 +157,8 @@ class Making:
                 check=self.stop.check,
                 show=accelerator.is_main_process,
             )
-        for others in gather_object([failed]):
-            failed |= others
+        for others in gather(accelerator, list(failed.items())):
+            failed |= dict(others)
         return collect_parts(parts, examples, failed) if accelerator.is_main_process else None
 
     def _write(self, prompts: Prompts, parts: Mapping[str, Any], train_result: Outcome, eval_result: Outcome) -> None:

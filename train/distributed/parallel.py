@@ -20,7 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from train.config import TrainConfig
-from train.signals import Interrupted
+from train.signals import Interrupted, LostProcess
 
 T = TypeVar("T")
 # Timeout of collectives: processes wait for each other while one generates responses or evaluates, which takes hours.
@@ -124,8 +124,8 @@ def zero_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def lost_process(error: RuntimeError) -> bool:
-    """Return whether a collective failed because another process has ended or timed out."""
-    if isinstance(error, torch.distributed.DistError):
+    """Return whether this is a LostProcess, or a collective failed because another process has ended or timed out."""
+    if isinstance(error, LostProcess | torch.distributed.DistError):
         return True
     text = str(error)
     return any(sign in text for sign in ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out"))
@@ -141,16 +141,23 @@ def release(accelerator: Accelerator) -> None:
 
 def broadcast(accelerator: Accelerator, value: T) -> T:
     """Return the main process's value, of JSON's types, on every process. Nothing is pickled."""
-    if accelerator.num_processes == 1:
-        return value
+    return gather(accelerator, value)[0]
+
+
+def gather(accelerator: Accelerator, value: T) -> list[T]:
+    """Return the values of all processes, of JSON's types, by rank, on every process. Nothing is pickled."""
+    count, device = accelerator.num_processes, accelerator.device
+    if count == 1:
+        return [value]
     content = json.dumps(value).encode()
-    length = torch.tensor([len(content)], device=accelerator.device)
-    torch.distributed.broadcast(length, src=0)
-    buffer = torch.zeros(int(length), dtype=torch.uint8, device=accelerator.device)
-    if accelerator.is_main_process:
-        buffer.copy_(torch.tensor(list(content), dtype=torch.uint8))
-    torch.distributed.broadcast(buffer, src=0)
-    return json.loads(bytes(buffer.tolist()))
+    length = torch.tensor(len(content), device=device)
+    lengths = [torch.empty_like(length) for _ in range(count)]
+    torch.distributed.all_gather(lengths, length)
+    longest = max(map(int, lengths))
+    text = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
+    texts = [torch.empty_like(text) for _ in range(count)]
+    torch.distributed.all_gather(texts, text)  # JSON may end in spaces
+    return [json.loads(one.cpu().numpy().tobytes()) for one in texts]
 
 
 def total(accelerator: Accelerator, value: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.draft_states import draft_states
 from train.objectives.losses.functions import agreement, overlap, slot_losses
-from train.objectives.losses.fused import chunked_sums
+from train.objectives.losses.fused import SharedGradients, chunked_sums
 from train.objectives.losses.narrow import NarrowWeights, is_plain
 from train.objectives.teacher import Teacher
 
@@ -203,13 +203,16 @@ class Objective(nn.Module):
         """Return the loss and sums of `forward`, from the states of all steps."""
         self._narrow.renew()
         sums, total = [], denominators.new_zeros((), dtype=torch.float32)
+        gradients = SharedGradients(self.head.parameters())
         for step, (state, pair) in enumerate(zip(states, pairs, strict=True)):
             chosen = state.flatten(0, 1)[pair.slots]
-            parts = self.compare(chosen, pair.weights, pair.rows, teacher, step, metrics)
-            total = total + self.step_weight**step / pair.share * parts[0] / denominators[step].clamp(min=1)
+            weight, divisor = self.step_weight**step / pair.share, denominators[step].clamp(min=1)
+            factor = weight / divisor
+            parts = self.compare(chosen, pair.weights, pair.rows, teacher, step, metrics, gradients, factor)
+            total = total + weight * parts[0] / divisor
             count = parts[0].new_tensor(len(chosen), dtype=torch.float32)
             sums.append(torch.stack([count, *(value.detach() for value in parts[1:])]))
-        return total, StepSums(*torch.stack(sums, dim=1))
+        return gradients.attach(total), StepSums(*torch.stack(sums, dim=1))
 
     def _noisy(self, aux: Sequence[Tensor], generator: torch.Generator) -> Sequence[Tensor]:
         """Add noise U(-a, a) to every feature, against the accumulation of small draft errors (arXiv 2401.15077)."""
@@ -222,15 +225,26 @@ class Objective(nn.Module):
         ]
 
     def compare(
-        self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
+        self,
+        states: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        teacher: Teacher,
+        depth: int,
+        metrics: bool,
+        gradients: SharedGradients,
+        factor: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return sums of weighted cost, cost, correct, overlap over slots, `states [N, S]` with teacher `rows [N]`."""
+        """Return sums of weighted cost, cost, correct, overlap over slots, `states [N, S]` with teacher `rows [N]`.
+
+        If fused, the derivatives with respect to parameters of `factor` times the first sum are added to `gradients`.
+        """
         size = max(1, teaching.CHUNK_ELEMENTS // self.head.config.draft_vocab_size)
         if teacher.logits is not None and self.native:
             return self._compare_native(states, weights, teacher.rows(rows), depth, metrics)
         if self.fused:
             compare = partial(self._compare_chunk, teacher=teacher, depth=depth, metrics=metrics)
-            return chunked_sums(compare, states, weights, rows, size, self.head.parameters())
+            return chunked_sums(compare, states, weights, rows, size, gradients, factor)
         if len(states) <= size:
             return self._compare_chunk(states, weights, rows, teacher, depth, metrics)
         # Logits of all steps together would not fit in memory: each chunk's are recomputed in the backward pass.

@@ -35,6 +35,7 @@ from kernels.draft import fuse_draft
 from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.heads.block import BlockHead
+from models.layers import copy_packed
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
@@ -95,6 +96,26 @@ class HeadProposer:
     def feature_size(self) -> int:
         """Size of the features of one position, over all aux layers."""
         return len(self.aux_layers) * self._head.config.target_hidden_size
+
+    def fits(self, head: Head) -> bool:
+        """Return whether `continuing` can copy the weights of this head."""
+        same = type(head) is type(self._head) and head.config == self._head.config
+        return same and torch.equal(head.target_ids.to(self.draft_ids.device), self.draft_ids)
+
+    @torch.no_grad()
+    def continuing(self, before: HeadProposer, pool: KVPool) -> HeadProposer:
+        """Return the proposer that drafts in `pool` from now on in place of `before`, whose KV layers are the same.
+
+        It is `before` with the weights of this one, if they fit: what has captured them goes on.
+        """
+        if not before.fits(self._head):
+            self.attach(pool)
+            return self
+        copy_packed(self._head, before._head)
+        if (mask_slot := before._head.mask_slot()) is not None:
+            assert before.loop.mask_slot is not None
+            before.loop.mask_slot[1].copy_(mask_slot[1])
+        return before
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""

@@ -101,7 +101,7 @@ class MedusaHead(Head):
         return torch.stack([lm_head(rows) for lm_head, rows in pairs], dim=1)
 
     def stack_layers(self) -> None:
-        """Stack on a GPU: one launch then runs a residual layer of all heads. The layers keep views of the weights."""
+        """Stack on a GPU: one launch then runs a residual layer of all heads. The layers keep views of the stacks."""
         if not in_use(next(self.parameters()).device):
             return
         for depth in range(self.config.num_layers):
@@ -110,6 +110,8 @@ class MedusaHead(Head):
             bias = torch.stack([layer.bias for layer in layers]) if self.config.bias else None
             for head, layer in enumerate(layers):
                 layer.weight = nn.Parameter(weight[head], requires_grad=False)
+                if bias is not None:
+                    layer.bias = nn.Parameter(bias[head], requires_grad=False)
             self._stacks.append((weight, bias))
 
     @torch.no_grad()
