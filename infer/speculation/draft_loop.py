@@ -8,12 +8,12 @@ slot per further depth, in rows that follow the committed ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from infer.speculation.early_exit import EarlyExit, HostExit
+from infer.speculation.early_exit import EarlyExit
 from infer.speculation.tree import MAX_NODES
 from infer.speculation.tree_shapes import Children, Grown, Run, TreeShape, grow
 from kernels.choose import ChoiceParameters, choose, choose_best
@@ -52,22 +52,6 @@ class Chains(NamedTuple):
 Adjust = Callable[[Tensor, Sequence[Tensor]], Tensor]  # (logits [B, Vd], tokens [B] of each level before) -> logits
 
 
-class DraftLoop(Protocol):
-    """Runs a head over its unread rows and drafts from the last of them."""
-
-    def read(self, unread: Unread) -> object:
-        """Only write the head's KV of the unread rows."""
-        ...
-
-    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: HostExit | None = None) -> Chains:
-        """Draft chains of up to `depths` `[B]` tokens each, `deepest` being the greatest depth."""
-        ...
-
-    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
-        """Grow trees of this shape down to the depth `deepest`."""
-        ...
-
-
 def fused(head: Head, features: Tensor) -> Tensor:
     """Return the states `[R, S]` that depth 0 of the head reads, from the features of all aux layers `[R, F]`."""
     return head.fuse(features.chunk(len(head.config.aux_layers), dim=-1))
@@ -104,7 +88,10 @@ class TorchLoop:
         early_exit: EarlyExit | None = None,
         adjust: Adjust | None = None,
     ) -> Chains:
-        """As in DraftLoop; `adjust` may change the logits that a level chooses from."""
+        """Draft chains of up to `depths` `[B]` tokens each, `deepest` being the greatest depth.
+
+        `adjust` may change the logits that a level chooses from.
+        """
         logits_at = self._parallel(unread, deepest) if self._head.parallel else self._recurrent(unread)
         active, length = depths > 0, torch.zeros_like(depths)
         drafted, scores = list[Tensor](), list[Tensor]()
@@ -128,6 +115,7 @@ class TorchLoop:
         return Chains(torch.stack(drafted, dim=1), length, torch.stack(scores, dim=1) if scores else None)
 
     def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
+        """Grow trees of this shape down to the depth `deepest`."""
         grown = self._growing_parallel if self._head.parallel else self._growing
         return grow(shape, deepest, unread.root, *grown(unread, deepest))
 
@@ -234,9 +222,9 @@ class TorchLoop:
 
 
 class NativeLoop:
-    """Drafts by one C call per level (kernels/draft.py). Chains that end leave the batch; nothing may be restricted.
+    """Does the same by one C call per level (kernels/draft.py). Chains that end leave the batch.
 
-    `caches`: of the head's KV layers.
+    Nothing may be restricted. `caches`: of the head's KV layers.
     """
 
     def __init__(self, head: Head, native: NativeDraft, caches: Sequence[Tensor]) -> None:
@@ -245,19 +233,22 @@ class NativeLoop:
     def read(self, unread: Unread) -> None:
         NativeChains(self._native, *self._inputs(unread, 0), self._caches, None, 0).read()
 
-    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: HostExit | None = None) -> Chains:
+    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: EarlyExit | None = None) -> Chains:
         levels = NativeChains(self._native, *self._inputs(unread, deepest), self._caches, unread.parameters, deepest)
         drafts: list[list[int]] = [[] for _ in depths]
         limits, active = depths.tolist(), list(range(len(depths)))
+        scores = None if early_exit is None else torch.zeros(len(depths), deepest)
         for level in range(deepest):
             tokens, values = levels.draft(return_log_probs=early_exit is not None)
-            decisions = None if early_exit is None or values is None else early_exit.decide(active, values)
-            places = list[int]()  # of the chains that go on
-            for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
-                if decisions is None or decisions[place].keep:
-                    drafts[row].append(token)
-                if limits[row] > level + 1 and (decisions is None or decisions[place].continue_):
-                    places.append(place)
+            kept = going = [True] * len(active)
+            if early_exit is not None and scores is not None and values is not None:
+                scores[active, level] = torch.tensor(values)
+                reached = torch.zeros(len(depths), dtype=torch.bool)
+                reached[active] = True
+                kept, going = (rows[active].tolist() for rows in early_exit(level, scores[:, level], reached))
+            for row, token, keep in zip(active, tokens, kept, strict=True):
+                drafts[row] += [token] if keep else []
+            places = [place for place, row in enumerate(active) if going[place] and limits[row] > level + 1]
             if not places:
                 break
             if len(places) < len(active):
@@ -265,7 +256,7 @@ class NativeLoop:
                 active = [active[place] for place in places]
         width = max(map(len, drafts))
         token = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts])
-        return Chains(token, torch.tensor([len(draft) for draft in drafts]))
+        return Chains(token, torch.tensor([len(draft) for draft in drafts]), scores)
 
     def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
         limits = {"width": shape.width, "count": max(map(shape.fan_out, range(1, deepest + 1))), "places": shape.rows}

@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.control.confidence import MIN_CHANCE, Confidence, ExitDecision, Prices
-
-
-class EarlyExit(Protocol):
-    """Decides after each level which chains go on. `on_host`: the host knows what it decided."""
-
-    on_host: bool
-
-    def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, bool `[B]` each, which tokens of this level to keep, and which chains to continue after it.
-
-        log_probs `[B]`: of the drafted tokens, under the noise that they were chosen with; active `[B]`: which chains
-        have reached the level. Decisions on other chains are ignored.
-        """
-        ...
-
-
-class HostExit:
-    """Lets `confidence` decide, on the host."""
-
-    on_host = True
-
-    def __init__(self, confidence: Confidence, requests: Sequence[Request], depths: Sequence[int]) -> None:
-        self._confidence, self._requests = confidence, requests
-        confidence.start(requests, depths)
-
-    def decide(self, active: Sequence[int], log_probs: Sequence[float]) -> list[ExitDecision]:
-        """Decide on the chains `active`, from the log-probabilities of their tokens of this level."""
-        return self._confidence.score([self._requests[index] for index in active], log_probs)
-
-    def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        index = active.nonzero()[:, 0]
-        decisions = self.decide(index.tolist(), log_probs[index].tolist())
-        both = torch.zeros(2, len(active), dtype=torch.bool)
-        both[:, index.cpu()] = torch.tensor([(one.keep, one.continue_) for one in decisions]).T
-        keep, continue_ = both.to(active.device)
-        return keep, continue_
-
+from infer.speculation.control.confidence import MIN_CHANCE, Confidence, ExitTerms, Prices
 
 FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
-FIELDS = 5  # columns of a row of terms: whether it is scored, slope, and the prices; then two per depth
+FIELDS = 4  # columns of a row of terms: slope and prices; then two per depth
 
 
 def num_terms(deepest: int) -> int:
@@ -60,36 +23,40 @@ def num_terms(deepest: int) -> int:
 def exit_terms(
     confidence: Confidence | None, requests: Sequence[Request | None], depths: Sequence[int], deepest: int
 ) -> Tensor:
-    """Return the terms of the chains of these requests for TensorExit, `[B, num_terms(deepest)]`, on the host."""
+    """Return the terms of the chains of these requests for EarlyExit, `[B, num_terms(deepest)]`, on the host."""
     rows = list[list[float]]()
     for request, depth in zip(requests, depths, strict=True):
         terms = None if confidence is None or request is None else confidence.terms(request, depth)
-        if confidence is None or terms is None:
-            rows.append([0.0] * num_terms(deepest))
-            continue
+        if confidence is None or terms is None:  # every token is certain, and worth any price
+            depth, prices, terms = deepest, FREE, ExitTerms(0.0, [math.inf] * deepest, [math.inf] * deepest)
+        else:
+            prices = confidence.prices or FREE
         spare = [0.0] * (deepest - depth)
-        prices = FREE if confidence.prices is None else confidence.prices
-        rows.append([1.0, terms.slope, *prices, *terms.offsets, *spare, *terms.following, *spare])
+        rows.append([terms.slope, *prices, *terms.offsets, *spare, *terms.following, *spare])
     return torch.tensor(rows)
 
 
-class TensorExit:
-    """Decides as `Confidence.score` does, without the host: by its `exit_terms`, which lie on the device."""
+class EarlyExit:
+    """Decides after each level of a draft which chains go on, by their `exit_terms`, which lie on its device.
 
-    on_host = False
+    `on_host`: the host may wait for decisions, to end a draft that no chain continues.
+    """
 
-    def __init__(self, terms: Tensor) -> None:
-        scored, self._slope, self._row, self._step, self._level = terms[:, :FIELDS].T
-        self._scored, self._chance = scored > 0, torch.ones_like(self._slope)
+    def __init__(self, terms: Tensor, *, on_host: bool = False) -> None:
+        self.on_host = on_host
+        self._slope, self._row, self._step, self._level = terms[:, :FIELDS].T
         self._offsets, self._following = terms[:, FIELDS:].chunk(2, dim=1)
+        self._chance = torch.ones_like(self._slope)
 
     def __call__(self, level: int, log_probs: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Return, bool `[B]` each, which tokens of this level to keep, and which chains to continue after it.
+
+        log_probs `[B]`: of the drafted tokens, under the noise that they were chosen with; active `[B]`: which chains
+        have reached the level. Decisions on other chains are ignored. A chain's first token is always kept.
+        """
         confidence = log_probs.exp().clamp(MIN_CHANCE, 1 - MIN_CHANCE).logit()
         self._chance = self._chance * (self._offsets[:, level] + self._slope * confidence).sigmoid()
-        keep = ~self._scored | (self._chance >= self._row)
-        if level == 0:
-            keep = torch.ones_like(keep)
+        keep = self._chance >= self._row if level else torch.ones_like(active)
         gain = self._chance * self._following[:, level] - self._row - self._step
-        gain = torch.where(self._scored, gain, torch.inf)
-        surplus = torch.where(active & keep, gain, 0.0).clamp(min=0.0).sum()
-        return keep, keep & (gain > 0) & (~self._scored | (surplus >= self._level))
+        gain = torch.where(active & keep, gain, 0.0)
+        return keep, (gain > 0) & (gain.clamp(min=0.0).sum() >= self._level)

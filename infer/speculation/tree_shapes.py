@@ -3,13 +3,18 @@
 A level is grown from nodes that were run through the head (level 1 from the root): each of M nodes contributes its R
 best children, the candidates. A node is identified by its candidate index, which counts over all levels in the order in
 which they were grown; the root is -1.
+
+A shape has a `depth` and, of nodes that are run through the head, `rows` over all levels and at most `width` in one.
+At most `most` nodes can be proposed. `fan_out(level)` is R, the candidates at `level` (1, 2, ...) per node of the level
+before that is run; 0 ends the tree. `score` returns the scores `[B, M * R]` of a level's candidates from their
+cumulative log-probabilities, -inf for one that must not be proposed, and `run_next` the indices `[B, M']` in this level
+of the nodes that the next one is grown from, best first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,38 +23,6 @@ from infer.config import ProposerConfig
 from infer.options.draft_tree import Beam, Measured
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
-
-
-class TreeShape(Protocol):
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def rows(self) -> int:
-        """Number of nodes that are run through the head, over all levels."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Maximum number of nodes of one level that are run through the head."""
-        ...
-
-    @property
-    def most(self) -> int:
-        """Maximum number of nodes that can be proposed."""
-        ...
-
-    def fan_out(self, level: int) -> int:
-        """Return R, the candidates at `level` (1, 2, ...) per node of level - 1 that is run; 0 ends the tree."""
-        ...
-
-    def score(self, level: int, cumulative: Tensor) -> Tensor:
-        """Return the scores `[B, M * R]` of a level's candidates; -inf for one that must not be proposed."""
-        ...
-
-    def run_next(self, level: int, scores: Tensor) -> Tensor:
-        """Return the indices `[B, M']` in this level of the nodes that the next one is grown from, best first."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -137,6 +110,9 @@ class StaticShape:
     @property
     def width(self) -> int:
         return max(1, *map(len, self._run))
+
+
+TreeShape = DynamicShape | StaticShape
 
 
 def tree_shape(config: ProposerConfig) -> TreeShape | None:

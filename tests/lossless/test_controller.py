@@ -74,7 +74,6 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
         assert planner.longest > KEPT_ROWS
         assert engine.stats.proposer_failures == 0
         assert engine.stats.speculation.drafted > 0
-        assert not any(engine.speculator._tracked.values())
         assert not engine.speculator._idle
         assert_nothing_left(engine)
     engine.set_proposer("none")

@@ -12,9 +12,9 @@ from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
-from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
+from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.planner import Controller
-from infer.speculation.early_exit import TensorExit, exit_terms
+from infer.speculation.early_exit import EarlyExit, exit_terms
 from tests.drafts import chain, chains, make_costs, with_rates
 
 DEPTH = 4
@@ -24,9 +24,18 @@ def make_request(name: str = "0", **params) -> Request:
     return Request(name, [1], SamplingParams(**params), 0, [1], frozenset())
 
 
-def draft(confidence: Confidence, request: Request, log_probabilities: list[float]) -> list[ExitDecision]:
-    confidence.start([request], [len(log_probabilities)])
-    return [confidence.score([request], [value])[0] for value in log_probabilities]
+def decide(confidence: Confidence, requests: list[Request], log_probs: list[list[float]]) -> list[list[tuple]]:
+    """Return, by level and request, whether the token is kept and whether the chain goes on, of chains all as deep."""
+    depth, everyone = len(log_probs), torch.ones(len(requests), dtype=torch.bool)
+    exits = EarlyExit(exit_terms(confidence, requests, [depth] * len(requests), depth))
+    levels = [exits(level, torch.tensor(values), everyone) for level, values in enumerate(log_probs)]
+    return [list(zip(keep.tolist(), continues.tolist(), strict=True)) for keep, continues in levels]
+
+
+def draft(confidence: Confidence, request: Request, log_probs: list[float]) -> list[tuple]:
+    """Score a chain; return, by level, whether the token is kept and whether the chain goes on."""
+    confidence.record(request, len(log_probs), log_probs)
+    return [level[0] for level in decide(confidence, [request], [[value] for value in log_probs])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -47,36 +56,40 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
     assert predicted == pytest.approx(emitted, rel=0.05)
     for stated, right in truth.items():
         draft(confidence, request, [math.log(stated)])
-        assert confidence._drafts["0"].chances == pytest.approx([right], abs=0.1)
+        assert expected_of(confidence) == pytest.approx(right, abs=0.1)
     assert confidence.errors is not None
     learnt_error, plain_error = confidence.errors
     assert learnt_error < 0.85 * plain_error
     other = make_request(temperature=1.0 - temperature)
     draft(confidence, other, [math.log(0.3)])
-    assert confidence._drafts["0"].chances[0] > 0.3  # its kind, greedy or sampled, has no evidence yet
+    assert expected_of(confidence) > 0.3  # its kind, greedy or sampled, has no evidence yet
+
+
+def expected_of(confidence: Confidence) -> float:
+    """Return how many tokens of the chain that was scored last for request 0 are expected to be emitted."""
+    return sum(score.emitted for score in confidence._scores["0"][1])
 
 
 def test_a_token_is_kept_and_followed_if_it_is_worth_it():
     confidence, request = Confidence(with_rates([0.8])), make_request()
     sure, unsure = math.log(0.99), math.log(0.01)
-    assert draft(confidence, request, [unsure] * 3) == [(True, True), (True, True), (True, False)]  # without prices
+    assert draft(confidence, request, [unsure] * 3) == [(True, True)] * 3  # without prices
     confidence.prices = Prices(row=0.3, step=0.0, level=0.0)
     assert draft(confidence, request, [sure, sure, sure]) == [(True, True), (True, True), (True, False)]
     assert draft(confidence, request, [unsure])[0] == (True, False)  # the first is always kept
     assert draft(confidence, request, [sure, unsure])[1] == (False, False)
-    assert confidence.update("0", 1, 1) == pytest.approx(confidence._maps[False].chance((0, 0, 1)), abs=0.5)
     confidence.prices = Prices(row=0.1, step=0.85, level=0.0)
     assert draft(confidence, request, [sure, sure])[0] == (True, False)
 
 
 def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
-    names = [str(index) for index in range(4)]
-    confidence, batch = Confidence(with_rates([0.8] * 4)), [make_request(name) for name in names]
+    confidence, batch = Confidence(with_rates([0.8] * 4)), [make_request(str(index)) for index in range(4)]
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
-    confidence.start(batch, [DEPTH] * 4)
-    assert [verdict.continue_ for verdict in confidence.score(batch, [-0.01] * 4)] == [True] * 4
-    confidence.start(batch, [DEPTH] * 4)
-    assert [verdict.continue_ for verdict in confidence.score(batch[:1], [-0.01])] == [False]
+    levels = [[-0.01] * 4, [0.0] * 4]
+    assert [continues for _, continues in decide(confidence, batch, levels)[0]] == [True] * 4
+    exits = EarlyExit(exit_terms(confidence, batch, [DEPTH] * 4, DEPTH))
+    alone = torch.tensor([True, False, False, False])
+    assert not exits(0, torch.full((4,), -0.01), alone)[1].any()
 
 
 def test_what_must_not_be_judged_is_left_alone():
@@ -86,6 +99,11 @@ def test_what_must_not_be_judged_is_left_alone():
     for request in (block, other):
         assert draft(confidence, request, [-9.0, -9.0]) == [(True, True)] * 2
         assert confidence.update(request.request_id, 2, 0) is None
+    priced = make_request("2")
+    assert draft(confidence, priced, [-9.0, -9.0])[0] == (True, False)
+    assert decide(confidence, [block, priced], [[-9.0] * 2] * 2)[1] == [(True, True), (False, False)]
+    confidence.scoring = False
+    assert draft(confidence, priced, [-9.0, -9.0]) == [(True, True)] * 2
 
 
 def test_the_controller_opens_chains_at_the_prices_of_its_plan():
@@ -108,44 +126,16 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors
     controller.forget("0")
-    assert confidence._drafts == {}
+    assert confidence._scores == {}
 
 
-@pytest.mark.parametrize("priced", [False, True])
-def test_a_device_decides_as_the_host(priced):
-    """`TensorExit` is the rule of `score` without the host: chains of several depths, one of them not scored."""
-    rng, batch = random.Random(5), [make_request(str(index), temperature=index % 2) for index in range(6)]
-    batch[2] = make_request("2", acceptance="block")
-    depths, seen = [4, 3, 4, 1, 2, 4], set()
-    confidence = Confidence(with_rates([0.9, 0.7, 0.8, 0.6]))
-    for _ in range(60):
-        confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
-        exits = TensorExit(exit_terms(confidence, batch, depths, DEPTH))
-        confidence.start(batch, depths)
-        active = list(range(len(batch)))
-        for level in range(DEPTH):
-            log_probs = [-(rng.random() ** 4) * 5 for _ in batch]
-            decisions = confidence.score([batch[index] for index in active], [log_probs[index] for index in active])
-            mask = torch.zeros(len(batch), dtype=torch.bool)
-            mask[active] = True
-            keep, continues = (x[active].tolist() for x in exits(level, torch.tensor(log_probs), mask))
-            wanted = [depths[index] > level + 1 for index in active]  # else the loop ends the chain itself
-            assert keep == [decision.keep for decision in decisions]
-            going = [a and b for a, b in zip(continues, wanted, strict=True)]
-            assert going == [decision.continue_ and b for decision, b in zip(decisions, wanted, strict=True)]
-            seen.update(zip(keep, going, strict=True))
-            active = [index for index, goes in zip(active, going, strict=True) if goes]
-            if not active:
-                break
-    assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True), (True, False)})
-
-
-def test_what_was_decided_on_a_device_is_learnt_from():
-    told, asked, request = Confidence(with_rates([0.8])), Confidence(with_rates([0.8])), make_request()
-    values = [-0.1, -0.7, -0.2]
-    draft(asked, request, values)
-    told.prices = Prices(0.9, 0.9, 0.9)
-    told.record(request, 3, values)
-    assert told.prices == Prices(0.9, 0.9, 0.9)
-    assert told.update("0", 3, 2) == asked.update("0", 3, 2)
-    assert told._maps[False].weights == asked._maps[False].weights
+def test_a_level_that_no_chain_needs_ends_the_draft():
+    """A chain that has ended does not count, whatever its values are."""
+    confidence, batch = Confidence(with_rates([0.8] * 2)), [make_request("0"), make_request("1")]
+    confidence.prices = Prices(row=0.3, step=0.0, level=0.3)
+    exits = EarlyExit(exit_terms(confidence, batch, [DEPTH, 2], DEPTH))
+    log_probs = torch.tensor([math.log(0.05), -0.01])
+    assert exits(0, log_probs, torch.tensor([True, True]))[1].tolist() == [False, True]
+    keep, continues = exits(1, log_probs, torch.tensor([False, True]))
+    assert keep[1]
+    assert not continues.any()  # the second was to have two tokens

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import DynamicShape, StaticShape, propose_best
+from tests.drafts import checked_tree
 
 
 def grow(shape, children, depth):
@@ -75,7 +76,7 @@ def test_a_dynamic_tree_holds_the_best_nodes_that_were_grown(width, depth, nodes
     worst_kept = min(score for path, _, _, score in allowed if path in paths)
     assert all(score <= worst_kept for path, _, _, score in allowed if path not in paths)
     assert all(len(path) == 1 or path[:-1] in paths for path in paths)
-    rebuilt = DraftTree.from_parents(tree.token, tree.parent, tree.length)  # checks order and distinct siblings
+    rebuilt = checked_tree(tree.token, tree.parent, tree.length)  # checks order and distinct siblings
     assert torch.equal(rebuilt.ancestors, tree.ancestors)
 
 
@@ -107,7 +108,7 @@ def test_a_static_tree_holds_exactly_its_paths():
         return path
 
     assert paths == {tokens(ranks) for ranks in MEDUSA}
-    DraftTree.from_parents(tree.token, tree.parent, tree.length)
+    checked_tree(tree.token, tree.parent, tree.length)
     _, fewer = propose(grow(shape, children, shape.depth), Budget(3, 3))
     assert fewer == {tokens(ranks) for ranks in MEDUSA[:3]}
     _, shallow = propose(grow(shape, children, 2), Budget(63, 1))

@@ -260,8 +260,6 @@ class Controller(Planner):
         if len(self._depths) == 1:
             ((drafter, depths),) = self._depths.items()
             counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
-            if self.confidence is not None and self.confidence.scoring and drafter == DRAFTER:
-                counts = self.confidence.counts or counts
             self.costs.learn_drafted(batch, rows, drafter, counts, seconds, drafting)
 
     def forget(self, request_id: str) -> None:

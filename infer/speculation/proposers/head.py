@@ -25,7 +25,8 @@ from infer.sampling.constraint import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
-from infer.speculation.early_exit import HostExit
+from infer.speculation.early_exit import EarlyExit, exit_terms
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
@@ -55,7 +56,7 @@ class Pending:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on; `shape` None: chains."""
 
     name = "head"
@@ -77,11 +78,6 @@ class HeadProposer:
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
-
-    @property
-    def exits_early(self) -> bool:
-        """Whether it drafts chains, which may exit early."""
-        return self.shape is None
 
     @property
     def module(self) -> Head:
@@ -154,22 +150,14 @@ class HeadProposer:
                     self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]
-        idle = [index for index, budget in enumerate(budgets) if budget.nodes == 0]
-        roots = DraftTree.chains([requests[i].tokens[-1] for i in idle], [()] * len(idle)) if idle else None
-        if not active:
-            assert roots is not None
-            return roots
         # Block verification takes chains only.
-        chains = [i for i in active if self.shape is None or requests[i].params.acceptance == "block"]
-        trees = [i for i in active if i not in chains]
+        chains = [i for i, request in enumerate(requests) if self.shape is None or request.params.acceptance == "block"]
+        trees = [i for i in range(len(requests)) if i not in chains]
         drafted = [
             (draft([requests[i] for i in indices], [budgets[i] for i in indices]), indices)
             for draft, indices in ((self._chains, chains), (self._trees, trees))
             if indices
         ]
-        if roots is not None:
-            drafted.append((roots, idle))
         if len(drafted) == 1:
             return drafted[0][0]
         return DraftTree.stack([tree for tree, _ in drafted], [indices for _, indices in drafted])
@@ -235,7 +223,8 @@ class HeadProposer:
         deepest, limits = max(depths), torch.tensor(depths, device=self.draft_ids.device)
         early_exit, confidence = None, self.confidence
         if confidence is not None and confidence.scoring:
-            early_exit = HostExit(confidence, requests, depths)
+            terms = exit_terms(confidence, requests, depths, deepest)
+            early_exit = EarlyExit(terms.to(limits.device), on_host=True)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
         if any(request.constraint is not None or request.params.acceptance == "block" for request in requests):
@@ -251,8 +240,12 @@ class HeadProposer:
         else:
             chains = self._loop_for(unread).chain(unread, limits, deepest, early_exit)
         self.was_read(requests)
-        roots = torch.tensor([request.tokens[-1] for request in requests])
-        tree = DraftTree.chain(roots, chains.token.cpu(), chains.length.cpu())
+        roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
+        if confidence is not None and chains.log_probs is not None:
+            rows = zip(requests, depths, lengths.tolist(), chains.log_probs.tolist(), strict=True)
+            for request, depth, length, log_probs in rows:
+                confidence.record(request, depth, log_probs[:length])
+        tree = DraftTree.chain(roots, chains.token.cpu(), lengths)
         tree.draft_probs = {row: torch.stack(probs[: depths[row]]) for row, probs in draft_probs.items()}
         return tree
 
