@@ -17,7 +17,6 @@ from infer.config import (
     ModelConfig,
     ProposerConfig,
     check_head_and_proposer,
-    check_sampling,
     register,
 )
 from infer.options.tracker_config import TrackerConfig
@@ -54,7 +53,7 @@ class MeasureConfig:
         for value in getattr(self, "concurrency", ()):
             at_least("concurrency", value, 1)
         for temperature in getattr(self, "temperatures", ()):
-            check_sampling(temperature, 0, 1.0)
+            at_least("temperatures", temperature, 0)
 
 
 @dataclass
@@ -157,7 +156,7 @@ class StepTimeConfig(MeasureConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_head_and_proposer(self.head, self.proposer)
-        check_sampling(self.temperature, 0, 1.0)
+        at_least("temperature", self.temperature, 0)
         if self.plot is not None and not self.proposer.adaptive:
             raise ValueError(f"plot={self.plot}: costs are measured with proposer.adaptive=true only; add it")
         if self.plot is not None and not self.plot.endswith((".png", ".svg", ".pdf")):
