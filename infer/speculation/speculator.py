@@ -85,8 +85,7 @@ class Speculator:
     def plan(self, decoding: Sequence[Request], load: int) -> None:
         """Plan the drafts of the next step. `load` counts the decoding requests and those about to join them."""
         names = tuple(request.request_id for request in decoding)
-        due = self.planner.needs_candidates(names)
-        self.planner.plan(names, self._candidates(decoding, load) if due else None)
+        self.planner.plan(names, lambda: self._candidates(decoding, load))
 
     def grant(self, decoding: Sequence[Request], admissible: Sequence[Request], load: int) -> Grants:
         """Return the budget of each decoding request in this step; start and stop tracking requests accordingly.

@@ -60,17 +60,8 @@ class StaticShape:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError if there is no path or one is empty, occurs twice, is negative or lacks its parent."""
-        if not paths:
-            raise ValueError("proposer.tree=[]: a tree needs a node; none drafts a chain")
-        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
-        if len(nodes) < len(paths):
-            raise ValueError("proposer.tree: a path occurs twice")
-        for path in nodes:
-            if not path or min(path) < 0:
-                raise ValueError(f"proposer.tree: {list(path)}: a path is a list of ranks from 0")
-            if len(path) > 1 and path[:-1] not in nodes:
-                raise ValueError(f"proposer.tree: {list(path)}: its parent {list(path[:-1])} is missing")
+        """`paths`: distinct, at least one, each with its parent (infer/options/draft_tree.py)."""
+        nodes = sorted(map(tuple, paths), key=lambda path: (len(path), path))
         self.most, self.depth = len(nodes), max(map(len, nodes))
         levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
         parents = {path[:-1] for path in nodes}

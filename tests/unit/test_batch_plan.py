@@ -148,11 +148,11 @@ def test_what_is_not_known_of_a_trees_ranks_falls_off_by_zipfs_law():
     acceptance, budget = AcceptanceModel({"head": [0.9, 0.8, 0.7, 0.6]}), Budget(16, 4)
     gains = acceptance.gains("0", "head", budget)
     harmonic = [0.9 * sum(1 / rank for rank in range(1, each.nodes + 1)) for each in candidate_budgets(budget)]
-    assert gains == pytest.approx(harmonic)
+    assert list(gains.values()) == pytest.approx(harmonic)
     for _ in range(2000):
         acceptance.record("0", "head", tree([1, 2, 5]), 0.0)
     assert acceptance.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
-    assert acceptance.gains("0", "head", budget)[:2] == pytest.approx([2.0, 3.0], abs=0.1)
+    assert list(acceptance.gains("0", "head", budget).values())[:2] == pytest.approx([2.0, 3.0], abs=0.1)
     before = acceptance.gains("another", "head", budget)
     acceptance.forget("0")
     assert acceptance.gains("0", "head", budget) == before

@@ -13,7 +13,7 @@ from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
-from infer.speculation.control.planner import Controller
+from infer.speculation.control.planner import PLAN_STEPS, Controller
 from infer.speculation.early_exit import EarlyExit, exit_terms
 from tests.drafts import chain, chains, make_costs, with_rates
 
@@ -111,9 +111,10 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     confidence = Confidence(acceptance)
     controller = Controller(make_costs(row=0.5, draft=0.3), acceptance, confidence)
     candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
-    controller.plan(("0", "1", "2"), candidates)
+    controller.plan(("0", "1", "2"), lambda: candidates)
     controller.record_step(3, 3, 0.0, controller.costs.plain(3))  # the first step shows what a plain one costs
-    controller.plan(("0", "1", "2"), candidates)
+    for _ in range(PLAN_STEPS):
+        controller.plan(("0", "1", "2"), lambda: candidates)
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
     speed, prices = controller.current.speed, confidence.prices
     assert prices is not None

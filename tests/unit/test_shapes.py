@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.options.draft_tree import parse_tree
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import DynamicShape, StaticShape, propose_best
@@ -127,7 +128,7 @@ def test_a_static_tree_holds_exactly_its_paths():
 )
 def test_invalid_static_trees_are_refused(paths, message):
     with pytest.raises(ValueError, match=message):
-        StaticShape(paths)
+        parse_tree(paths)
 
 
 def test_stacked_trees_keep_their_rows():

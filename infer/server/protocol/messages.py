@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,6 +29,7 @@ from infer.server.protocol.tools import (
     ToolName,
     ToolUse,
     UsesTools,
+    is_other_tool,
 )
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -153,15 +154,10 @@ class CustomTool(Strict):
         return FunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
-def is_other_tool(tool: Any) -> bool:
-    """Return whether Anthropic's servers run the tool, or the client by a convention that the model must know."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return isinstance(kind, str) and kind != "custom"
-
-
+# Other tools are run by Anthropic's servers, or by the client by a convention that the model must know.
 AnyTool = Annotated[
     Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
-    Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<custom>"),
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool, "custom") else "<custom>"),
 ]
 
 
@@ -340,8 +336,8 @@ def assistant_messages(blocks: Sequence[Block]) -> list[Message]:
     ]
 
 
-def system_messages(blocks: Sequence[Block]) -> list[Message]:
-    return [Message(role="system", content=content_of(blocks))]
-
-
-TO_MESSAGES = {"user": user_messages, "assistant": assistant_messages, "system": system_messages}
+TO_MESSAGES: dict[str, Callable[[Sequence[Block]], list[Message]]] = {
+    "user": user_messages,
+    "assistant": assistant_messages,
+    "system": lambda blocks: [Message(role="system", content=content_of(blocks))],
+}

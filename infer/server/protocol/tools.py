@@ -93,9 +93,10 @@ AnyTool = Annotated[
 ]
 
 
-def is_other_tool(tool: Any) -> bool:
+def is_other_tool(tool: Any, supported: str = "function") -> bool:
+    """Return whether the tool's type is another one than the `supported`."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return isinstance(kind, str) and kind != "function"
+    return isinstance(kind, str) and kind != supported
 
 
 class NamedFunction(Strict):

@@ -84,13 +84,13 @@ class AcceptanceModel:
         self._expected = DRAFTER_DECAY * self._expected + expected
         self._emitted = DRAFTER_DECAY * self._emitted + accepted
 
-    def gains(self, request_id: str, drafter: str, allowed: Budget, sampled: bool = False) -> list[float]:
-        """Return the expected number of accepted tokens for each of the `candidate_budgets` of what is allowed.
+    def gains(self, request_id: str, drafter: str, allowed: Budget, sampled: bool = False) -> dict[Budget, float]:
+        """Return the expected number of accepted tokens by each of the `candidate_budgets` of what is allowed.
 
         Of a request that is unknown, "" for instance: by what is known of the drafter.
         """
         sums = [*accumulate(self.chances(request_id, drafter, allowed, sampled))]
-        return [sums[budget.nodes - 1] for budget in candidate_budgets(allowed)]
+        return {budget: sums[budget.nodes - 1] for budget in candidate_budgets(allowed)}
 
     def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, sampled: bool = False) -> float:
         """Return how many tokens of this draft are expected to be accepted."""

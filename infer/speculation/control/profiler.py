@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -237,7 +238,7 @@ def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTabl
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"key": dict(key), "table": measured.to_json()}, stream)
+            json.dump({"key": dict(key), "table": asdict(measured)}, stream)
         os.replace(temporary, file)
     except OSError as error:
         log.warning("%s: could not store the measured costs; every start will measure them again: %s", file, error)
