@@ -62,7 +62,8 @@ class Service:
             "eos_ids": list(engine.end_tokens),
         }
         self.grammars = GrammarCheck(settings)
-        self.tool_style = self._tool_style()
+        name, template = self.config.tool_parser, self.tokenizer.chat.text_for(tools=True)
+        self.tool_style: ToolStyle | None = style_of(template) if name == "auto" else STYLES.get(name)
         self.thinks = self.config.reasoning_parser == "think" or (
             self.config.reasoning_parser == "auto" and THINK in "\n".join(self.tokenizer.chat.texts.values())
         )
@@ -70,10 +71,6 @@ class Service:
         self.metrics.speculative = self.proposer != "none"
         # No longer text can fit the context; saves tokenizing megabytes only to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
-
-    def _tool_style(self) -> ToolStyle | None:
-        name = self.config.tool_parser
-        return style_of(self.tokenizer.chat.text_for(tools=True)) if name == "auto" else STYLES.get(name)
 
     async def close(self) -> None:
         if self.attached:
@@ -132,7 +129,8 @@ class Service:
         self.runtime.check_room(len(prompts) * (body.n or 1))
         encoded = await self.encode_all(encode, prompts, param)
         longest = max(len(prompt.ids) for prompt in encoded)
-        self._check_length(longest, max_tokens, param)
+        if longest + (max_tokens or 1) > self.context:
+            raise self._too_long(f"{longest} tokens" + (f" and max_tokens={max_tokens}" if max_tokens else ""), param)
         if max_tokens is None:
             room = self.context - longest
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
@@ -243,10 +241,6 @@ class Service:
         forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
         ids = (tuple(self.encode(form, "bad_words", add_special_tokens=False)) for form in forms)
         return tuple(dict.fromkeys(ids))
-
-    def _check_length(self, prompt: int, max_tokens: int | None, param: str) -> None:
-        if prompt + (max_tokens or 1) > self.context:
-            raise self._too_long(f"{prompt} tokens" + (f" and max_tokens={max_tokens}" if max_tokens else ""), param)
 
     def _too_long(self, length: str, param: str) -> ApiError:
         why = f"{length}; prompt and answer together may have {self.context} tokens"

@@ -44,7 +44,8 @@ class EarlyExit:
 
     def __init__(self, terms: Tensor, *, on_host: bool = False) -> None:
         self.on_host = on_host
-        self._slope, self._row, self._step, self._level = terms[:, :FIELDS].T
+        self._slope, self._row, step, self._level = terms[:, :FIELDS].T
+        self._deeper = self._row + step  # price of one more token
         self._offsets, self._following = terms[:, FIELDS:].chunk(2, dim=1)
         self._chance = torch.ones_like(self._slope)
 
@@ -57,6 +58,5 @@ class EarlyExit:
         confidence = log_probs.exp().clamp(MIN_CHANCE, 1 - MIN_CHANCE).logit()
         self._chance = self._chance * (self._offsets[:, level] + self._slope * confidence).sigmoid()
         keep = self._chance >= self._row if level else torch.ones_like(active)
-        gain = self._chance * self._following[:, level] - self._row - self._step
-        gain = torch.where(active & keep, gain, 0.0)
+        gain = torch.where(active & keep, self._chance * self._following[:, level] - self._deeper, 0.0)
         return keep, (gain > 0) & (gain.clamp(min=0.0).sum() >= self._level)
