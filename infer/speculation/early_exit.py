@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.control.confidence import MIN_CHANCE, Confidence, ExitTerms, Prices
+from infer.speculation.control.confidence import FREE, MIN_CHANCE, Confidence
 
-FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
 FIELDS = 4  # columns of a row of terms: slope and prices; then two per depth
 
 
@@ -24,15 +23,11 @@ def exit_terms(
     confidence: Confidence | None, requests: Sequence[Request | None], depths: Sequence[int], deepest: int
 ) -> Tensor:
     """Return the terms of the chains of these requests for EarlyExit, `[B, num_terms(deepest)]`, on the host."""
+    unscored = [0.0, *FREE, *[math.inf] * (2 * deepest)]  # every token is certain, and worth any price
     rows = list[list[float]]()
     for request, depth in zip(requests, depths, strict=True):
-        terms = None if confidence is None or request is None else confidence.terms(request, depth)
-        if confidence is None or terms is None:  # every token is certain, and worth any price
-            depth, prices, terms = deepest, FREE, ExitTerms(0.0, [math.inf] * deepest, [math.inf] * deepest)
-        else:
-            prices = confidence.prices or FREE
-        spare = [0.0] * (deepest - depth)
-        rows.append([terms.slope, *prices, *terms.offsets, *spare, *terms.following, *spare])
+        terms = None if confidence is None or request is None else confidence.terms(request, depth, deepest)
+        rows.append(terms or unscored)
     return torch.tensor(rows)
 
 

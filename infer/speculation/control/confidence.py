@@ -34,12 +34,7 @@ class Prices(NamedTuple):
     level: float
 
 
-class ExitTerms(NamedTuple):
-    """What decides on a chain, up to the log-probabilities of its tokens."""
-
-    slope: float  # b
-    offsets: list[float]  # a logit(h) + d at each depth
-    following: list[float]  # by depth, the probability by history that a token after a right one is right too
+FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
 
 
 class Score(NamedTuple):
@@ -83,14 +78,19 @@ class Confidence:
         history = self._acceptance.chances(request.request_id, DRAFTER, Budget(depth, depth), params.temperature > 0)
         return history, [after / before if before else 0.0 for before, after in pairwise((1.0, *history))]
 
-    def terms(self, request: Request, depth: int) -> ExitTerms | None:
-        """Return the terms of a chain of at most `depth` tokens; None if it is not to be scored."""
+    def terms(self, request: Request, depth: int, deepest: int) -> list[float] | None:
+        """Return what decides on a chain of at most `depth` tokens but their probabilities; None if it is not scored.
+
+        These are b, the prices, and for each of `deepest` depths a logit(h) + d, then for each the probability by
+        history that a token after a right one is right too.
+        """
         histories = self._histories(request, depth)
         if histories is None or not depth:
             return None
-        conditional = histories[1]
+        conditional, spare = histories[1], [0.0] * (deepest - depth)
         history, slope, constant = self._weights[request.params.temperature > 0]
-        return ExitTerms(slope, [history * logit(value) + constant for value in conditional], [*conditional[1:], 0.0])
+        offsets = [history * logit(value) + constant for value in conditional]
+        return [slope, *(self.prices or FREE), *offsets, *spare, *conditional[1:], 0.0, *spare]
 
     def record(self, request: Request, depth: int, log_probabilities: Sequence[float]) -> None:
         """Score the tokens of a chain of at most `depth`, from their log-probabilities, to learn from in `update`."""
