@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.speculation.early_exit import EarlyExit
+from infer.speculation.early_exit import EarlyExit, HostExit
 from infer.speculation.tree import MAX_NODES
 from infer.speculation.tree_shapes import Children, Grown, Run, TreeShape, grow
 from kernels.choose import ChoiceParameters, choose, choose_best
@@ -233,19 +233,18 @@ class NativeLoop:
     def read(self, unread: Unread) -> None:
         NativeChains(self._native, *self._inputs(unread, 0), self._caches, None, 0).read()
 
-    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: EarlyExit | None = None) -> Chains:
+    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: HostExit | None = None) -> Chains:
         levels = NativeChains(self._native, *self._inputs(unread, deepest), self._caches, unread.parameters, deepest)
         drafts: list[list[int]] = [[] for _ in depths]
         limits, active = depths.tolist(), list(range(len(depths)))
-        scores = None if early_exit is None else torch.zeros(len(depths), deepest)
+        scores: list[list[float]] = [[] for _ in depths]  # log-probabilities of the drafts
         for level in range(deepest):
             tokens, values = levels.draft(return_log_probs=early_exit is not None)
             kept = going = [True] * len(active)
-            if early_exit is not None and scores is not None and values is not None:
-                scores[active, level] = torch.tensor(values)
-                reached = torch.zeros(len(depths), dtype=torch.bool)
-                reached[active] = True
-                kept, going = (rows[active].tolist() for rows in early_exit(level, scores[:, level], reached))
+            if early_exit is not None and values is not None:
+                kept, going = early_exit.decide(level, values, active)
+                for row, value in zip(active, values, strict=True):
+                    scores[row].append(value)
             for row, token, keep in zip(active, tokens, kept, strict=True):
                 drafts[row] += [token] if keep else []
             places = [place for place, row in enumerate(active) if going[place] and limits[row] > level + 1]
@@ -256,7 +255,8 @@ class NativeLoop:
                 active = [active[place] for place in places]
         width = max(map(len, drafts))
         token = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts])
-        return Chains(token, torch.tensor([len(draft) for draft in drafts]), scores)
+        log_probs = torch.tensor([row[:width] + [0.0] * (width - len(row)) for row in scores])
+        return Chains(token, torch.tensor([len(draft) for draft in drafts]), None if early_exit is None else log_probs)
 
     def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Grown:
         limits = {"width": shape.width, "count": max(map(shape.fan_out, range(1, deepest + 1))), "places": shape.rows}

@@ -12,6 +12,7 @@ from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop
+from infer.speculation.early_exit import HostExit
 from kernels.cpu.library import library
 from models.targets import load_target
 from models.tokenizer import Tokenizer
@@ -56,8 +57,6 @@ class Both:
         copies = [cache[:, :, slots].clone() for cache in self._caches]
         for cache in self._caches:
             cache[:, :, slots] = 0
-        if decisions is not None:
-            decisions.again = True
         again = self._plain.chain(unread, depths, deepest, decisions)
         same = torch.equal(drafted.length, again.length) and (decisions is None or decisions.agree)
         for row, count in enumerate(drafted.length.tolist()):
@@ -92,16 +91,19 @@ class Decisions:
 
     def __init__(self, early_exit):
         self._early_exit, self._levels = early_exit, []
-        self.again = False
+
+    def decide(self, level, values, active):
+        decided = self._early_exit.decide(level, values, active)
+        self._levels.append((active, values, decided))
+        return decided
 
     def __call__(self, level, log_probs, active):
-        if not self.again:
-            self._levels.append((active.clone(), log_probs.clone(), self._early_exit(level, log_probs, active)))
-            return self._levels[-1][-1]
         rows, values, decided = self._levels[level]
-        self.agree = self.agree and torch.equal(active, rows) and bool((values <= 1e-6).all())
-        self.agree = self.agree and bool((log_probs - values)[active].abs().max() <= 1e-3)
-        return decided
+        self.agree = self.agree and active.nonzero()[:, 0].tolist() == rows and max(values) <= 1e-6
+        self.agree = self.agree and log_probs[rows].tolist() == pytest.approx(values, abs=1e-3)
+        both = torch.zeros(2, len(active), dtype=torch.bool)
+        both[:, rows] = torch.tensor(decided)
+        return both[0], both[1]
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +207,11 @@ def test_judged_chains_too_which_end_at_any_level(folder, monkeypatch, count):
     engine = serve(folder, "eagle3", torch.float32, "same", threads=count)
     notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
 
-    def judge(terms, *, on_host):
-        assert on_host
-        return lambda level, log_probs, active: (active, torch.rand(len(active), generator=verdicts) < 0.7)
+    class Judge(HostExit):
+        def decide(self, level, values, active):
+            return [True] * len(active), (torch.rand(len(active), generator=verdicts) < 0.7).tolist()
 
-    monkeypatch.setattr("infer.speculation.proposers.head.EarlyExit", judge)
+    monkeypatch.setattr("infer.speculation.proposers.head.HostExit", Judge)
     engine._head.confidence = Confidence(AcceptanceModel())
     params = SamplingParams(max_tokens=24, temperature=0.5, seed=5, ignore_eos=True)
     engine.generate(prompts_of(6), params)

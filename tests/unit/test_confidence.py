@@ -14,7 +14,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.planner import PLAN_STEPS, Controller
-from infer.speculation.early_exit import EarlyExit, exit_terms
+from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows, exit_terms
 from tests.drafts import chain, chains, make_costs, with_rates
 
 DEPTH = 4
@@ -140,3 +140,29 @@ def test_a_level_that_no_chain_needs_ends_the_draft():
     keep, continues = exits(1, log_probs, torch.tensor([False, True]))
     assert keep[1]
     assert not continues.any()  # the second was to have two tokens
+
+
+@pytest.mark.parametrize("priced", [False, True])
+def test_a_device_decides_as_the_host(priced):
+    """Chains of several depths, one of them not scored."""
+    rng, batch = random.Random(5), [make_request(str(index), temperature=index % 2) for index in range(6)]
+    batch[2] = make_request("2", acceptance="block", temperature=1.0)
+    depths, seen = [4, 3, 4, 1, 2, 4], set()
+    confidence = Confidence(with_rates([0.9, 0.7, 0.8, 0.6]))
+    for _ in range(60):
+        confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
+        rows = exit_rows(confidence, batch, depths, DEPTH)
+        on_device, on_host = EarlyExit(torch.tensor(rows)), HostExit(rows)
+        active = list(range(len(batch)))
+        for level in range(DEPTH):
+            log_probs = [-(rng.random() ** 4) * 5 for _ in batch]
+            keep, going = on_host.decide(level, [log_probs[index] for index in active], active)
+            reached = torch.tensor([index in active for index in range(len(batch))])
+            decided = on_device(level, torch.tensor(log_probs), reached)
+            assert [rows[active].tolist() for rows in decided] == [keep, going]
+            seen.update(zip(keep, going, strict=True))
+            pairs = zip(active, going, strict=True)
+            active = [index for index, goes in pairs if goes and depths[index] > level + 1]
+            if not active:
+                break
+    assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True)})

@@ -51,6 +51,10 @@ def logit(chance: float) -> float:
     return math.log(chance / (1 - chance))
 
 
+def sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score))
+
+
 class Confidence:
     """The probabilities of drafted tokens, and the prices at which chains exit early.
 
@@ -102,7 +106,7 @@ class Confidence:
         for by_history, conditional, value in zip(*histories, log_probabilities, strict=False):
             features = (logit(conditional), logit(math.exp(value)), 1.0)
             weighted = (weight * each for weight, each in zip(self._weights[sampled], features, strict=True))
-            right = 1 / (1 + math.exp(-sum(weighted)))
+            right = sigmoid(sum(weighted))
             emitted *= right
             scores.append(Score(features, right, emitted, by_history))
         self._scores[request.request_id] = sampled, scores

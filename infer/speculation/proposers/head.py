@@ -25,7 +25,7 @@ from infer.sampling.constraint import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
-from infer.speculation.early_exit import EarlyExit, exit_terms
+from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
@@ -221,24 +221,26 @@ class HeadProposer(Proposer):
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
         deepest, limits = max(depths), torch.tensor(depths, device=self.draft_ids.device)
-        early_exit, confidence = None, self.confidence
-        if confidence is not None and confidence.scoring:
-            terms = exit_terms(confidence, requests, depths, deepest)
-            early_exit = EarlyExit(terms.to(limits.device), on_host=True)
+        confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
+        exits = None if confidence is None else exit_rows(confidence, requests, depths, deepest)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
-        if any(request.constraint is not None or request.params.acceptance == "block" for request in requests):
+        adjusted = any(r.constraint is not None or r.params.acceptance == "block" for r in requests)
 
-            def adjust(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-                paths = torch.stack(list(drafted), dim=1).tolist() if drafted else [[]] * len(requests)
-                logits = narrowed(requests, logits, paths, self.draft_ids)
-                for row, probs in self._draft_probs(requests, logits, unread.parameters).items():
-                    draft_probs.setdefault(row, []).append(probs)
-                return logits
+        def adjust(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+            paths = torch.stack(list(drafted), dim=1).tolist() if drafted else [[]] * len(requests)
+            logits = narrowed(requests, logits, paths, self.draft_ids)
+            for row, probs in self._draft_probs(requests, logits, unread.parameters).items():
+                draft_probs.setdefault(row, []).append(probs)
+            return logits
 
-            chains = self.loop.chain(unread, limits, deepest, early_exit, adjust)
+        native = None if adjusted else self._native_for(unread)
+        if native is not None:
+            chains = native.chain(unread, limits, deepest, None if exits is None else HostExit(exits))
         else:
-            chains = self._loop_for(unread).chain(unread, limits, deepest, early_exit)
+            terms = None if exits is None else torch.tensor(exits, device=limits.device)
+            early_exit = None if terms is None else EarlyExit(terms, on_host=True)
+            chains = self.loop.chain(unread, limits, deepest, early_exit, adjust if adjusted else None)
         self.was_read(requests)
         roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
         if confidence is not None and chains.log_probs is not None:
@@ -254,13 +256,13 @@ class HeadProposer(Proposer):
         assert self.shape is not None
         deepest = max(budget.depth for budget in budgets)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
-        grown = self._loop_for(unread).tree(unread, self.shape, deepest)
+        grown = (self._native_for(unread) or self.loop).tree(unread, self.shape, deepest)
         self.was_read(requests)
         return propose_best([request.tokens[-1] for request in requests], grown, budgets)
 
-    def _loop_for(self, unread: Unread) -> TorchLoop | NativeLoop:
+    def _native_for(self, unread: Unread) -> NativeLoop | None:
         restricts = unread.parameters is not None and unread.parameters.restricts
-        return self.loop if self._native is None or restricts else self._native
+        return None if restricts else self._native
 
     def _draft_probs(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
