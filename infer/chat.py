@@ -11,19 +11,12 @@ import infer.environment  # noqa: F401
 
 import secrets
 
-from infer.cli import entry_point
+from infer.cli import engine_entry_point
 from infer.config import ChatConfig
-from infer.options.exported_heads import with_head
-from infer.parallel.launched import launched_rank
 from infer.parallel.process_end import run_process
 
 
 def run(config: ChatConfig) -> None:
-    if launched_rank(config.engine):
-        from infer.parallel.launch import follow_launched
-
-        return follow_launched(config.model, config.engine)
-    config = with_head(config)
     # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.chat_session import ChatSession
     from infer.engine import Engine
@@ -47,7 +40,7 @@ def run(config: ChatConfig) -> None:
         engine.close()
 
 
-main = entry_point("chat", ChatConfig)(run)
+main = engine_entry_point("chat", ChatConfig)(run)
 
 if __name__ == "__main__":
     run_process(main)

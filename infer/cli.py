@@ -25,9 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from infer.config_checks import REPO_ROOT, resolve_path
+from infer.options.exported_heads import with_head
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_names import OPTION, model_choices
 from infer.options.removed_keys import drop_constants, removal
+from infer.parallel.launched import launched_rank
 from models.heads.config import HeadConfig
 
 CONF = str(REPO_ROOT / "conf")
@@ -95,6 +97,26 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
                 _set_full_error(full_error)
 
         return main
+
+    return decorate
+
+
+def engine_entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]], Callable[[], None]]:
+    """Return the same for a command that loads an engine: `head=auto` is then a head by name.
+
+    Processes that torchrun started beside rank 0 follow it, and do not run the task.
+    """
+
+    def decorate(task: Callable[[T], Any]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def run(config: Any) -> Any:
+            if launched_rank(config.engine):
+                from infer.parallel.launch import follow_launched
+
+                return follow_launched(config.model, config.engine)
+            return task(with_head(config))
+
+        return entry_point(command, schema)(run)
 
     return decorate
 

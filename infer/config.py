@@ -17,7 +17,7 @@ from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.exported_heads import AUTO, NoHeadConfig
 from infer.options.tracker_config import TRACKERS
-from models.checks import at_least, check_fields, choice, number, one_of
+from models.checks import at_least, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
@@ -95,31 +95,27 @@ class EngineConfig:
     page_size: int = 16  # tokens per KV page, a power of two
     # null: by the device (infer/options/engine_sizes.py); elsewhere than on a large GPU what is said here
     max_tokens_in_cache: int | None = None  # KV pool in tokens; null: max_batch contexts, at most 65536, or what fits
-    max_batch: int = 32  # requests decoded together
-    prefill_chunk: int | None = None  # prompt tokens of one request per step; null: 256
+    max_batch: int = number(32, low=1)  # requests decoded together
+    prefill_chunk: int | None = number(None, low=1)  # prompt tokens of one request per step; null: 256
     max_rows: int | None = None  # rows of one target forward: drafts and prefill chunks together; null: 512
     prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
     exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
-    weights: str = "same"  # the target's linear layers: "int8", "fp8" or "int4" (by group), which change the output
-    head_weights: str = "same"  # the same for a head's; changes what is drafted, never the output
-    kv_dtype: str = "same"  # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
-    threads: int | None = None  # CPU threads of a step, all ranks together; null: one or torch's default, as measured
-    graphs: str = "auto"  # CUDA graphs of decode steps: auto (on a GPU) | on | off; no token changes
-    tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
+    # the target's linear layers: "int8", "fp8" or "int4" (by group), which change the output
+    weights: str = choice("same", *WEIGHTS)
+    head_weights: str = choice("same", *WEIGHTS)  # the same for a head's; changes what is drafted, never the output
+    # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
+    kv_dtype: str = choice("same", "same", "fp8")
+    # CPU threads of a step, all ranks together; null: one or torch's default, as measured
+    threads: int | None = number(None, low=1)
+    graphs: str = choice("auto", "auto", "on", "off")  # CUDA graphs of decode steps; auto: on a GPU; no token changes
+    tensor_parallel: int = number(1, low=1)  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
+        check_fields(self, "engine.")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size}: must be a power of two (16, 32, ...)")
-        one_of("engine.weights", self.weights, WEIGHTS)
-        one_of("engine.head_weights", self.head_weights, WEIGHTS)
-        one_of("engine.kv_dtype", self.kv_dtype, ("same", "fp8"))
-        one_of("engine.graphs", self.graphs, ("auto", "on", "off"))
         if self.graphs == "on" and self.tensor_parallel > 1:
             raise ValueError("engine.graphs=on: not with engine.tensor_parallel, whose ranks are led by the host")
-        at_least("engine.max_batch", self.max_batch, 1)
-        at_least("engine.prefill_chunk", self.prefill_chunk, 1)
-        at_least("engine.threads", self.threads, 1)
-        at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         at_least("engine.max_tokens_in_cache", self.max_tokens_in_cache, self.page_size)
         if self.max_rows is not None and self.max_rows < max(self.prefill_chunk or 1, self.max_batch):
             chunk = f"engine.prefill_chunk={self.prefill_chunk} rows and " if self.prefill_chunk else ""
@@ -236,13 +232,6 @@ class GenerateConfig(TextCommandConfig):
 class ChatConfig(TextCommandConfig):
     system: str | None = field(default=None, metadata=FREE_TEXT)  # the system message; null: none but the template's
     max_tokens: int = number(512, low=1)
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    at_least("temperature", temperature, 0)
-    at_least("top_k", top_k, 0)
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
 
 
 # group -> option -> schema. A group's YAML file `x.yaml` begins with `defaults: [base_x]`.

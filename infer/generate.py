@@ -11,22 +11,15 @@ import infer.environment  # noqa: F401
 
 import secrets
 
-from infer.cli import entry_point
+from infer.cli import engine_entry_point
 from infer.config import GenerateConfig
 from infer.config_checks import resolve_path
-from infer.options.exported_heads import with_head
-from infer.parallel.launched import launched_rank
 from infer.parallel.process_end import run_process
 
 CORPUS_MODEL = "demo"  # the only target whose corpus is in the repository, so that held-out prompts can be cut
 
 
 def run(config: GenerateConfig) -> None:
-    if launched_rank(config.engine):
-        from infer.parallel.launch import follow_launched
-
-        return follow_launched(config.model, config.engine)
-    config = with_head(config)
     texts = user_prompts(config)
     # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.prompts import prompt_ids
@@ -78,7 +71,7 @@ def user_prompts(config: GenerateConfig) -> list[str] | None:
     return None
 
 
-main = entry_point("generate", GenerateConfig)(run)
+main = engine_entry_point("generate", GenerateConfig)(run)
 
 if __name__ == "__main__":
     run_process(main)

@@ -14,19 +14,12 @@ import json
 from collections.abc import Sequence
 from socket import socket
 
-from infer.cli import entry_point
+from infer.cli import engine_entry_point
 from infer.config import ServeConfig
-from infer.options.exported_heads import with_head
-from infer.parallel.launched import launched_rank
 from infer.parallel.process_end import run_process
 
 
 def run(config: ServeConfig) -> None:
-    if launched_rank(config.engine):
-        from infer.parallel.launch import follow_launched
-
-        return follow_launched(config.model, config.engine)
-    config = with_head(config)
     from infer.server.address import bind, check_exposure, read_api_keys, url
 
     api_keys = read_api_keys(config.server)
@@ -99,7 +92,7 @@ def print_invitation(address: str, model: str, *, keyed: bool) -> None:
     print(f"\ntry: curl -N {address}/v1/completions -H 'content-type: application/json'{key} -d '{body}'\n", flush=True)
 
 
-main = entry_point("serve", ServeConfig)(run)
+main = engine_entry_point("serve", ServeConfig)(run)
 
 if __name__ == "__main__":
     run_process(main)

@@ -1,6 +1,6 @@
 """Early exit of chains without the host: which tokens of a level are kept, and which chains go on after it.
 
-The rule is `Confidence.score`'s (infer/speculation/control/confidence.py). It decides what is drafted, never what is
+Its terms are those of infer/speculation/early_exit.py. It decides what is drafted, never what is
 accepted, so its sums need no fixed order. One launch on a GPU (kernels/triton/early_exit.py), where torch needs twenty.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.triton import in_use
 
-FIELDS = 5  # columns of a row of terms: whether it is scored, slope, and the prices; then two per depth
+FIELDS = 4  # columns of a row of terms: slope and prices; then two per depth
 
 
 class Drafting(NamedTuple):
@@ -33,22 +33,20 @@ def exit_level(
 ) -> Drafting:
     """Return the chains after a level whose tokens have these log-probabilities `[B]`.
 
-    terms `[B, FIELDS + 2 D]`: of each chain, scored (0 or 1), slope, the prices of a row, of a step and of a level,
-    then an offset and what follows, per depth. depths `[B]`: no chain is longer. Probabilities of a token are taken to
-    be at least `least` away from 0 and 1.
+    terms `[B, FIELDS + 2 D]`: of each chain, slope, the prices of a row, of a step and of a level, then an offset and
+    what follows, per depth. Infinite ones stand for a chain that is not scored. depths `[B]`: no chain is longer. A
+    chain's first token is always kept. Probabilities of a token are taken to be at least `least` away from 0 and 1.
     """
     if in_use(terms.device):
         from kernels.triton import early_exit as gpu
 
         return gpu.exit_level(chains, terms, depths, log_probs, level, least)
     active, length, chance = chains
-    scored, slope, row, step, level_price = terms[:, :FIELDS].T
+    slope, row, step, level_price = terms[:, :FIELDS].T
     offsets, following = terms[:, FIELDS:].chunk(2, dim=1)
-    scored = scored > 0
     confidence = log_probs.exp().clamp(least, 1 - least).logit()
     chance = chance * (offsets[:, level] + slope * confidence).sigmoid()
-    keep = active if level == 0 else active & (~scored | (chance >= row))
-    gain = torch.where(scored, chance * following[:, level] - row - step, torch.inf)
-    surplus = torch.where(keep, gain, 0.0).clamp(min=0.0).sum()
-    following_level = keep & (gain > 0) & (~scored | (surplus >= level_price)) & (depths > level + 1)
-    return Drafting(following_level, length + keep, chance)
+    keep = active if level == 0 else active & (chance >= row)
+    gain = torch.where(keep, chance * following[:, level] - row - step, 0.0).clamp(min=0.0)
+    goes_on = (gain > 0) & (gain.sum() >= level_price) & (depths > level + 1)
+    return Drafting(goes_on, length + keep, chance)

@@ -31,9 +31,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from infer.cli import entry_point
-from infer.options.exported_heads import with_head
-from infer.parallel.launched import launched_rank
+from infer.cli import engine_entry_point
 from scripts.config import BenchConfig
 from scripts.document import document, publish, table
 from scripts.harness import OFF, Cell, add_round, run_round
@@ -124,17 +122,12 @@ def card(results: Results) -> str:
     )
 
 
-@entry_point("bench", BenchConfig)
+@engine_entry_point("bench", BenchConfig)
 def main(config: BenchConfig) -> None:
-    if launched_rank(config.engine):
-        from infer.parallel.launch import follow_launched
-
-        return follow_launched(config.model, config.engine)
     from infer.engine import Engine
 
     if OFF not in config.systems:
         raise ValueError("systems: must hold off, which every ratio is taken against")
-    config = with_head(config)
     tasks = read_tasks(config)
     # Every round repeats the prompts: a prefix cache would spare our engine the prefill, but not the other programs.
     cold = replace(config.engine, prefix_cache=False)

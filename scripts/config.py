@@ -17,11 +17,10 @@ from infer.config import (
     ModelConfig,
     ProposerConfig,
     check_head_and_proposer,
-    check_sampling,
     register,
 )
 from infer.options.tracker_config import TrackerConfig
-from models.checks import check_fields, number, one_of
+from models.checks import at_least, check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
@@ -50,7 +49,7 @@ class MeasureConfig:
             if getattr(self, key, None) == []:
                 raise ValueError(f"{key}=[]: name at least one")
         for temperature in getattr(self, "temperatures", ()):
-            check_sampling(temperature, 0, 1.0)
+            at_least("temperatures", temperature, 0)
 
 
 @dataclass
@@ -151,7 +150,7 @@ class StepTimeConfig(MeasureConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_head_and_proposer(self.head, self.proposer)
-        check_sampling(self.temperature, 0, 1.0)
+        at_least("temperature", self.temperature, 0)
         if self.plot is not None and not self.proposer.adaptive:
             raise ValueError(f"plot={self.plot}: costs are measured with proposer.adaptive=true only; add it")
         if self.plot is not None and not self.plot.endswith((".png", ".svg", ".pdf")):

@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.cli import entry_point
+from infer.cli import engine_entry_point
 from infer.config import ProposerConfig
 from infer.config_checks import resolve_path
 from infer.console.compare import Comparison, Pair
-from infer.options.exported_heads import export_folder, head_folder, with_head
+from infer.options.exported_heads import export_folder, head_folder
 from scripts.config import EvalConfig
 from scripts.document import document, publish, table
 from scripts.harness import OFF, run_round
@@ -225,13 +225,12 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
     return folder / REPORT
 
 
-@entry_point("eval", EvalConfig)
+@engine_entry_point("eval", EvalConfig)
 def main(config: EvalConfig) -> None:
     from infer.engine import Engine
     from train.publishing.samples import how_many, marked_responses
     from train.publishing.trackers import check_tracker
 
-    config = with_head(config)
     check_tracker(config.tracker)
     # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
     cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head")

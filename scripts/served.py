@@ -29,8 +29,7 @@ from typing import Any
 
 import httpx
 
-from infer.cli import entry_point
-from infer.options.exported_heads import with_head
+from infer.cli import engine_entry_point
 from scripts.config import ServedConfig
 from scripts.document import describe_machine, result_file, without_folders, write
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
@@ -212,9 +211,8 @@ def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
     return before["results"]
 
 
-@entry_point("served", ServedConfig)
+@engine_entry_point("served", ServedConfig)
 def main(config: ServedConfig) -> None:
-    config = with_head(config)
     prompts = read_prompts(config)
     from infer.engine.loading import dtype_name
     from models.checkpoint import fingerprint

@@ -1,13 +1,16 @@
-"""Made-up results of verifying drafts, what was learnt from them, and costs."""
+"""Draft trees, made-up results of verifying drafts, what was learnt from them, and costs."""
 
 from __future__ import annotations
 
 import random
 
+from torch import Tensor
+
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
+from infer.speculation.tree import MAX_NODES, DraftTree
 
 
 def chain(depth: int, accepted: int) -> VerifiedDraft:
@@ -34,3 +37,15 @@ def with_rates(rates: list[float]) -> AcceptanceModel:
             right = next((place for place in range(4) if rng.random() > rate), 4)
             acceptance.record(str(index), "head", chain(4, right), 0.0)
     return acceptance
+
+
+def checked_tree(token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
+    """Return the tree of `token` and `parent` `[B, N]`, after checking order and distinct siblings."""
+    assert token.shape[1] <= MAX_NODES
+    for node in range(1, token.shape[1]):
+        above, inside = parent[:, node], node < length
+        assert not bool((inside & ((above < 0) | (above >= node))).any()), f"node {node} precedes its parent"
+        twins = (parent[:, :node] == above[:, None]) & (token[:, :node] == token[:, node, None])
+        twins[:, 0] = False
+        assert not bool((twins.any(1) & inside).any()), f"node {node}: a sibling carries the same token"
+    return DraftTree.assemble(token, parent, length)

@@ -21,7 +21,8 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.early_exit import HostExit, exit_rows
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 
@@ -87,7 +88,7 @@ MIXED = Content("mixed", 0.5, spread=0.35)
 CONTENTS = (CHAT, CODE, CHAT1, CODE1, GOOD, USELESS)
 
 
-class SimulatedDrafter(WithoutLayers):
+class SimulatedDrafter(Proposer):
     """A head, as far as the speculator sees it: keeps features, must see some tokens before it drafts."""
 
     name, aux_layers, warm_up = "head", (1,), WARM_UP
@@ -222,25 +223,29 @@ class Simulation:
         rates: list[list[float]] = [[] for _ in decoding]
         active = [b for b, budget in enumerate(budgets) if budget.nodes]
         scoring = self.confidence if self.confidence is not None and self.confidence.scoring else None
-        if scoring is not None and active:
-            scoring.start([decoding[b] for b in active], [budgets[b].depth for b in active])
+        limits = [budget.depth for budget in budgets]
+        exits = HostExit(exit_rows(scoring, decoding, limits, max(limits))) if scoring is not None and active else None
+        scores: list[list[float]] = [[] for _ in decoding]
         counts: list[int] = []
         while active:
             counts.append(len(active))
             for b in active:
                 rate = self.rates[decoding[b].request_id]
                 rates[b].append(self.rng.betavariate(1.5 * rate + 1e-3, 1.5 * (1 - rate) + 1e-3))
-            going = list(active)
-            if scoring is not None:
-                logs = [math.log(max(rates[b][-1], 1e-6)) for b in active]
-                verdicts = scoring.score([decoding[b] for b in active], logs)
-                going = [b for b, verdict in zip(active, verdicts, strict=True) if verdict.continue_]
-                for b, verdict in zip(active, verdicts, strict=True):
-                    depths[b] += verdict.keep
-            else:
-                for b in active:
-                    depths[b] += 1
+            kept = going = active
+            if exits is not None:
+                values = [math.log(max(rates[b][-1], 1e-6)) for b in active]
+                keep, continues = exits.decide(len(counts) - 1, values, active)
+                for b, value, keeps in zip(active, values, keep, strict=True):
+                    scores[b] += [value] if keeps else []
+                kept = [b for b, keeps in zip(active, keep, strict=True) if keeps]
+                going = [b for b, goes in zip(active, continues, strict=True) if goes]
+            for b in kept:
+                depths[b] += 1
             active = [b for b in going if len(rates[b]) < budgets[b].depth]
+        if exits is not None and scoring is not None:
+            for request, limit, values in zip(decoding, limits, scores, strict=True):
+                scoring.record(request, limit, values)
         drafts = []
         for budget, depth, rate in zip(budgets, depths, rates, strict=True):
             right = next((place for place in range(depth) if self.rng.random() > rate[place]), depth)

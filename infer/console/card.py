@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.config import ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
@@ -48,7 +48,7 @@ def print_card(title: str, rows: Iterable[Row], *, out: TextIO | None = None) ->
 def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output_dir: str) -> Sequence[Row]:
     """Return the rows shown at every start: the target and its dtype, the proposer, end tokens, memory."""
     assert engine.tokenizer is not None
-    pages, size = engine.memory.pages, engine.config.page_size
+    pages, size, ranks = engine.memory.pages, engine.config.page_size, engine.config.tensor_parallel
     drafts = describe_proposer(engine.proposer_name, engine.proposer_config, head, model, output_dir)
     return [
         ("model", f"{model.name} ({model.path}), {str(engine.dtype).removeprefix('torch.')} on {engine.device}"),
@@ -57,7 +57,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
         ("KV pool", f"{pages} pages of {size} tokens"),
         ("steps", str(engine.sizes)),
-        *describe_ranks(engine.config),
+        *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
 
@@ -85,11 +85,6 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
         command = python_command("train/run.py", *model_overrides(model), *head_words(head, output_dir))
         return f"{lookup} (no head at {short(folder)}; train one: {command})"
     return lookup
-
-
-def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
-    ranks = engine.tensor_parallel
-    return [("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []
 
 
 def describe_end_tokens(ids: Iterable[int], tokenizer: Tokenizer) -> str:

@@ -16,7 +16,7 @@ from infer.config import ChatConfig
 from infer.console.card import describe_engine, describe_sampling, print_card
 from infer.console.chat_history import Dialogue, Turn
 from infer.console.display import DIM, AnswerText, paint, use_color
-from infer.console.engine_thread import EngineThread
+from infer.console.interactive import InteractiveEngine
 from infer.console.message_input import PROMPT, MessageInput
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats, StepOutput
@@ -51,7 +51,7 @@ class ChatSession:
         self._color = use_color(config.color, sys.stdout)
         self._to_terminal = self._color or sys.stdout.isatty()
         self._input = MessageInput(color=self._color)
-        self._thread = EngineThread(engine)
+        self._interactive = InteractiveEngine(engine)
         self._interrupted = False  # the last event was Ctrl-C: another one ends the program
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._help(),
@@ -81,11 +81,11 @@ class ChatSession:
                 while (message := self._next_message()) is not None:
                     self._take(message)
         finally:
-            self._thread.close()
+            self._interactive.close()
 
     def _next_message(self) -> str | None:
         """Return the next message, or None at the end."""
-        self._thread.idle()
+        self._interactive.idle()
         while True:
             try:
                 message = self._input.read()
@@ -127,7 +127,7 @@ class ChatSession:
         turn, last = Turn(message, "", prompt, []), None
         begin = time.perf_counter()
         first = None
-        for last in self._thread.generate(prompt, params):
+        for last in self._interactive.generate(prompt, params):
             first = first or time.perf_counter()
             turn.token_ids += last.token_ids
             self._write(text.show(last))
@@ -194,7 +194,7 @@ class ChatSession:
 
         def stop(*_: object) -> None:
             self._interrupted = True
-            self._thread.stop()
+            self._interactive.stop()
 
         before = signal.signal(signal.SIGINT, stop)
         try:

@@ -28,7 +28,7 @@ from infer.kvcache.memory import MIB
 from infer.parallel.target_worker import Shard
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget
-from infer.speculation.early_exit import TensorExit, exit_terms, num_terms
+from infer.speculation.early_exit import EarlyExit, exit_terms, num_terms
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import DraftTree
@@ -194,7 +194,7 @@ class StepGraphs:
             return DraftTree.chain(root, root[:, None][:, :0], torch.zeros_like(root), padded=True)
         unread = rows.unread(kv=bool(proposer.kv_layers))
         if self._shape is None:
-            early_exit = TensorExit(rows.exit_terms) if self._scored else None
+            early_exit = EarlyExit(rows.exit_terms) if self._scored else None
             chains = proposer.loop.chain(unread, rows.depth, self.limit.depth, early_exit)
             if chains.log_probs is not None:
                 self._log_probs[: len(root)] = chains.log_probs

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT
@@ -28,7 +27,7 @@ def python_command(script: str, *words: str, processes: int = 1) -> str:
     if processes > 1:
         start = ["torchrun"] if launcher and python == "python" else [python, "-m", "torch.distributed.run"]
         start += ["--nproc_per_node", str(processes)]
-    return shlex.join([*start, _from_here(REPO_ROOT / script), *words])
+    return shlex.join([*start, os.path.relpath(REPO_ROOT / script), *words])
 
 
 def interpreter() -> str:
@@ -36,19 +35,16 @@ def interpreter() -> str:
     on_path = shutil.which("python")
     if on_path and Path(on_path).parent == Path(sys.executable).parent:
         return "python"
-    return _from_here(Path(sys.executable)) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
-
-
-def _from_here(path: Path) -> str:
-    return os.path.relpath(path)
+    return os.path.relpath(sys.executable) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
 
 
 def model_overrides(model: ModelConfig) -> list[str]:
     """Return the words that name this target on a command line of this machine."""
     is_option = model.name in model_options()
     settings, defaults = vars(model), vars(read_model(model.name) if is_option else model_at(model.path))
-    changed = [f"model.{key}={_word(value)}" for key, value in settings.items() if value != defaults[key]]
-    return [f"model={model.name if is_option else model.path}", *changed]
+    changed = {key: "null" if value is None else value for key, value in settings.items() if value != defaults[key]}
+    words = [f"model.{key}={value}" for key, value in changed.items()]
+    return [f"model={model.name if is_option else model.path}", *words]
 
 
 def head_words(head: HeadConfig, output_dir: str) -> list[str]:
@@ -65,7 +61,3 @@ def portable_path(path: str) -> str | None:
     if not folder.is_absolute():
         return path
     return str(folder.relative_to(REPO_ROOT)) if folder.is_relative_to(REPO_ROOT) else None
-
-
-def _word(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -59,6 +59,15 @@ def parse_tree(tree: Any) -> Beam | Measured | Paths | None:
 def _check_paths(tree: list[Any]) -> Paths:
     if any(not isinstance(path, list) or any(type(rank) is not int for rank in path) for path in tree):
         raise ValueError(f"proposer.tree={tree}: must be a list of paths, each a list of ranks: [[0], [1], [0, 0]]")
+    if not tree:
+        raise ValueError("proposer.tree=[]: a tree needs a node; none drafts a chain")
     if len(tree) > MOST:
         raise ValueError(f"proposer.tree: {len(tree)} nodes; at most {MOST}")
+    for index, path in enumerate(tree):
+        if not path or min(path) < 0:
+            raise ValueError(f"proposer.tree: {path}: a path is a list of ranks from 0")
+        if path in tree[:index]:
+            raise ValueError("proposer.tree: a path occurs twice")
+        if len(path) > 1 and path[:-1] not in tree:
+            raise ValueError(f"proposer.tree: {path}: its parent {path[:-1]} is missing")
     return tree

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from omegaconf import OmegaConf
 
 T = TypeVar("T")
+_hints = functools.cache(get_type_hints)
 TEXT, NULL = (str, str | None), "null"
 # no interpolation, backslash, control character or surrogate, and not `???` alone, which means a missing value
 PLAIN = re.compile(r"(?!\?\?\?$)(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
@@ -104,11 +105,6 @@ def _kinds(schema: type, keys: Sequence[str]) -> Iterator[tuple[dataclasses.Fiel
         elif len(keys) > 1 and dataclasses.is_dataclass(kind):
             for option in _options(cast(type, kind)):
                 yield from _kinds(option, keys[1:])
-
-
-@functools.cache
-def _hints(schema: type) -> dict[str, Any]:
-    return get_type_hints(schema)
 
 
 def _options(kind: type) -> Iterator[type]:

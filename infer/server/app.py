@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
@@ -15,6 +15,7 @@ from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
 from infer.server.playground import page
 from infer.server.protocol import errors
+from infer.server.protocol.bodies import JsonRoute
 from infer.server.protocol.errors import ApiError
 from infer.server.service import Service
 
@@ -34,11 +35,10 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
             allow_private_network=True,
             allow_credentials=False,  # keys come in a header that the page sets, never in cookies
         )
-    app.include_router(completions.router(service))
-    app.include_router(chat.router(service))
-    app.include_router(responses.router(service))
-    app.include_router(messages.router(service))
-    app.include_router(tokens.router(service))
+    routes = APIRouter(route_class=JsonRoute)
+    for endpoint in (completions, chat, responses, messages, tokens):
+        endpoint.add_routes(routes, service)
+    app.include_router(routes)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

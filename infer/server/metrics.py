@@ -100,51 +100,31 @@ class EngineCounters(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
-        speculation = now.speculation
+        speculation, forecast = now.speculation, now.forecast
         drafts = sum(speculation.drafted_by_position[:1])  # verifies that contained draft tokens
-        gauges: list[tuple[str, str, float]] = [
-            ("num_requests_running", "Requests in prefill or decode", now.running),
-            ("num_requests_waiting", "Requests waiting to be scheduled", now.waiting),
-            ("kv_cache_usage_perc", "KV cache usage, 1 means full", now.kv_usage),
-        ]
-        if now.forecast is not None:
-            gauges += [
-                ("draft_depth", "Draft depth chosen by the controller, 0 without drafts", now.forecast.depth),
-                ("expected_speedup", "Speedup over plain decoding that the controller expects", now.forecast.speedup),
-                ("draft_calibration", "Ratio of accepted to expected tokens, recently", now.forecast.bias),
-            ]
-            if now.forecast.errors is not None:
-                brier, baseline_brier = now.forecast.errors
-                gauges += [
-                    ("draft_brier_score", "Recent Brier score of acceptance probabilities", brier),
-                    ("draft_brier_score_by_history", "The same by depth and history only", baseline_brier),
-                ]
-        counters = [
-            ("num_preemptions", "Pre-emptions of requests to free KV pages", now.preemptions),
-            ("prompt_tokens", "Prompt tokens", now.prompt_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", now.prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", now.cached_tokens),
-            ("generation_tokens", "Generated tokens", now.generation_tokens),
-            ("engine_stalls", "Engine steps that took longer than server.stall_s", self._stalls()),
-        ]
-        # A request may name a proposer even if the server has no default one.
-        speculates = self._speculative() or drafts > 0
-        if speculates:
-            counters += [
-                ("spec_decode_num_drafts", "Verifies with drafted tokens", drafts),
-                ("spec_decode_num_draft_tokens", "Drafted tokens", speculation.drafted),
-                ("spec_decode_num_accepted_tokens", "Accepted drafted tokens", speculation.accepted),
-            ]
-        for name, help_text, value in gauges:
-            gauge = GaugeMetricFamily(f"{OURS}{name}", help_text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, help_text, value in counters:
-            counter = CounterMetricFamily(f"{OURS}{name}", help_text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
-        if not speculates:
+        yield self._gauge("num_requests_running", "Requests in prefill or decode", now.running)
+        yield self._gauge("num_requests_waiting", "Requests waiting to be scheduled", now.waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 means full", now.kv_usage)
+        if forecast is not None:
+            yield self._gauge("draft_depth", "Draft depth chosen by the controller, 0 without drafts", forecast.depth)
+            text = "Speedup over plain decoding that the controller expects"
+            yield self._gauge("expected_speedup", text, forecast.speedup)
+            yield self._gauge("draft_calibration", "Ratio of accepted to expected tokens, recently", forecast.bias)
+        if forecast is not None and forecast.errors is not None:
+            brier, by_history = forecast.errors
+            yield self._gauge("draft_brier_score", "Recent Brier score of acceptance probabilities", brier)
+            yield self._gauge("draft_brier_score_by_history", "The same by depth and history only", by_history)
+        yield self._counter("num_preemptions", "Pre-emptions of requests to free KV pages", now.preemptions)
+        yield self._counter("prompt_tokens", "Prompt tokens", now.prompt_tokens)
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", now.prompt_tokens)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", now.cached_tokens)
+        yield self._counter("generation_tokens", "Generated tokens", now.generation_tokens)
+        yield self._counter("engine_stalls", "Engine steps that took longer than server.stall_s", self._stalls())
+        if not self._speculative() and not drafts:  # a request may name a proposer even if the server has no default
             return
+        yield self._counter("spec_decode_num_drafts", "Verifies with drafted tokens", drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens", speculation.drafted)
+        yield self._counter("spec_decode_num_accepted_tokens", "Accepted drafted tokens", speculation.accepted)
         positions = CounterMetricFamily(
             f"{OURS}spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafted tokens by position in the draft",
@@ -153,3 +133,13 @@ class EngineCounters(Collector):
         for position, value in enumerate(speculation.accepted_by_position):
             positions.add_metric((*self._labels, str(position)), value)
         yield positions
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"{OURS}{name}", text, labels=LABELS)
+        gauge.add_metric(self._labels, value)
+        return gauge
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        counter = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
+        counter.add_metric(self._labels, value)
+        return counter

@@ -23,7 +23,7 @@ from infer.server.parsing.stream import THINK
 from infer.server.parsing.tool_styles import STYLES, ToolStyle, style_of
 from infer.server.protocol.chat import Message
 from infer.server.protocol.completions import GenerationRequest
-from infer.server.protocol.errors import ApiError
+from infer.server.protocol.errors import ApiError, invalid_field
 from infer.server.protocol.fields import Strict, UnknownFields
 from infer.server.protocol.logprobs import TokenNames
 from infer.server.protocol.structure import check_size
@@ -62,7 +62,8 @@ class Service:
             "eos_ids": list(engine.end_tokens),
         }
         self.grammars = GrammarCheck(settings)
-        self.tool_style = self._tool_style()
+        name, template = self.config.tool_parser, self.tokenizer.chat.text_for(tools=True)
+        self.tool_style: ToolStyle | None = style_of(template) if name == "auto" else STYLES.get(name)
         self.thinks = self.config.reasoning_parser == "think" or (
             self.config.reasoning_parser == "auto" and THINK in "\n".join(self.tokenizer.chat.texts.values())
         )
@@ -71,18 +72,14 @@ class Service:
         # No longer text can fit the context; saves tokenizing megabytes only to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
-    def _tool_style(self) -> ToolStyle | None:
-        name = self.config.tool_parser
-        return style_of(self.tokenizer.chat.text_for(tools=True)) if name == "auto" else STYLES.get(name)
-
     async def close(self) -> None:
         if self.attached:
             await self.grammars.close()
 
     def check_model(self, model: str) -> None:
         if model != self.model_id:
-            message = f"model: {model!r} is not served here; this server has {self.model_id!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            why = f"{model!r} is not served here; this server has {self.model_id!r}"
+            raise invalid_field("model", why, "model_not_found", status=404)
 
     def check_fields(self, body: Strict, model: str | None) -> None:
         """Check what every request has: a server that is ready, known fields, and this server's model if it names one.
@@ -100,19 +97,13 @@ class Service:
             self.check_ids(name, getattr(body, name) or ())
         proposer = body.drafts.proposer
         if proposer is not None and proposer not in self.proposers:
-            message = f"speculative.proposer: {proposer!r} is not here; this server has {', '.join(self.proposers)}"
-            raise ApiError(400, message, param="speculative.proposer", code="invalid_value")
+            why = f"{proposer!r} is not here; this server has {', '.join(self.proposers)}"
+            raise invalid_field("speculative.proposer", why)
 
     def check_ids(self, name: str, ids: Any) -> None:
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                message = f"{name}: {token} is outside the vocabulary of {self.vocab_size}"
-                raise ApiError(400, message, param=name, code="invalid_value")
-
-    def check_prompts(self, count: int) -> None:
-        if count > self.config.max_prompts:
-            message = f"prompt: {count} prompts; at most server.max_prompts={self.config.max_prompts}"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+                raise invalid_field(name, f"{token} is outside the vocabulary of {self.vocab_size}")
 
     async def start(
         self,
@@ -138,7 +129,8 @@ class Service:
         self.runtime.check_room(len(prompts) * (body.n or 1))
         encoded = await self.encode_all(encode, prompts, param)
         longest = max(len(prompt.ids) for prompt in encoded)
-        self._check_length(longest, max_tokens, param)
+        if longest + (max_tokens or 1) > self.context:
+            raise self._too_long(f"{longest} tokens" + (f" and max_tokens={max_tokens}" if max_tokens else ""), param)
         if max_tokens is None:
             room = self.context - longest
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
@@ -174,8 +166,8 @@ class Service:
             async with asyncio.timeout(ENCODE_LIMIT_S):
                 return await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
         except TimeoutError:
-            message = f"{param}: takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
-            raise ApiError(400, message, param=param, code="prompt_timeout") from None
+            why = f"takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
+            raise invalid_field(param, why, "prompt_timeout") from None
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> DetokenizeStream:
         return self.tokenizer.stream(context=prompt.ids, with_special=not params.skip_special_tokens)
@@ -186,9 +178,9 @@ class Service:
         try:
             ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
+            raise invalid_field(param, str(error)) from error
         if not ids:
-            raise ApiError(400, f"{param}: empty; it must hold at least one token", param=param, code="empty_prompt")
+            raise invalid_field(param, "empty; it must hold at least one token", "empty_prompt")
         return ids
 
     def render_chat(
@@ -242,7 +234,7 @@ class Service:
             await self.grammars.check(grammar)
             return await asyncio.to_thread(self._compile, grammar)
         except ValueError as error:
-            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from error
+            raise invalid_field(param, str(error), "invalid_grammar") from error
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Encode each bad word with and without a leading space, which tokenizers encode differently."""
@@ -250,10 +242,6 @@ class Service:
         ids = (tuple(self.encode(form, "bad_words", add_special_tokens=False)) for form in forms)
         return tuple(dict.fromkeys(ids))
 
-    def _check_length(self, prompt: int, max_tokens: int | None, param: str) -> None:
-        if prompt + (max_tokens or 1) > self.context:
-            raise self._too_long(f"{prompt} tokens" + (f" and max_tokens={max_tokens}" if max_tokens else ""), param)
-
     def _too_long(self, length: str, param: str) -> ApiError:
-        message = f"{param}: {length}; prompt and answer together may have {self.context} tokens"
-        return ApiError(400, message, param=param, code="context_length_exceeded")
+        why = f"{length}; prompt and answer together may have {self.context} tokens"
+        return invalid_field(param, why, "context_length_exceeded")

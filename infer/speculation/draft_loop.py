@@ -8,7 +8,7 @@ slot per further depth, in rows that follow the committed ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,22 +58,6 @@ LogitsAt = Callable[[int, Sequence[Tensor]], tuple[Tensor, Tensor | None]]
 Adjust = Callable[[Tensor, Sequence[Tensor]], Tensor]  # (logits [B, Vd], tokens [B] of each level before) -> logits
 
 
-class DraftLoop(Protocol):
-    """Runs a head over its unread rows and drafts from the last of them."""
-
-    def read(self, unread: Unread) -> object:
-        """Only write the head's KV of the unread rows."""
-        ...
-
-    def chain(self, unread: Unread, depths: Tensor, deepest: int, early_exit: HostExit | None = None) -> Chains:
-        """Draft chains of up to `depths` `[B]` tokens each, `deepest` being the greatest depth."""
-        ...
-
-    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
-        """Grow trees of this shape down to the depth `deepest`."""
-        ...
-
-
 def fused(head: Head, features: Tensor) -> Tensor:
     """Return the states `[R, S]` that depth 0 of the head reads, from the features of all aux layers `[R, F]`."""
     return head.fuse(features.chunk(len(head.config.aux_layers), dim=-1))
@@ -116,7 +100,10 @@ class TorchLoop:
         early_exit: EarlyExit | None = None,
         adjust: Adjust | None = None,
     ) -> Chains:
-        """As in DraftLoop; `adjust` may change the logits that a level chooses from."""
+        """Draft chains of up to `depths` `[B]` tokens each, `deepest` being the greatest depth.
+
+        `adjust` may change the logits that a level chooses from.
+        """
         positions = positions_from(unread.root, deepest)  # slot i drafts what the target chooses at position i + 1
         logits_at = self._parallel(unread, deepest) if self._head.parallel else self._recurrent(unread, positions)
         drafted, scores, chains = list[Tensor](), list[Tensor](), None if early_exit is None else Drafting.begin(depths)
@@ -137,6 +124,7 @@ class TorchLoop:
         return Chains(torch.stack(drafted, dim=1), length, torch.stack(scores, dim=1) if scores else None)
 
     def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
+        """Grow trees of this shape down to the depth `deepest`."""
         grown = self._growing_parallel if self._head.parallel else self._growing
         return grow(shape, deepest, unread.root, *grown(unread, deepest))
 
@@ -242,9 +230,9 @@ class TorchLoop:
 
 
 class NativeLoop:
-    """Drafts by one C call per level (kernels/draft.py). Chains that end leave the batch; nothing may be restricted.
+    """Does the same by one C call per level (kernels/draft.py). Chains that end leave the batch.
 
-    `caches`: of the head's KV layers.
+    Nothing may be restricted. `caches`: of the head's KV layers.
     """
 
     def __init__(self, head: Head, native: NativeDraft, caches: Sequence[Tensor]) -> None:
@@ -257,15 +245,17 @@ class NativeLoop:
         levels = NativeChains(self._native, *self._inputs(unread, deepest), self._caches, unread.parameters, deepest)
         drafts: list[list[int]] = [[] for _ in depths]
         limits, active = depths.tolist(), list(range(len(depths)))
+        scores: list[list[float]] = [[] for _ in depths]  # log-probabilities of the drafts
         for level in range(deepest):
             tokens, values = levels.draft(return_log_probs=early_exit is not None)
-            decisions = None if early_exit is None or values is None else early_exit.decide(active, values)
-            places = list[int]()  # of the chains that go on
-            for place, (row, token) in enumerate(zip(active, tokens, strict=True)):
-                if decisions is None or decisions[place].keep:
-                    drafts[row].append(token)
-                if limits[row] > level + 1 and (decisions is None or decisions[place].continue_):
-                    places.append(place)
+            kept = going = [True] * len(active)
+            if early_exit is not None and values is not None:
+                kept, going = early_exit.decide(level, values, active)
+                for row, value in zip(active, values, strict=True):
+                    scores[row].append(value)
+            for row, token, keep in zip(active, tokens, kept, strict=True):
+                drafts[row] += [token] if keep else []
+            places = [place for place, row in enumerate(active) if going[place] and limits[row] > level + 1]
             if not places:
                 break
             if len(places) < len(active):
@@ -273,7 +263,8 @@ class NativeLoop:
                 active = [active[place] for place in places]
         width = max(map(len, drafts))
         token = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts])
-        return Chains(token, torch.tensor([len(draft) for draft in drafts]))
+        log_probs = torch.tensor([row[:width] + [0.0] * (width - len(row)) for row in scores])
+        return Chains(token, torch.tensor([len(draft) for draft in drafts]), None if early_exit is None else log_probs)
 
     def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
         limits = {"width": shape.width, "count": max(map(shape.fan_out, range(1, deepest + 1))), "places": shape.rows}

@@ -1,54 +1,20 @@
-"""Early exit of chains: which of them a draft loop continues after a level, from the drafter's log-probabilities."""
+"""Early exit of chains: which of them a draft loop continues after a level, from the drafter's log-probabilities.
+
+One rule in two forms: on tensors, which lie where the draft runs and need no host, and on numbers, where the host has
+each token anyway and some ten operations on small tensors would take longer than a level.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.control.confidence import MIN_CHANCE, Confidence, ExitDecision, Prices
+from infer.speculation.control.confidence import FREE, MIN_CHANCE, Confidence, logit, sigmoid
 from kernels.early_exit import FIELDS, Drafting, exit_level
-from kernels.upload import sent
-
-
-class EarlyExit(Protocol):
-    """Decides after each level which chains go on. `on_host`: the host knows what it decided."""
-
-    on_host: bool
-
-    def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
-        """Return the chains after a level of tokens with these log-probabilities `[B]`, under the noise that they were
-        chosen with. No chain is longer than `depths` `[B]`.
-        """
-        ...
-
-
-class HostExit:
-    """Lets `confidence` decide, on the host."""
-
-    on_host = True
-
-    def __init__(self, confidence: Confidence, requests: Sequence[Request], depths: Sequence[int]) -> None:
-        self._confidence, self._requests = confidence, requests
-        confidence.start(requests, depths)
-
-    def decide(self, active: Sequence[int], log_probs: Sequence[float]) -> list[ExitDecision]:
-        """Decide on the chains `active`, from the log-probabilities of their tokens of this level."""
-        return self._confidence.score([self._requests[index] for index in active], log_probs)
-
-    def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
-        index = chains.active.nonzero()[:, 0]
-        decisions = self.decide(index.tolist(), log_probs[index].tolist())
-        both = torch.zeros(2, len(depths), dtype=torch.bool)
-        both[:, index.cpu()] = torch.tensor([(one.keep, one.continue_) for one in decisions]).T
-        keep, continue_ = sent(both, depths.device)
-        return Drafting(continue_ & (depths > level + 1), chains.length + keep, chains.chance)
-
-
-FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
 
 
 def num_terms(deepest: int) -> int:
@@ -56,29 +22,56 @@ def num_terms(deepest: int) -> int:
     return FIELDS + 2 * deepest
 
 
+def exit_rows(
+    confidence: Confidence | None, requests: Sequence[Request | None], depths: Sequence[int], deepest: int
+) -> list[list[float]]:
+    """Return the terms of the chains of these requests, `num_terms(deepest)` each."""
+    unscored = [0.0, *FREE, *[math.inf] * (2 * deepest)]  # every token is certain, and worth any price
+    rows = list[list[float]]()
+    for request, depth in zip(requests, depths, strict=True):
+        terms = None if confidence is None or request is None else confidence.terms(request, depth, deepest)
+        rows.append(terms or unscored)
+    return rows
+
+
 def exit_terms(
     confidence: Confidence | None, requests: Sequence[Request | None], depths: Sequence[int], deepest: int
 ) -> Tensor:
-    """Return the terms of the chains of these requests for TensorExit, `[B, num_terms(deepest)]`, on the host."""
-    rows = list[list[float]]()
-    for request, depth in zip(requests, depths, strict=True):
-        terms = None if confidence is None or request is None else confidence.terms(request, depth)
-        if confidence is None or terms is None:
-            rows.append([0.0] * num_terms(deepest))
-            continue
-        spare = [0.0] * (deepest - depth)
-        prices = FREE if confidence.prices is None else confidence.prices
-        rows.append([1.0, terms.slope, *prices, *terms.offsets, *spare, *terms.following, *spare])
-    return torch.tensor(rows)
+    """Return `exit_rows` as a tensor `[B, num_terms(deepest)]`, on the host."""
+    return torch.tensor(exit_rows(confidence, requests, depths, deepest))
 
 
-class TensorExit:
-    """Decides as `Confidence.score` does, without the host: by its `exit_terms`, which lie on the device."""
+class EarlyExit:
+    """Decides by `exit_terms` `[B, T]`, on their device.
 
-    on_host = False
+    `on_host`: the host may wait for decisions, to end a draft that no chain continues.
+    """
 
-    def __init__(self, terms: Tensor) -> None:
-        self._terms = terms
+    def __init__(self, terms: Tensor, *, on_host: bool = False) -> None:
+        self._terms, self.on_host = terms, on_host
 
     def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
+        """Return the chains after a level; see `kernels.early_exit.exit_level`."""
         return exit_level(chains, self._terms, depths, log_probs, level, MIN_CHANCE)
+
+
+class HostExit:
+    """Decides as EarlyExit does, by `exit_rows`, without the bound on a chain's depth."""
+
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        self._rows, self._chances = rows, [1.0] * len(rows)
+
+    def decide(self, level: int, log_probs: Sequence[float], active: Sequence[int]) -> tuple[list[bool], list[bool]]:
+        """Return which tokens of this level the chains `active` keep, and which of them go on after it.
+
+        log_probs: of the tokens, under the noise that they were chosen with.
+        """
+        kept, gains = list[bool](), list[float]()
+        for index, value in zip(active, log_probs, strict=True):
+            (slope, row, step, _), depths = self._rows[index][:FIELDS], self._rows[index][FIELDS:]
+            self._chances[index] *= sigmoid(depths[level] + slope * logit(math.exp(value)))
+            kept.append(level == 0 or self._chances[index] >= row)
+            gain = self._chances[index] * depths[len(depths) // 2 + level] - row - step
+            gains.append(max(gain, 0.0) if kept[-1] else 0.0)
+        surplus = sum(gains)
+        return kept, [gain > 0 and surplus >= self._rows[index][3] for index, gain in zip(active, gains, strict=True)]

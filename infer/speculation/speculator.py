@@ -61,8 +61,7 @@ class Speculator:
         self._stateful = dict.fromkeys(part for proposer in self._proposers.values() for part in stateful(proposer))
         self._context, self.default, self._timer = context, default, timer
         self.planner: Planner = Planner()
-        self._tracked: dict[str, set[str]] = {}  # by drafter, the requests that it keeps state of
-        self._idle: dict[str, int] = {}  # for each of these, steps since its last draft
+        self._idle: dict[str, int] = {}  # by request that a drafter keeps state of, steps since its last draft
         self.seconds = 0.0  # spent in proposing, in all
         self.failures = 0  # requests whose proposer failed
         if default not in self._proposers:
@@ -86,8 +85,7 @@ class Speculator:
     def plan(self, decoding: Sequence[Request], load: int) -> None:
         """Plan the drafts of the next step. `load` counts the decoding requests and those about to join them."""
         names = tuple(request.request_id for request in decoding)
-        due = self.planner.needs_candidates(names)
-        self.planner.plan(names, self._candidates(decoding, load) if due else None)
+        self.planner.plan(names, lambda: self._candidates(decoding, load))
 
     def grant(self, decoding: Sequence[Request], admissible: Sequence[Request], load: int) -> Grants:
         """Return the budget of each decoding request in this step; start and stop tracking requests accordingly.
@@ -110,8 +108,6 @@ class Speculator:
         for request in preempted:
             self.release(request)
         for request in admitted:
-            if request.drafter_state is not DrafterState.NONE and self._keeps_state(self.name_for(request)):
-                self._tracked.setdefault(self.name_for(request), set()).add(request.request_id)
             if request.computed:
                 try:
                     self._proposer_for(request).resume(request)
@@ -193,10 +189,8 @@ class Speculator:
         name = self._drafter(request)
         if not self._keeps_state(name):
             return
-        tracked = self._tracked.setdefault(name, set())
         pays = self._should_track(request, load, len(request.tokens))
         request.drafter_state = DrafterState.FULL if pays else DrafterState.NONE
-        (tracked.add if pays else tracked.discard)(request.request_id)
         parent = request.parent
         if pays and parent is not None and parent.phase is Phase.DECODE and not self._caught_up(parent):
             request.parent = None  # the drafter's KV in its pages is incomplete
@@ -228,7 +222,6 @@ class Speculator:
             self._idle[request_id] = 0
             if request.drafter_state is DrafterState.NONE:
                 request.drafter_state = DrafterState.PARTIAL
-                self._tracked.setdefault(name, set()).add(request_id)
                 try:
                     self._proposers[name].start_tracking(request)
                 except Exception as error:
@@ -253,8 +246,6 @@ class Speculator:
 
     def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """Return which hidden states of the target these requests' proposers read; () if none reads any."""
-        if not any(self._tracked.values()):
-            return ()
         return next((aux for request in requests if (aux := self._proposer_for(request).aux_layers)), ())
 
     def reads(self, request: Request) -> bool:
@@ -332,8 +323,6 @@ class Speculator:
                 proposer.release(request)
             except Exception:  # the request still ends, and the others continue
                 log.exception("%s: proposer %s could not release its state", request.request_id, proposer.name)
-        for tracked in self._tracked.values():
-            tracked.discard(request.request_id)
         self._idle.pop(request.request_id, None)
 
     def _proposer_for(self, request: Request) -> Proposer:

@@ -65,22 +65,6 @@ class DraftTree:
         return cls(token, parent, depth, tree_mask, 1 + counts, is_chain=True, padded=padded)
 
     @classmethod
-    def from_parents(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
-        """Check `token` and `parent` `[B, N]` and build the other fields. Raises ValueError for an invalid tree."""
-        width = token.shape[1]
-        if width > MAX_NODES:
-            raise ValueError(f"a draft tree holds at most {MAX_NODES} nodes, not {width}")
-        for node in range(1, width):
-            above, inside = parent[:, node], node < length
-            if bool((inside & ((above < 0) | (above >= node))).any()):
-                raise ValueError(f"node {node}: its parent must be one of the nodes before it")
-            twins = (parent[:, :node] == above[:, None]) & (token[:, :node] == token[:, node, None])
-            twins[:, 0] = False
-            if bool((twins.any(1) & inside).any()):
-                raise ValueError(f"node {node}: a sibling carries the same token")
-        return cls.assemble(token, parent, length)
-
-    @classmethod
     def assemble(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
         """Build a tree from a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything."""
         width = token.shape[1]

@@ -3,6 +3,12 @@
 A level is grown from nodes that were run through the head (level 1 from the root): each of M nodes contributes its R
 best children, the candidates. A node is identified by its candidate index, which counts over all levels in the order in
 which they were grown; the root is -1.
+
+A shape has a `depth` and, of nodes that are run through the head, `rows` over all levels and at most `width` in one.
+At most `most` nodes can be proposed. `fan_out(level)` is R, the candidates at `level` (1, 2, ...) per node of the level
+before that is run; 0 ends the tree. `fixed(level, device)` returns the scores `[M * R]` of a level's candidates, -inf
+for one that must not be proposed, and the indices `[M']` in the level of those that the next one is grown from; None if
+log-probabilities decide, best first.
 """
 
 from __future__ import annotations
@@ -10,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,36 +26,6 @@ from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 from kernels.tree import BestNodes, Candidates, Frontier, Level, Picked, best_nodes, grow_level
 from kernels.upload import upload
-
-
-class TreeShape(Protocol):
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def rows(self) -> int:
-        """Number of nodes that are run through the head, over all levels."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Maximum number of nodes of one level that are run through the head."""
-        ...
-
-    @property
-    def most(self) -> int:
-        """Maximum number of nodes that can be proposed."""
-        ...
-
-    def fan_out(self, level: int) -> int:
-        """Return R, the candidates at `level` (1, 2, ...) per node of level - 1 that is run; 0 ends the tree."""
-        ...
-
-    def fixed(self, level: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the scores `[M * R]` of a level's candidates, -inf for one that must not be proposed, and the indices
-        `[M']` in the level of those that the next one is grown from; None if log-probabilities decide, best first.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,17 +60,8 @@ class StaticShape:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError if there is no path or one is empty, occurs twice, is negative or lacks its parent."""
-        if not paths:
-            raise ValueError("proposer.tree=[]: a tree needs a node; none drafts a chain")
-        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
-        if len(nodes) < len(paths):
-            raise ValueError("proposer.tree: a path occurs twice")
-        for path in nodes:
-            if not path or min(path) < 0:
-                raise ValueError(f"proposer.tree: {list(path)}: a path is a list of ranks from 0")
-            if len(path) > 1 and path[:-1] not in nodes:
-                raise ValueError(f"proposer.tree: {list(path)}: its parent {list(path[:-1])} is missing")
+        """`paths`: distinct, at least one, each with its parent (infer/options/draft_tree.py)."""
+        nodes = sorted(map(tuple, paths), key=lambda path: (len(path), path))
         self.most, self.depth = len(nodes), max(map(len, nodes))
         levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
         parents = {path[:-1] for path in nodes}
@@ -132,6 +98,9 @@ class StaticShape:
     @property
     def width(self) -> int:
         return max(1, *map(len, self._run))
+
+
+TreeShape = DynamicShape | StaticShape
 
 
 def tree_shape(config: ProposerConfig) -> TreeShape | None:

@@ -21,9 +21,8 @@ def exit_kernel(
     row = tl.arange(0, B)
     inside = row < batch
     term = terms + row * (COLUMNS + 2 * deepest)
-    scored = tl.load(term, mask=inside, other=0.0) > 0
-    slope, row_price = tl.load(term + 1, mask=inside, other=0.0), tl.load(term + 2, mask=inside, other=0.0)
-    step_price, level_price = tl.load(term + 3, mask=inside, other=0.0), tl.load(term + 4, mask=inside, other=0.0)
+    slope, row_price = tl.load(term, mask=inside, other=0.0), tl.load(term + 1, mask=inside, other=0.0)
+    step_price, level_price = tl.load(term + 2, mask=inside, other=0.0), tl.load(term + 3, mask=inside, other=0.0)
     offset = tl.load(term + COLUMNS + level, mask=inside, other=0.0)
     following = tl.load(term + COLUMNS + deepest + level, mask=inside, other=0.0)
     probability = tl.exp(tl.load(log_probs + row, mask=inside, other=0.0))
@@ -33,10 +32,9 @@ def exit_kernel(
     value = value / (1.0 + tl.exp(-(offset + slope * confidence)))
     keep = inside & (tl.load(active + row, mask=inside, other=0) != 0)
     if level > 0:
-        keep = keep & ((scored == 0) | (value >= row_price))
-    gain = tl.where(scored, value * following - row_price - step_price, float("inf"))
-    surplus = tl.sum(tl.where(keep, tl.maximum(gain, 0.0), 0.0), axis=0)
-    goes_on = keep & (gain > 0) & ((scored == 0) | (surplus >= level_price))
+        keep = keep & (value >= row_price)
+    gain = tl.maximum(tl.where(keep, value * following - row_price - step_price, 0.0), 0.0)
+    goes_on = (gain > 0) & (tl.sum(gain, axis=0) >= level_price)
     goes_on = goes_on & (tl.load(depths + row, mask=inside, other=0) > level + 1)
     tl.store(out_active + row, goes_on, mask=inside)
     tl.store(out_length + row, tl.load(length + row, mask=inside, other=0) + keep.to(tl.int64), mask=inside)

@@ -45,7 +45,7 @@ def planned(case: Any, starts: list[int], counts: list[int], tree_mask: Tensor |
 def random_tree(nodes: int) -> DraftTree:
     generator = torch.Generator().manual_seed(nodes)
     parents = [-1, *(int(torch.randint(max(0, n - 4), n, (), generator=generator)) for n in range(1, nodes))]
-    return DraftTree.from_parents(torch.arange(nodes)[None], torch.tensor([parents]), torch.tensor([nodes]))
+    return DraftTree.assemble(torch.arange(nodes)[None], torch.tensor([parents]), torch.tensor([nodes]))
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ def random_trees(batch: int, nodes: int, seed: int) -> tuple[DraftTree, Tensor]:
     for node in range(1, nodes):
         parent[:, node] = (node - 1) // 2
         token[:, node] = node % 2
-    tree = DraftTree.from_parents(token, parent, torch.randint(1, nodes + 1, (batch,), generator=generator))
+    tree = DraftTree.assemble(token, parent, torch.randint(1, nodes + 1, (batch,), generator=generator))
     return tree, torch.randint(0, 2, (batch, nodes), generator=generator)
 
 

@@ -23,6 +23,7 @@ from infer.chat import run
 from infer.cli import compose
 from infer.config import ChatConfig, ModelConfig, ProposerConfig
 from infer.console.chat_session import describe_drafts
+from infer.options.exported_heads import with_head
 
 ROOT = Path(__file__).resolve().parents[2]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -69,7 +70,7 @@ def chat(
     def talk(*lines: str, options: list[str] | None = None) -> tuple[list[str], str]:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
         handler = signal.getsignal(signal.SIGINT)
-        run(compose("chat", ChatConfig, overrides(endless_folder, *(options or []))))
+        run(with_head(compose("chat", ChatConfig, overrides(endless_folder, *(options or [])))))
         assert signal.getsignal(signal.SIGINT) is handler
         out, err = capsys.readouterr()
         return out.removesuffix("\n").split("\n") if out else [], err

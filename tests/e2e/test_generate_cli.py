@@ -21,6 +21,7 @@ from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.console.display import use_color
 from infer.generate import run
+from infer.options.exported_heads import with_head
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -47,7 +48,7 @@ def overrides(tiny_target_folder: Path, tiny_head_folder: Path) -> list[str]:
 @pytest.fixture
 def generate(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> Generate:
     def call(*extra: str) -> str:
-        run(compose("generate", GenerateConfig, [*overrides, *extra]))
+        run(with_head(compose("generate", GenerateConfig, [*overrides, *extra])))
         return capsys.readouterr().out
 
     return call

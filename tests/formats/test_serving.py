@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run
+from infer.options.exported_heads import with_head
 from models.config import RopeConfig
 from models.formats.conversion import FORMATS, render
 from models.heads.files import load_head, read_head
@@ -40,7 +41,7 @@ def test_generate_takes_the_folder_as_it_is(tmp_path, capsys, tiny_target_folder
         "max_tokens=12",
         "ignore_eos=true",
     ]
-    run(compose("generate", GenerateConfig, words))
+    run(with_head(compose("generate", GenerateConfig, words)))
     assert "acceptance" in capsys.readouterr().out
 
 
@@ -100,7 +101,7 @@ def test_an_lm_head_that_is_not_there_is_the_targets(tmp_path, capsys, make_targ
     with pytest.raises(ValueError, match=r"(?s)not in the checkpoint, which shares the target's.*--verifier"):
         render(FORMATS["headway"], read_head(folder, target=target))
     words = ["model=demo", f"model.path={tiny_target_folder}", "model.device=cpu", "head=eagle3", f"head.path={folder}"]
-    run(compose("generate", GenerateConfig, [*words, "compare=true", "num_prompts=1", "max_tokens=8"]))
+    run(with_head(compose("generate", GenerateConfig, [*words, "compare=true", "num_prompts=1", "max_tokens=8"])))
     assert "acceptance" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ from kernels.cpu.library import library
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows, set_bit_positions
 from kernels.tiles import KV_TILE, TiledAttention
+from tests.drafts import checked_tree
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ def test_causal_rows_match_the_oracle(form, dtype, tolerance, dim, heads, kv_hea
 
 def make_tree():
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 0, 0, 0, 0]])
-    return DraftTree.from_parents(torch.arange(14).view(2, 7), parents, torch.tensor([7, 3]))
+    return checked_tree(torch.arange(14).view(2, 7), parents, torch.tensor([7, 3]))
 
 
 def tree_mask_of(tree):
@@ -104,7 +105,7 @@ def test_a_tree_row_has_the_bits_of_its_path_decoded_alone(form, dtype):
     """For every node of a random tree that crosses the edges of a tile and of a page."""
     generator = torch.Generator().manual_seed(3)
     parent = [-1] + [int(torch.randint(max(0, n - 5), n, (), generator=generator)) for n in range(1, 40)]
-    tree = DraftTree.from_parents(torch.arange(40)[None], torch.tensor([parent]), torch.tensor([40]))
+    tree = checked_tree(torch.arange(40)[None], torch.tensor([parent]), torch.tensor([40]))
     committed = KV_TILE - 3
     case = make_case([committed], [40], heads=4, kv_heads=2, dim=64, dtype=dtype)
     q, k, v, cache, table = case

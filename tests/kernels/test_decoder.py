@@ -9,7 +9,6 @@ import torch
 
 from infer.kvcache.tensors import KVLayers, LayerShape, PooledAttention
 from infer.parallel.target_worker import Shard
-from infer.speculation.tree import DraftTree
 from kernels.cpu.library import library
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
@@ -20,6 +19,7 @@ from models.layers import pack
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget
 from models.targets.qwen3_moe import Qwen3MoeTarget
+from tests.drafts import checked_tree
 
 PAGE, LENGTH, LAYERS = 16, 90, 3
 PLAIN = TargetConfig(
@@ -96,7 +96,7 @@ def tokens_of(config):
 def tree_rows(shard, tokens):
     """Run the last four positions as the deepest path of a tree, root included; return the rows of that path."""
     parents = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
-    tree = DraftTree.from_parents(torch.arange(7)[None], parents, torch.tensor([7]))
+    tree = checked_tree(torch.arange(7)[None], parents, torch.tensor([7]))
     path, start = [0, 2, 5, 6], LENGTH - 4
     filled = torch.full((7,), 5)
     filled[path] = tokens[start:]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from infer.speculation.tree import MAX_NODES, DraftTree
 from kernels.rows import AttentionRows
 from kernels.verify import accept
+from tests.drafts import checked_tree
 
 
 def accept_in_torch(*parts):
@@ -50,7 +51,7 @@ def test_accept_equals_the_walk(cases, seed):
     pad = [[*token, *[0] * (width - len(token))] for token, _ in cases]
     parents = [[*parent, *[0] * (width - len(parent))] for _, parent in cases]
     length = torch.tensor([len(token) for token, _ in cases])
-    tree = DraftTree.from_parents(torch.tensor(pad), torch.tensor(parents), length)
+    tree = checked_tree(torch.tensor(pad), torch.tensor(parents), length)
     choice = torch.randint(0, 3, (len(cases), width), generator=torch.Generator().manual_seed(seed))
     parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
     last = accept(*parts)
@@ -70,7 +71,7 @@ def test_likely_nodes_are_taken_besides(case, seed):
     """Typical acceptance (arXiv 2401.10774): the longest path whose nodes are each chosen or in `typical_mask`."""
     token, parent = case
     generator = torch.Generator().manual_seed(seed)
-    tree = DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
+    tree = checked_tree(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
     choice = torch.randint(0, 3, (1, len(token)), generator=generator)
     typical_mask = torch.rand(1, len(token), generator=generator) < 0.5
     depth, best = [0] + [-1] * (len(token) - 1), 0
@@ -85,7 +86,7 @@ def test_likely_nodes_are_taken_besides(case, seed):
 
 def test_chains_equal_trees_made_from_parents():
     chain = DraftTree.chains([7, 8], [list(range(63)), [5]])
-    built = DraftTree.from_parents(chain.token, chain.parent, chain.length)
+    built = checked_tree(chain.token, chain.parent, chain.length)
     inside = torch.arange(64) < chain.length[:, None]  # entries past the length are padding
     assert torch.equal(chain.ancestors[inside], built.ancestors[inside])
     assert torch.equal(chain.depth[inside], built.depth[inside])
@@ -98,7 +99,7 @@ def test_rows_and_depths_are_those_of_the_nodes(cases):
     pad = [[*token, *[9] * (width - len(token))] for token, _ in cases]
     parents = [[*parent, *[0] * (width - len(parent))] for _, parent in cases]
     length = torch.tensor([len(token) for token, _ in cases])
-    tree = DraftTree.from_parents(torch.tensor(pad), torch.tensor(parents), length)
+    tree = checked_tree(torch.tensor(pad), torch.tensor(parents), length)
     assert tree.rows(tree.token).tolist() == [token for tokens, _ in cases for token in tokens]
     assert tree.depths() == [int(tree.depth[b, : len(tokens)].max()) for b, (tokens, _) in enumerate(cases)]
     chain = DraftTree.chains([tokens[0] for tokens, _ in cases], [tokens[1:] for tokens, _ in cases])

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 
 from infer.request import Request
-from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
+from tests.drafts import checked_tree
 
 AnswerOf = Callable[[Request], list[int]]  # the whole output of a request, by plain decoding
 
 
-class WrongThenRight(WithoutLayers):
+class WrongThenRight(Proposer):
     """Drafts the target's output up to some depth and wrong tokens after it, so that every accepted length occurs."""
 
     name = "oracle"
@@ -34,7 +35,7 @@ class WrongThenRight(WithoutLayers):
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
 
-class Thicket(WithoutLayers):
+class Thicket(Proposer):
     """Drafts random trees: the target's output down to a random depth, among wrong nodes at random places."""
 
     name = "thicket"
@@ -76,4 +77,4 @@ class Thicket(WithoutLayers):
             token.append(value)
             parent.append(above)
             depth.append(depth[above] + 1)
-        return DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
+        return checked_tree(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))

@@ -12,8 +12,8 @@ import torch
 from infer.request import SamplingParams
 from infer.sampling.constraint import without_forbidden
 from infer.sampling.grammar import Grammar
-from infer.speculation.tree import DraftTree
 from kernels.shape import unpacked
+from tests.drafts import checked_tree
 from tests.lossless.plain import Answer, answer_all
 
 SCHEMA = {
@@ -131,7 +131,7 @@ def test_the_rows_of_a_tree_see_their_own_path(make_engine, tiny_tokenizer):
     class Constrained:
         constraint = engine.compile(GRAMMARS["regex"])
 
-    tree = without_forbidden(DraftTree.from_parents(token, parent, torch.tensor([7])), [Constrained()])
+    tree = without_forbidden(checked_tree(token, parent, torch.tensor([7])), [Constrained()])
     assert tree.token[0].tolist() == [9, a, c, b]
     assert tree.parent[0].tolist() == [-1, 0, 0, 1]
     assert tree.depth[0].tolist() == [0, 1, 1, 2]

@@ -9,9 +9,12 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
-from infer.speculation.control.confidence import ExitDecision
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop
+from infer.speculation.early_exit import HostExit
 from kernels.cpu.library import library
+from kernels.early_exit import Drafting
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
@@ -90,18 +93,18 @@ class Decisions:
     def __init__(self, early_exit):
         self._early_exit, self._levels = early_exit, []
 
-    def decide(self, active, values):
-        decided = self._early_exit.decide(active, values)
+    def decide(self, level, values, active):
+        decided = self._early_exit.decide(level, values, active)
         self._levels.append((active, values, decided))
         return decided
 
-    def __call__(self, level, log_probs, active):
+    def __call__(self, level, log_probs, chains, depths):
         rows, values, decided = self._levels[level]
-        self.agree = self.agree and active.nonzero()[:, 0].tolist() == rows and max(values) <= 1e-6
+        self.agree = self.agree and chains.active.nonzero()[:, 0].tolist() == rows and max(values) <= 1e-6
         self.agree = self.agree and log_probs[rows].tolist() == pytest.approx(values, abs=1e-3)
-        both = torch.zeros(2, len(active), dtype=torch.bool)
-        both[:, rows] = torch.tensor([(one.keep, one.continue_) for one in decided]).T
-        return both[0], both[1]
+        both = torch.zeros(2, len(depths), dtype=torch.bool)
+        both[:, rows] = torch.tensor(decided)
+        return Drafting(both[1] & (depths > level + 1), chains.length + both[0], chains.chance)
 
 
 @pytest.fixture(scope="module")
@@ -201,24 +204,16 @@ def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder,
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_judged_chains_too_which_end_at_any_level(folder, count):
+def test_judged_chains_too_which_end_at_any_level(folder, monkeypatch, count):
     engine = serve(folder, "eagle3", torch.float32, "same", threads=count)
     notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
 
-    class Judge:
-        scoring = True
+    class Judge(HostExit):
+        def decide(self, level, values, active):
+            return [True] * len(active), (torch.rand(len(active), generator=verdicts) < 0.7).tolist()
 
-        def start(self, requests, depths):
-            pass
-
-        def score(self, requests, values):
-            going = torch.rand(len(requests), generator=verdicts) < 0.7
-            return [ExitDecision(True, continue_) for continue_ in going.tolist()]
-
-        def __getattr__(self, name):
-            return lambda *args: None
-
-    engine._head.confidence = Judge()
+    monkeypatch.setattr("infer.speculation.proposers.head.HostExit", Judge)
+    engine._head.confidence = Confidence(AcceptanceModel())
     params = SamplingParams(max_tokens=24, temperature=0.5, seed=5, ignore_eos=True)
     engine.generate(prompts_of(6), params)
     assert all(same for _, same in notes)

@@ -104,7 +104,7 @@ def controlled(engine: Engine) -> Engine:
     )
     record_step, table = planner.record_step, planner.costs.table
     planner.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, 0.0, table.step(batch, rows))
-    if engine._head is not None and engine._head.exits_early:
+    if engine._head is not None and engine._head.shape is None:
         engine._head.confidence = engine.speculator.planner.confidence
     return engine
 

@@ -97,7 +97,7 @@ class Changing(Planner):
     def __init__(self) -> None:
         self.rng, self.depths = random.Random(3), dict[str, int]()
 
-    def plan(self, decoding, candidates) -> None:
+    def plan(self, decoding, find_candidates) -> None:
         self.depths = {name: self.rng.randrange(4) for name in decoding}
 
     def budget(self, request_id, allowed):

@@ -249,7 +249,7 @@ def test_tools_that_are_no_functions_are_left_out_with_a_line_in_the_log(caplog:
     function = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     body = RESPONSE | {"tools": [{"type": "web_search"}, function], "tool_choice": "required"}
     request = ResponsesRequest.model_validate(body)
-    assert [tool.name for tool in request.tool_fields.tools_in_use] == ["f"]
+    assert [tool.name for tool in request.tool_use.allowed] == ["f"]
     policy = UnknownFields(strict=False)
     with caplog.at_level(logging.WARNING):
         policy.check(request)

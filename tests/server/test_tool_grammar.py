@@ -16,7 +16,8 @@ import pytest
 from infer.sampling.grammar import compile_matcher, make_tokenizer
 from infer.server.parsing.stream import ChatParser
 from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, STYLES, Call
-from infer.server.protocol.tools import FunctionTool, ToolFields
+from infer.server.protocol.chat import ChatRequest
+from infer.server.protocol.tools import FunctionTool, ToolUse
 
 Json = dict[str, Any]
 
@@ -142,11 +143,12 @@ def test_arguments_keep_the_tool_s_own_schema(walk: Callable[..., tuple[str, boo
                 jsonschema.validate(json.loads(call.arguments), schema_of(names[call.name]))
 
 
-def choice(**fields: Any) -> ToolFields:
+def choice(**fields: Any) -> ToolUse:
     functions = [
         {"type": "function", "function": {"name": name, "parameters": SCHEMAS["empty"]}} for name in ("a", "b")
     ]
-    return ToolFields(tools=functions, **fields)
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": functions}
+    return ChatRequest.model_validate(body | fields).tool_use
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -166,7 +168,7 @@ def test_how_many_calls_there_are(
     request = choice(**fields)
     numbers, called = set(), set()
     for seed in range(40):
-        text, ended = walk(forced(style, request.tools_in_use, request.max_calls), seed)
+        text, ended = walk(forced(style, request.allowed, request.max_calls), seed)
         assert ended
         calls = calls_of(style, text, ["a", "b"])
         numbers.add(len(calls))

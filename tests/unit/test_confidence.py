@@ -12,9 +12,9 @@ from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
-from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
-from infer.speculation.control.planner import Controller
-from infer.speculation.early_exit import TensorExit, exit_terms
+from infer.speculation.control.confidence import Confidence, Prices
+from infer.speculation.control.planner import PLAN_STEPS, Controller
+from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows, exit_terms
 from kernels.early_exit import Drafting
 from kernels.triton import SWITCH
 from tests.drafts import chain, chains, make_costs, with_rates
@@ -26,9 +26,18 @@ def make_request(name: str = "0", **params) -> Request:
     return Request(name, [1], SamplingParams(**params), 0, [1], frozenset())
 
 
-def draft(confidence: Confidence, request: Request, log_probabilities: list[float]) -> list[ExitDecision]:
-    confidence.start([request], [len(log_probabilities)])
-    return [confidence.score([request], [value])[0] for value in log_probabilities]
+def decide(confidence: Confidence, requests: list[Request], log_probs: list[list[float]]) -> list[list[tuple]]:
+    """Return, by level and request, whether the token is kept and whether the chain goes on, of chains all as deep."""
+    depth, everyone = len(log_probs), torch.ones(len(requests), dtype=torch.bool)
+    exits = EarlyExit(exit_terms(confidence, requests, [depth] * len(requests), depth))
+    levels = [exits(level, torch.tensor(values), everyone) for level, values in enumerate(log_probs)]
+    return [list(zip(keep.tolist(), continues.tolist(), strict=True)) for keep, continues in levels]
+
+
+def draft(confidence: Confidence, request: Request, log_probs: list[float]) -> list[tuple]:
+    """Score a chain; return, by level, whether the token is kept and whether the chain goes on."""
+    confidence.record(request, len(log_probs), log_probs)
+    return [level[0] for level in decide(confidence, [request], [[value] for value in log_probs])]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -49,36 +58,40 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
     assert predicted == pytest.approx(emitted, rel=0.05)
     for stated, right in truth.items():
         draft(confidence, request, [math.log(stated)])
-        assert confidence._drafts["0"].chances == pytest.approx([right], abs=0.1)
+        assert expected_of(confidence) == pytest.approx(right, abs=0.1)
     assert confidence.errors is not None
     learnt_error, plain_error = confidence.errors
     assert learnt_error < 0.85 * plain_error
     other = make_request(temperature=1.0 - temperature)
     draft(confidence, other, [math.log(0.3)])
-    assert confidence._drafts["0"].chances[0] > 0.3  # its kind, greedy or sampled, has no evidence yet
+    assert expected_of(confidence) > 0.3  # its kind, greedy or sampled, has no evidence yet
+
+
+def expected_of(confidence: Confidence) -> float:
+    """Return how many tokens of the chain that was scored last for request 0 are expected to be emitted."""
+    return sum(score.emitted for score in confidence._scores["0"][1])
 
 
 def test_a_token_is_kept_and_followed_if_it_is_worth_it():
     confidence, request = Confidence(with_rates([0.8])), make_request()
     sure, unsure = math.log(0.99), math.log(0.01)
-    assert draft(confidence, request, [unsure] * 3) == [(True, True), (True, True), (True, False)]  # without prices
+    assert draft(confidence, request, [unsure] * 3) == [(True, True)] * 3  # without prices
     confidence.prices = Prices(row=0.3, step=0.0, level=0.0)
     assert draft(confidence, request, [sure, sure, sure]) == [(True, True), (True, True), (True, False)]
     assert draft(confidence, request, [unsure])[0] == (True, False)  # the first is always kept
     assert draft(confidence, request, [sure, unsure])[1] == (False, False)
-    assert confidence.update("0", 1, 1) == pytest.approx(confidence._maps[False].chance((0, 0, 1)), abs=0.5)
     confidence.prices = Prices(row=0.1, step=0.85, level=0.0)
     assert draft(confidence, request, [sure, sure])[0] == (True, False)
 
 
 def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
-    names = [str(index) for index in range(4)]
-    confidence, batch = Confidence(with_rates([0.8] * 4)), [make_request(name) for name in names]
+    confidence, batch = Confidence(with_rates([0.8] * 4)), [make_request(str(index)) for index in range(4)]
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
-    confidence.start(batch, [DEPTH] * 4)
-    assert [verdict.continue_ for verdict in confidence.score(batch, [-0.01] * 4)] == [True] * 4
-    confidence.start(batch, [DEPTH] * 4)
-    assert [verdict.continue_ for verdict in confidence.score(batch[:1], [-0.01])] == [False]
+    levels = [[-0.01] * 4, [0.0] * 4]
+    assert [continues for _, continues in decide(confidence, batch, levels)[0]] == [True] * 4
+    exits = EarlyExit(exit_terms(confidence, batch, [DEPTH] * 4, DEPTH))
+    alone = torch.tensor([True, False, False, False])
+    assert not exits(0, torch.full((4,), -0.01), alone)[1].any()
 
 
 def test_what_must_not_be_judged_is_left_alone():
@@ -88,6 +101,11 @@ def test_what_must_not_be_judged_is_left_alone():
     for request in (block, other):
         assert draft(confidence, request, [-9.0, -9.0]) == [(True, True)] * 2
         assert confidence.update(request.request_id, 2, 0) is None
+    priced = make_request("2")
+    assert draft(confidence, priced, [-9.0, -9.0])[0] == (True, False)
+    assert decide(confidence, [block, priced], [[-9.0] * 2] * 2)[1] == [(True, True), (False, False)]
+    confidence.scoring = False
+    assert draft(confidence, priced, [-9.0, -9.0]) == [(True, True)] * 2
 
 
 def test_the_controller_opens_chains_at_the_prices_of_its_plan():
@@ -95,9 +113,10 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     confidence = Confidence(acceptance)
     controller = Controller(make_costs(row=0.5, draft=0.3), acceptance, confidence)
     candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
-    controller.plan(("0", "1", "2"), candidates)
+    controller.plan(("0", "1", "2"), lambda: candidates)
     controller.record_step(3, 3, 0.0, controller.costs.plain(3))  # the first step shows what a plain one costs
-    controller.plan(("0", "1", "2"), candidates)
+    for _ in range(PLAN_STEPS):
+        controller.plan(("0", "1", "2"), lambda: candidates)
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
     speed, prices = controller.current.speed, confidence.prices
     assert prices is not None
@@ -110,46 +129,49 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors
     controller.forget("0")
-    assert confidence._drafts == {}
+    assert confidence._scores == {}
+
+
+def test_a_level_that_no_chain_needs_ends_the_draft():
+    """A chain that has ended does not count, whatever its values are."""
+    confidence, batch = Confidence(with_rates([0.8] * 2)), [make_request("0"), make_request("1")]
+    confidence.prices = Prices(row=0.3, step=0.0, level=0.3)
+    limits = torch.tensor([DEPTH, 2])
+    exits = EarlyExit(exit_terms(confidence, batch, limits.tolist(), DEPTH))
+    log_probs = torch.tensor([math.log(0.05), -0.01])
+    chains = exits(0, log_probs, Drafting.begin(limits), limits)
+    assert chains.active.tolist() == [False, True]
+    chains = exits(1, log_probs, chains, limits)
+    assert chains.length.tolist() == [1, 2]
+    assert not chains.active.any()  # the second was to have two tokens
 
 
 @pytest.mark.parametrize("switch", ["torch", "triton"])
 @pytest.mark.parametrize("priced", [False, True])
 def test_a_device_decides_as_the_host(monkeypatch, priced, switch):
-    """`TensorExit` is the rule of `score` without the host: chains of several depths, one of them not scored."""
+    """Chains of several depths, one of them not scored."""
     monkeypatch.setenv(SWITCH, switch)
     rng, batch = random.Random(5), [make_request(str(index), temperature=index % 2) for index in range(6)]
-    batch[2] = make_request("2", acceptance="block")
+    batch[2] = make_request("2", acceptance="block", temperature=1.0)
     depths, seen = [4, 3, 4, 1, 2, 4], set()
     confidence = Confidence(with_rates([0.9, 0.7, 0.8, 0.6]))
     for _ in range(60):
         confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
-        exits = TensorExit(exit_terms(confidence, batch, depths, DEPTH))
-        confidence.start(batch, depths)
+        rows = exit_rows(confidence, batch, depths, DEPTH)
+        on_device, on_host = EarlyExit(torch.tensor(rows)), HostExit(rows)
         active, limits = list(range(len(batch))), torch.tensor(depths)
         chains = Drafting.begin(limits)
         for level in range(DEPTH):
             log_probs = [-(rng.random() ** 4) * 5 for _ in batch]
-            decisions = confidence.score([batch[index] for index in active], [log_probs[index] for index in active])
-            before, chains = chains.length, exits(level, torch.tensor(log_probs), chains, limits)
-            wanted = [depths[index] > level + 1 for index in active]
-            keep, going = (chains.length - before)[active].bool().tolist(), chains.active[active].tolist()
-            assert keep == [decision.keep for decision in decisions]
-            assert going == [decision.continue_ and b for decision, b in zip(decisions, wanted, strict=True)]
-            assert int(chains.active.sum()) == sum(going)
+            keep, going = on_host.decide(level, [log_probs[index] for index in active], active)
+            before, chains = chains.length, on_device(level, torch.tensor(log_probs), chains, limits)
+            assert (chains.length - before)[active].bool().tolist() == keep
+            deeper = [depths[index] > level + 1 for index in active]
+            assert chains.active[active].tolist() == [a and b for a, b in zip(going, deeper, strict=True)]
+            assert int(chains.active.sum()) == sum(a and b for a, b in zip(going, deeper, strict=True))
             seen.update(zip(keep, going, strict=True))
-            active = [index for index, goes in zip(active, going, strict=True) if goes]
+            pairs = zip(active, going, strict=True)
+            active = [index for index, goes in pairs if goes and depths[index] > level + 1]
             if not active:
                 break
-    assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True), (True, False)})
-
-
-def test_what_was_decided_on_a_device_is_learnt_from():
-    told, asked, request = Confidence(with_rates([0.8])), Confidence(with_rates([0.8])), make_request()
-    values = [-0.1, -0.7, -0.2]
-    draft(asked, request, values)
-    told.prices = Prices(0.9, 0.9, 0.9)
-    told.record(request, 3, values)
-    assert told.prices == Prices(0.9, 0.9, 0.9)
-    assert told.update("0", 3, 2) == asked.update("0", 3, 2)
-    assert told._maps[False].weights == asked._maps[False].weights
+    assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True)})

@@ -11,7 +11,7 @@ from infer.request import Request
 from infer.sampling.choose import choose_rows, drafted_paths, row_parameters
 from infer.sampling.logits_processors import TokenCounts, shape_logits
 from infer.sampling.params import SamplingParams
-from infer.speculation.tree import DraftTree
+from tests.drafts import checked_tree
 
 V = 12
 PROMPT, OUTPUT = [1, 2, 3, 2], [4, 5, 4]
@@ -85,7 +85,7 @@ def test_a_word_is_bad_only_after_its_beginning():
 
 
 def test_paths_of_a_tree():
-    tree = DraftTree.from_parents(torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1, 3]]), torch.tensor([5]))
+    tree = checked_tree(torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1, 3]]), torch.tensor([5]))
     assert drafted_paths(tree, 0, 5) == [[], [1], [2], [1, 3], [1, 3, 4]]
 
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
+from infer.options.draft_tree import parse_tree
 from infer.speculation.measured_tree import best_paths, resolve_tree
-from infer.speculation.tree_shapes import StaticShape, tree_shape
+from infer.speculation.tree_shapes import tree_shape
 
 
 def test_a_chain_where_only_first_ranks_are_right() -> None:
@@ -56,7 +57,7 @@ def test_no_tree_of_this_size_is_worth_more(accuracy: list[list[float]], nodes: 
     assert expected == pytest.approx(1 + max(sum(map(value, tree)) for tree in trees))
     assert expected == pytest.approx(1 + sum(map(value, paths)))
     if paths:
-        StaticShape(paths)  # raises if a parent is missing or a path occurs twice
+        parse_tree([list(path) for path in paths])  # raises if a parent is missing or a path occurs twice
 
 
 def exported(folder: Path, **provenance: object) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,7 +70,7 @@ def test_a_known_machine_is_measured_as_it_is(context):
     assert costs.draft("head", 4, 3) == pytest.approx(6e-3)
     assert costs.read("head", 200) == pytest.approx(6e-3)
     assert costs.read("ngram", 200) == 0.0
-    assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+    assert CostTable.from_json(json.loads(json.dumps(asdict(table)))) == table
     assert machine.now < START_S
 
 
@@ -217,7 +217,7 @@ def test_a_table_that_contradicts_itself_is_refused_and_not_read_again(tmp_path,
     assert reason in contradiction(wrong)
     kept_table(tmp_path, {}, lambda: SANE)
     (file,) = tmp_path.iterdir()
-    file.write_text(json.dumps({"table": wrong.to_json()}))
+    file.write_text(json.dumps({"table": asdict(wrong)}))
     assert kept_table(tmp_path, {}, lambda: SANE) == SANE
     assert kept_table(tmp_path, {}, lambda: pytest.fail("it was kept")) == SANE
 

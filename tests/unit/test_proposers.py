@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import NoProposer, WithoutLayers
+from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer, merge
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
+from tests.drafts import checked_tree
 
 DEPTH = 4
 tokens_of = st.lists(st.integers(0, 3), max_size=25)
@@ -180,7 +181,7 @@ def paths(tree, row):
 )
 def test_a_merged_tree_is_the_union_of_its_sources(chains, limit):
     merged = merge([DraftTree.chains([9], [chain]) for chain in chains], [limit])
-    DraftTree.from_parents(merged.token, merged.parent, merged.length)  # validates order and distinct siblings
+    checked_tree(merged.token, merged.parent, merged.length)  # validates order and distinct siblings
     union = {tuple(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
     merged_paths = paths(merged, 0)
     assert merged_paths <= union
@@ -190,7 +191,7 @@ def test_a_merged_tree_is_the_union_of_its_sources(chains, limit):
         assert max(map(len, merged_paths), default=0) <= len(shallow[limit])
 
 
-class Failing(WithoutLayers):
+class Failing(Proposer):
     """Fails if a request contains the token 13."""
 
     name = "failing"

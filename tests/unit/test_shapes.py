@@ -7,10 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.options.draft_tree import parse_tree
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import DynamicShape, StaticShape, propose_best
 from kernels.tree import Candidates
+from tests.drafts import checked_tree
 
 
 def grow(shape, children, depth):
@@ -80,7 +82,7 @@ def test_a_dynamic_tree_holds_the_best_nodes_that_were_grown(width, depth, nodes
     worst_kept = min(score for path, _, _, score in allowed if path in paths)
     assert all(score <= worst_kept for path, _, _, score in allowed if path not in paths)
     assert all(len(path) == 1 or path[:-1] in paths for path in paths)
-    rebuilt = DraftTree.from_parents(tree.token, tree.parent, tree.length)  # checks order and distinct siblings
+    rebuilt = checked_tree(tree.token, tree.parent, tree.length)  # checks order and distinct siblings
     assert torch.equal(rebuilt.ancestors, tree.ancestors)
 
 
@@ -112,7 +114,7 @@ def test_a_static_tree_holds_exactly_its_paths():
         return path
 
     assert paths == {tokens(ranks) for ranks in MEDUSA}
-    DraftTree.from_parents(tree.token, tree.parent, tree.length)
+    checked_tree(tree.token, tree.parent, tree.length)
     _, fewer = propose(grow(shape, children, shape.depth), Budget(3, 3))
     assert fewer == {tokens(ranks) for ranks in MEDUSA[:3]}
     _, shallow = propose(grow(shape, children, 2), Budget(63, 1))
@@ -131,7 +133,7 @@ def test_a_static_tree_holds_exactly_its_paths():
 )
 def test_invalid_static_trees_are_refused(paths, message):
     with pytest.raises(ValueError, match=message):
-        StaticShape(paths)
+        parse_tree(paths)
 
 
 def test_stacked_trees_keep_their_rows():

@@ -8,17 +8,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from infer.server.api.conversation import Conversation
-from infer.server.api.rendering import Json, answer
+from infer.server.api.rendering import Json, ResponseFormat, answer
 from infer.server.parsing.stream import ChatParser, Parts
 from infer.server.parsing.tool_styles import Call
-from infer.server.protocol.bodies import json_router
 from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from infer.server.service import Service
 from infer.server.session import Choice, Piece, Session, tokens_within
 
 
-class ChatFormat:
+class ChatFormat(ResponseFormat):
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, body: ChatRequest, conversation: Conversation, names: TokenNames) -> None:
@@ -89,16 +88,12 @@ class ChatFormat:
         return chat_logprobs(piece.scored, self._names) if self._body.logprobs else None
 
 
-def router(service: Service) -> APIRouter:
-    routes = json_router()
-
+def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check(body)
-        conversation = Conversation.of(
-            service, body.messages, body, body.structure, body.chat_template_kwargs, body.reasoning_effort
+        conversation = Conversation(
+            service, body.messages, body.tool_use, body.structure, body.chat_template_kwargs, body.reasoning_effort
         )
         session = await conversation.start(request, body, param="messages", max_tokens=body.limit)
         return await answer(request, session, ChatFormat(body, conversation, service.names), body)
-
-    return routes

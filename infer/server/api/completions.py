@@ -5,15 +5,15 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from infer.server.api.rendering import Json, answer
-from infer.server.protocol.bodies import json_router
+from infer.server.api.rendering import Json, ResponseFormat, answer
 from infer.server.protocol.completions import COMPLETION_MAX_TOKENS, CompletionRequest
+from infer.server.protocol.errors import invalid_field
 from infer.server.protocol.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from infer.server.service import Service
-from infer.server.session import Choice, Piece, Prompt, Session
+from infer.server.session import Choice, Piece, Prompt
 
 
-class CompletionFormat:
+class CompletionFormat(ResponseFormat):
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, body: CompletionRequest, names: TokenNames) -> None:
@@ -28,12 +28,6 @@ class CompletionFormat:
             extra["prompt_token_ids"] = choice.prompt.ids
         return {"text": choice.whole.text, "logprobs": self._logprobs(choice.whole), **extra}
 
-    def document(self, session: Session) -> Json:
-        return {}
-
-    def opening(self, choice: Choice) -> None:
-        return None
-
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
         if not piece.text and not piece.scored:
             return None
@@ -42,24 +36,18 @@ class CompletionFormat:
     def closing(self, choice: Choice) -> Json:
         return {"text": ""}
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        return choice.finish_reason
-
-    def reasoning_tokens(self, session: Session) -> None:
-        return None
-
     def _logprobs(self, piece: Piece) -> Json | None:
         top_n = self._body.logprobs
         return None if top_n is None else completion_logprobs(piece.scored, top_n, self._names)
 
 
-def router(service: Service) -> APIRouter:
-    routes = json_router()
-
+def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check(body)
-        service.check_prompts(len(body.prompts))
+        if len(body.prompts) > service.config.max_prompts:
+            most = service.config.max_prompts
+            raise invalid_field("prompt", f"{len(body.prompts)} prompts; at most server.max_prompts={most}")
         special = True if body.add_special_tokens is None else body.add_special_tokens
 
         def encode(prompt: str | list[int]) -> Prompt:
@@ -79,5 +67,3 @@ def router(service: Service) -> APIRouter:
             only_prompt=only_prompt,
         )
         return await answer(request, session, CompletionFormat(body, service.names), body)
-
-    return routes

@@ -13,9 +13,9 @@ from infer.server.parsing.stream import THINK, ChatParser
 from infer.server.parsing.tool_styles import MAX_FORCED_CALLS
 from infer.server.protocol.chat import Message
 from infer.server.protocol.completions import GenerationRequest
-from infer.server.protocol.errors import ApiError
+from infer.server.protocol.errors import invalid_field
 from infer.server.protocol.structure import check_depth
-from infer.server.protocol.tools import FunctionTool, ToolFields
+from infer.server.protocol.tools import ToolUse
 from infer.server.service import Service
 from infer.server.session import Prompt, Session
 
@@ -40,67 +40,47 @@ def template_options(template: str, options: Mapping[str, Any], effort: str | No
     variables = {name: value for name, value in variables.items() if name in mentioned}
     for name in variables:
         if name not in TEMPLATE_OPTIONS:
-            param = f"chat_template_kwargs.{name}"
-            message = f"{param}: not for a client to set; these are: {', '.join(TEMPLATE_OPTIONS)}"
-            raise ApiError(400, message, param=param, code="unsupported_parameter")
+            why = f"not for a client to set; these are: {', '.join(TEMPLATE_OPTIONS)}"
+            raise invalid_field(f"chat_template_kwargs.{name}", why, "unsupported_parameter")
     return variables
 
 
 class Conversation:
     """The messages, tools and output constraint of one request.
 
-    `tools`: the tools that may be called. `structure`: the request field that sets the output's grammar, and the
-    grammar, if any. `forced`: that grammar forces tool calls. `max_calls`: the maximum number of calls per choice.
+    `structure`: the request field that sets the output's grammar, and the grammar, if any. `options` and `effort` (the
+    reasoning effort): for templates that read them. Raises ApiError if the request has tools and this model's template
+    supports none.
     """
 
     def __init__(
         self,
         service: Service,
         messages: Sequence[Message],
-        tools: Sequence[FunctionTool],
-        structure: tuple[str, Grammar] | None,
-        options: Mapping[str, Any],
-        *,
-        forced: bool = False,
-        max_calls: int | None = None,
-    ) -> None:
-        self._service, self._messages, self._tools = service, messages, tools
-        self._structure, self._options = structure, options
-        self._forced, self._most_calls = forced, max_calls
-        self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
-
-    @classmethod
-    def of(
-        cls,
-        service: Service,
-        messages: Sequence[Message],
-        fields: ToolFields,
+        tool_use: ToolUse,
         structure: tuple[str, Grammar] | None,
         options: Mapping[str, Any] | None,
         effort: str | None,
-    ) -> Conversation:
-        """Build the conversation of a request. `effort`: the reasoning effort, for templates that read it.
-
-        Raises ApiError if the request has tools and this model's template supports none.
-        """
-        tools = fields.tools_in_use
-        if tools and service.tool_style is None:
-            message = "tools: this model's chat template has no tools (or server.tool_parser=none)"
-            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+    ) -> None:
+        tools, style = tool_use.allowed, service.tool_style
+        if tools and style is None:
+            why = "this model's chat template has no tools (or server.tool_parser=none)"
+            raise invalid_field("tools", why, "unsupported_parameter")
         for tool in tools:
             check_depth(tool.parameters, f"tools: the parameters of {tool.name}", "tools")
-        if tools and fields.must_call:
-            style = service.tool_style
-            assert style is not None
-            most = fields.max_calls or MAX_FORCED_CALLS
+        if tool_use.must_call and structure is not None:
+            raise invalid_field("tool_choice", "the output cannot be a call and of another form as well")
+        if tool_use.must_call and style is not None:
+            most = tool_use.max_calls or MAX_FORCED_CALLS
             try:
                 structure = "tools", style.grammar(tools, most=most, special_id=service.special_id)
             except ValueError as error:
-                raise ApiError(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
+                raise invalid_field("tools", str(error), "invalid_grammar") from error
         template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
-        variables = template_options(template, options or {}, effort)
-        forced, max_calls = fields.must_call, fields.max_calls
-        return cls(service, messages, tools, structure, variables, forced=forced, max_calls=max_calls)
+        self._options = template_options(template, options or {}, effort)
+        self._service, self._messages, self._tools, self._structure = service, messages, tools, structure
+        self._forced, self._most_calls = tool_use.must_call, tool_use.max_calls
+        self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
 
     async def start(
         self,

@@ -13,7 +13,6 @@ from infer.server.api.conversation import Conversation
 from infer.server.api.rendering import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.parsing.stream import Parts
 from infer.server.parsing.tool_styles import Call
-from infer.server.protocol.bodies import json_router
 from infer.server.protocol.errors import REQUEST_ID
 from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
 from infer.server.service import Service
@@ -151,14 +150,10 @@ class Answer:
         return shown(self._body, self._choice.whole) | speculation(self._session)
 
 
-def router(service: Service) -> APIRouter:
-    routes = json_router()
-
+def add_routes(routes: APIRouter, service: Service) -> None:
     def conversation_of(body: CountTokensRequest) -> Conversation:
-        structure = body.structure if isinstance(body, MessagesRequest) else None
-        return Conversation.of(
-            service, body.conversation, body.tool_fields, structure, body.template_options, body.effort
-        )
+        structure = body.structure if isinstance(body, MessagesRequest) else body.form
+        return Conversation(service, body.conversation, body.tool_use, structure, body.template_options, body.effort)
 
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
@@ -181,5 +176,3 @@ def router(service: Service) -> APIRouter:
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
         service.check_fields(body, body.model)
         return {"input_tokens": await conversation_of(body).count_tokens("messages")}
-
-    return routes

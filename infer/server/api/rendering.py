@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -27,36 +27,39 @@ Json = dict[str, Any]
 Pieces = AsyncIterator[tuple[Choice, Piece]]
 
 
-class ResponseFormat(Protocol):
+class ResponseFormat:
+    """The documents of an endpoint, without the fields that all endpoints share."""
+
     prefix: str  # of the response's id
     whole: str  # `object` of a full document
     part: str  # `object` of a streamed chunk
 
     def choice(self, choice: Choice) -> Json:
-        """Return a finished choice, without the fields that all formats share."""
-        ...
+        """Return a finished choice."""
+        raise NotImplementedError
 
     def document(self, session: Session) -> Json:
         """Return the fields beside the choices."""
-        ...
+        return {}
 
     def opening(self, choice: Choice) -> Json | None:
         """Return the delta that is sent before any text."""
-        ...
+        return None
 
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
         """Return the delta for a piece, or None if there is nothing to send yet."""
-        ...
+        raise NotImplementedError
 
     def closing(self, choice: Choice) -> Json:
         """Return the empty delta that is sent with the finish reason."""
-        ...
+        raise NotImplementedError
 
-    def finish_reason(self, choice: Choice) -> str | None: ...
+    def finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
 
     def reasoning_tokens(self, session: Session) -> int | None:
         """Return the reasoning tokens of all choices so far, or None if this format has no reasoning."""
-        ...
+        return None
 
 
 async def answer(request: Request, session: Session, form: ResponseFormat, body: GenerationRequest) -> Response:

@@ -17,7 +17,6 @@ from infer.server.api.conversation import Conversation
 from infer.server.api.rendering import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.parsing.stream import Parts
 from infer.server.parsing.tool_styles import Call
-from infer.server.protocol.bodies import json_router
 from infer.server.protocol.errors import ApiError
 from infer.server.protocol.logprobs import ScoredToken, TokenNames, chat_logprobs
 from infer.server.protocol.responses import ResponsesRequest
@@ -212,14 +211,12 @@ def failure(error: ApiError) -> Json:
     return {"type": "error", "code": error.code, "message": error.message, "param": error.param, **error.body}
 
 
-def router(service: Service) -> APIRouter:
-    routes = json_router()
-
+def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.check(body)
-        conversation = Conversation.of(
-            service, body.messages, body.tool_fields, body.structure, body.chat_template_kwargs, body.effort
+        conversation = Conversation(
+            service, body.messages, body.tool_use, body.structure, body.chat_template_kwargs, body.effort
         )
         session = await conversation.start(request, body, param="input", max_tokens=body.max_output_tokens)
         answer = Answer(body, session, conversation, service.names)
@@ -237,5 +234,3 @@ def router(service: Service) -> APIRouter:
             events=lambda pieces: events(answer, pieces),
             failure=lambda error: answer.numbered(failure(error)),
         )
-
-    return routes

@@ -9,7 +9,6 @@ from fastapi import APIRouter
 from pydantic import Field, model_validator
 
 from infer.server.api.conversation import template_options
-from infer.server.protocol.bodies import json_router
 from infer.server.protocol.chat import MAX_MESSAGES, Message, TemplateOptions
 from infer.server.protocol.completions import TokenId
 from infer.server.protocol.errors import field_error
@@ -55,9 +54,7 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
-def router(service: Service) -> APIRouter:
-    routes = json_router()
-
+def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.check_fields(body, body.model)
@@ -95,5 +92,3 @@ def router(service: Service) -> APIRouter:
             "chat_template": tokenizer.chat_template,
             "max_model_len": service.context,
         }
-
-    return routes

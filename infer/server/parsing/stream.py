@@ -259,7 +259,8 @@ class ChatParser:
         elif self._head[0]:
             calls = [arguments_call(self._head[0], text[self._head[1] :], is_complete=False, strict=False)]
         else:
-            calls = self._style.begun_calls(text[self._head[1] :], self._tools, trusted=self._forced)
+            rest = text[self._head[1] :]
+            calls = self._style.calls_in(rest, self._tools, is_complete=False, trusted=self._forced)
         if calls is None:
             return self._no_call(parts, text)
         self._add_calls(parts, calls)

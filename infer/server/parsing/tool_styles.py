@@ -50,32 +50,25 @@ class ToolStyle:
             return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
-    def calls_in(self, text: str, names: set[str], *, trusted: bool = False) -> list[Call] | None:
-        """Return the calls in a complete JSON value, or None if it is ordinary text.
+    def calls_in(
+        self, text: str, names: set[str], *, is_complete: bool = True, trusted: bool = False
+    ) -> list[Call] | None:
+        """Return the calls in a JSON value, or None if it is ordinary text.
 
-        `trusted`: a grammar guarantees valid JSON, so neither validity nor depth is checked.
+        If it is truncated (`is_complete` false), the last call may be incomplete, and one whose name is incomplete is
+        dropped. `trusted`: a grammar guarantees valid JSON, so neither validity nor depth is checked.
         """
         try:
-            if not trusted:
+            if is_complete and not trusted:
                 read(text)
-            calls = [self._call(item, names, is_complete=True) for item, _ in self._items(text)]
-        except ValueError:
-            return None
-        return [call for call in calls if call is not None] or None
-
-    def begun_calls(self, text: str, names: set[str], *, trusted: bool = False) -> list[Call] | None:
-        """Return the calls in a truncated JSON value, or None if it does not begin like a call.
-
-        The last call may be incomplete; one whose name is incomplete is dropped.
-        """
-        try:
             calls = [
-                self._call(item, names, is_complete=is_complete, strict=not trusted)
-                for item, is_complete in self._items(text)
+                self._call(item, names, is_complete=is_complete or whole, strict=not is_complete and not trusted)
+                for item, whole in self._items(text)
             ]
         except ValueError:
             return None
-        return [call for call in calls if call is not None]
+        kept = [call for call in calls if call is not None]
+        return kept if kept or not is_complete else None
 
     def grammar(self, tools: Sequence[FunctionTool], *, most: int, special_id: Callable[[str], int | None]) -> Grammar:
         """Return a grammar that allows one to `most` calls and nothing else.

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from infer.server.protocol.errors import ApiError, RefusedBody, join_path
+from infer.server.protocol.errors import ApiError, join_path
 
 MAX_NESTING = 128  # levels of objects and lists; their readers recurse
 PARTS = re.compile(rb'"[^"\\]*+(?:\\[\s\S][^"\\]*+)*+"?|[\[\]{}:]')  # matches in time linear in the body
@@ -30,12 +30,9 @@ class Unfit:
         self.why = why
 
 
-def json_router() -> APIRouter:
-    """Return a router that parses request bodies strictly, for every endpoint."""
-    return APIRouter(route_class=JsonRoute)
-
-
 class JsonRoute(APIRoute):
+    """A route that parses its request body strictly."""
+
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         handle = super().get_route_handler()
 
@@ -47,10 +44,7 @@ class JsonRoute(APIRoute):
 
 class JsonRequest(Request):
     async def json(self) -> Any:
-        try:
-            return parse(await self.body())
-        except ApiError as error:
-            raise RefusedBody(error) from error
+        return parse(await self.body())
 
 
 def parse(body: bytes) -> Any:

@@ -10,7 +10,7 @@ from infer.sampling.params import MAX_INT
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless
-from infer.server.protocol.tools import MAX_CALLS, ToolCall, ToolFields
+from infer.server.protocol.tools import MAX_CALLS, MAX_TOOLS, AnyTool, NamedTool, Tool, ToolCall, ToolUse, UsesTools
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # per message
@@ -18,10 +18,11 @@ MAX_PARTS = 256  # per message
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class TextPart(Strict):
-    accepted = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "citations", "id"})
+class Part(Strict):
+    """A part of a message, of one of the `types`."""
 
-    type: Literal["text"]
+    types: ClassVar[tuple[str, ...]]
+
     text: str
     refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
 
@@ -30,9 +31,16 @@ class TextPart(Strict):
     def check_type(cls, values: Any) -> Any:
         """Treat a refusal that a client sends back as ordinary text."""
         kind = values.get("type", "text") if isinstance(values, dict) else "text"
-        if kind not in ("text", "refusal"):
+        if kind not in (*cls.types, "refusal"):
             raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
         return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
+
+
+class TextPart(Part):
+    accepted = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "citations", "id"})
+    types = ("text",)
+
+    type: Literal["text"]
 
 
 class Message(Strict):
@@ -87,7 +95,7 @@ TemplateOptions = Annotated[
 ]
 
 
-class ChatRequest(ToolFields, GenerationRequest):
+class ChatRequest(UsesTools, GenerationRequest):
     # `prediction` is a hint for speed only, and nothing here controls how verbose an answer is.
     accepted = GenerationRequest.accepted | {"prediction", "verbosity"}
     refused = GenerationRequest.refused | {
@@ -109,6 +117,9 @@ class ChatRequest(ToolFields, GenerationRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: ReasoningEffort | None = None  # for templates that read it
     include_reasoning: bool | None = None  # false: reasoning is left out of the response
@@ -119,9 +130,15 @@ class ChatRequest(ToolFields, GenerationRequest):
             raise field_error("max_tokens", "contradicts max_completion_tokens; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "only together with logprobs: true")
-        if self.must_call and super().structure is not None:
-            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
         return self
+
+    @property
+    def tool_use(self) -> ToolUse:
+        functions = [tool.function for tool in self.tools or () if isinstance(tool, Tool)]
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolUse(functions, named=self.tool_choice.function.name, parallel=parallel)
+        return ToolUse(functions, self.tool_choice or "auto", parallel=parallel)
 
     @property
     def limit(self) -> int | None:

@@ -31,6 +31,11 @@ MAX_LOGPROBS = 20  # OpenAI's bound for chats
 MAX_PRIORITY = 2**31
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 MAX_TIMEOUT_S = 1e9
+SAMPLING_FIELDS = (  # that SamplingParams has too, with the same meaning
+    *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("allowed_token_ids", "n", "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos"),
+    *("prompt_logprobs", "cache_salt"),
+)
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -203,32 +208,19 @@ class GenerationRequest(Strict):
 
         Without a seed, draws a random one that a JavaScript number can represent.
         """
-        drafts = self.drafts
+        drafts, fields = self.drafts, {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        shared: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         return SamplingParams(
+            **shared,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            logit_bias=self.logit_bias or {},
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words=bad_words,
             seed=secrets.randbelow(2**53) if self.seed is None else self.seed,
-            n=self.n or 1,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            skip_special_tokens=self.skip_special_tokens is not False,
-            ignore_eos=bool(self.ignore_eos),
             logprobs=self.num_logprobs,
-            prompt_logprobs=self.prompt_logprobs,
             speculate=drafts.enabled,
             proposer=drafts.proposer,
             max_draft_tokens=drafts.max_draft_tokens,
-            cache_salt=self.cache_salt or "",
             priority=-(self.priority or 0),
         )
 

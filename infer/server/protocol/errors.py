@@ -27,8 +27,8 @@ ANTHROPIC_PATH = "/v1/messages"  # and paths below it
 REQUEST_ID = "headway.request_id"  # key of the ASGI scope
 
 
-class ApiError(Exception):
-    """The failure of one request, as the client sees it."""
+class ApiError(HTTPException):
+    """The failure of one request, as the client sees it. FastAPI passes on no other exception from reading a body."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
+        headers = {} if retry_after is None else {"retry-after": str(retry_after)}  # seconds
+        super().__init__(status, message, headers | {"www-authenticate": "Bearer"} if status == 401 else headers)
         self.status, self.code = status, code
         self.message, self.param = printable(message), param and printable(param)
-        self.retry_after = retry_after  # seconds
 
     @property
     def body(self) -> dict[str, Any]:
@@ -52,11 +52,6 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return headers | {"www-authenticate": "Bearer"} if self.status == 401 else headers
 
     def response(self, scope: Scope) -> JSONResponse:
         """Return the HTTP response to the request of `scope`, in the format of the API that its path belongs to."""
@@ -68,17 +63,14 @@ def is_anthropic(path: str) -> bool:
     return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
-class RefusedBody(HTTPException):
-    """Carries an ApiError through FastAPI, which replaces any other exception raised while it reads a body."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error.status)
-        self.error = error
-
-
 def printable(text: str) -> str:
     """Escape lone surrogates, which a client may send but which no response can contain."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def invalid_field(param: str, why: str, code: str = "invalid_value", *, status: int = 400) -> ApiError:
+    """Return the error of one field of a request, which its message begins with."""
+    return ApiError(status, f"{param}: {why}", param=param, code=code)
 
 
 def internal_error() -> ApiError:
@@ -109,12 +101,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     if not param:
         return ApiError(400, "the body must be a JSON object, sent with content-type: application/json")
     if kind == "missing":
-        return ApiError(400, f"{param}: missing; this field is required", param=param, code=CODES[0])
+        return invalid_field(param, "missing; this field is required", CODES[0])
     message = chosen[0]["msg"].removeprefix("Value error, ")
     if kind not in (*CODES, "invalid_value", "value_error", "assertion_error"):
         options = dict.fromkeys(map(expectation, chosen))
         message = f"must be {' or '.join(options)}, not {shown(chosen[0]['input'])}"
-    return ApiError(400, f"{param}: {message}", param=param, code=kind if kind in CODES else "invalid_value")
+    return invalid_field(param, message, kind if kind in CODES else "invalid_value")
 
 
 def place_of(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
@@ -208,10 +200,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         return from_validation(error.errors(), error.body).response(request.scope)
-
-    @app.exception_handler(RefusedBody)
-    async def refused_body(request: Request, refused: RefusedBody) -> JSONResponse:
-        return refused.error.response(request.scope)
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:

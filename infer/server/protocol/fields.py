@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from infer.server.protocol.errors import ApiError, field_error, join_path, shown
+from infer.server.protocol.errors import field_error, invalid_field, join_path, shown
 
 log = logging.getLogger("headway.server")
 
@@ -126,8 +126,7 @@ class UnknownFields:
 
     def _unknown(self, param: str) -> None:
         if self._strict:
-            message = f"{param}: unknown field; this server runs with server.strict=true"
-            raise ApiError(400, message, param=param, code="unknown_parameter")
+            raise invalid_field(param, "unknown field; this server runs with server.strict=true", "unknown_parameter")
         self._warn(f"{without_indices(param)} is an unknown field and is ignored (server.strict=true rejects it)")
 
     def _warn(self, remark: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import MAX_INT, SamplingParams
@@ -24,13 +24,12 @@ from infer.server.protocol.tools import (
     TOOL_ACCEPTED,
     CalledFunction,
     FunctionTool,
-    NamedFunction,
-    NamedTool,
     OtherTool,
-    Tool,
     ToolCall,
-    ToolFields,
     ToolName,
+    ToolUse,
+    UsesTools,
+    is_other_tool,
 )
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -155,15 +154,10 @@ class CustomTool(Strict):
         return FunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
-def is_other_tool(tool: Any) -> bool:
-    """Return whether Anthropic's servers run the tool, or the client by a convention that the model must know."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return isinstance(kind, str) and kind != "custom"
-
-
+# Other tools are run by Anthropic's servers, or by the client by a convention that the model must know.
 AnyTool = Annotated[
     Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
-    Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<custom>"),
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool, "custom") else "<custom>"),
 ]
 
 
@@ -197,7 +191,7 @@ class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountTokensRequest(Strict):
+class CountTokensRequest(UsesTools):
     """The fields of a request that determine the prompt."""
 
     accepted: ClassVar[frozenset[str]] = ACCEPTED
@@ -229,12 +223,6 @@ class CountTokensRequest(Strict):
                     raise field_error(
                         "messages", f"more than {limit} blocks of type {kind} in turns of one role in a row"
                     )
-        try:
-            fields = self.tool_fields  # runs its validators
-        except ValidationError as error:
-            raise field_error(**error.errors()[0].get("ctx", {})) from error
-        if fields.must_call and self.form is not None:
-            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
         return self
 
     @property
@@ -244,18 +232,11 @@ class CountTokensRequest(Strict):
         return blocks + [message for role, blocks in turns(self.messages) for message in TO_MESSAGES[role](blocks)]
 
     @property
-    def tool_fields(self) -> ToolFields:
-        tools: list[Tool | OtherTool] = [
-            Tool(type="function", function=tool.function) for tool in self.tools or () if isinstance(tool, CustomTool)
-        ]
+    def tool_use(self) -> ToolUse:
+        functions = [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
         choice = self.tool_choice or ToolChoice(type="auto")
-        parallel = not choice.disable_parallel_tool_use
-        if choice.type == "tool":
-            assert choice.name is not None
-            named = NamedTool(type="function", function=NamedFunction(name=choice.name))
-            return ToolFields(tools=tools, tool_choice=named, parallel_tool_calls=parallel)
-        kind = "required" if choice.type == "any" else choice.type
-        return ToolFields(tools=tools, tool_choice=kind, parallel_tool_calls=parallel)
+        kind = {"any": "required", "tool": "auto"}.get(choice.type, choice.type)
+        return ToolUse(functions, kind, choice.name, parallel=not choice.disable_parallel_tool_use)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -355,8 +336,8 @@ def assistant_messages(blocks: Sequence[Block]) -> list[Message]:
     ]
 
 
-def system_messages(blocks: Sequence[Block]) -> list[Message]:
-    return [Message(role="system", content=content_of(blocks))]
-
-
-TO_MESSAGES = {"user": user_messages, "assistant": assistant_messages, "system": system_messages}
+TO_MESSAGES: dict[str, Callable[[Sequence[Block]], list[Message]]] = {
+    "user": user_messages,
+    "assistant": assistant_messages,
+    "system": lambda blocks: [Message(role="system", content=content_of(blocks))],
+}

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import MAX_INT
-from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, ReasoningEffort, TemplateOptions
+from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, Part, ReasoningEffort, TemplateOptions
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless
-from infer.server.protocol.structure import JsonObject, JsonSchemaFormat, ResponseFormat
+from infer.server.protocol.structure import JsonObject
 from infer.server.protocol.tools import (
     MAX_ARGUMENTS,
     MAX_TOOLS,
     AnyTool,
     CalledFunction,
     FunctionTool,
-    NamedFunction,
-    NamedTool,
-    Tool,
     ToolCall,
-    ToolFields,
     ToolName,
+    ToolUse,
+    UsesTools,
 )
 from models.chat_template import text_part
 
 MAX_METADATA = 16  # OpenAI's bounds
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 # Values of `include` in OpenAI's API. All but the log-probabilities concern tools and formats not supported here.
 Includable = Literal[
@@ -46,22 +44,13 @@ Includable = Literal[
 NOTHING_STORED = "nothing is stored here; send the items themselves (clients do with store: false)"
 
 
-class InputPart(Strict):
+class InputPart(Part):
     """A text part. `annotations` and `logprobs` are in parts that this server wrote and the client sends back."""
 
     accepted = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint", "id"})
+    types = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
-    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_type(cls, values: Any) -> Any:
-        kind = values.get("type", "text") if isinstance(values, dict) else "text"
-        if kind not in TEXT_PARTS:
-            raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
-        return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
 
 
 PartList = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
@@ -184,10 +173,9 @@ class TextFormat(Strict):
 
     @property
     def grammar(self) -> Grammar | None:
-        schema = None
         if self.schema_ is not None:
-            schema = JsonSchemaFormat(name=self.name or "answer", schema=self.schema_)
-        return ResponseFormat(type=self.type, json_schema=schema).grammar
+            return Grammar("json_schema", json.dumps(self.schema_))
+        return Grammar("json_object") if self.type == "json_object" else None
 
 
 class TextOptions(Strict):
@@ -202,7 +190,7 @@ class Reasoning(Strict):
     effort: ReasoningEffort | None = None  # for templates that read it
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(UsesTools, GenerationRequest):
     """A request to /v1/responses.
 
     Inputs that do not fit the context are refused, even with `truncation: auto`, which shortens them at OpenAI.
@@ -250,16 +238,6 @@ class ResponsesRequest(GenerationRequest):
             raise field_error("input", f"must be a string or a list of items, not {shown(values['input'])}")
         return values | {"input": [{"role": "user", "content": values["input"]}]}
 
-    @model_validator(mode="after")
-    def check_tools(self) -> ResponsesRequest:
-        try:
-            fields = self.tool_fields  # runs its validators
-        except ValidationError as error:
-            raise field_error(**error.errors()[0].get("ctx", {})) from error
-        if fields.must_call and self.structure is not None:
-            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
-        return self
-
     @property
     def effort(self) -> ReasoningEffort | None:
         return None if self.reasoning is None else self.reasoning.effort
@@ -270,16 +248,12 @@ class ResponsesRequest(GenerationRequest):
         return [*system, *messages_of(self.input)]
 
     @property
-    def tool_fields(self) -> ToolFields:
-        tools: list[AnyTool[Tool]] = [
-            Tool(type="function", function=FunctionTool.model_validate(tool.for_template()["function"]))
-            for tool in self.tools or ()
-            if isinstance(tool, ResponsesTool)
-        ]
-        choice = self.tool_choice
-        if isinstance(choice, ResponsesNamedTool):
-            choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
-        return ToolFields(tools=tools, tool_choice=choice, parallel_tool_calls=self.parallel_tool_calls)
+    def tool_use(self) -> ToolUse:
+        functions = [tool for tool in self.tools or () if isinstance(tool, ResponsesTool)]
+        parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, ResponsesNamedTool):
+            return ToolUse(functions, named=self.tool_choice.name, parallel=parallel)
+        return ToolUse(functions, self.tool_choice or "auto", parallel=parallel)
 
     @property
     def structure(self) -> tuple[str, Grammar] | None:

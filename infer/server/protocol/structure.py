@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from infer.sampling.grammar import Grammar
-from infer.server.protocol.errors import ApiError, field_error
+from infer.server.protocol.errors import ApiError, field_error, invalid_field
 from infer.server.protocol.fields import Strict
 from models.json_text import depth
 
@@ -98,8 +98,7 @@ def check_size(grammar: Grammar, param: str) -> None:
     """Raises ApiError for a grammar that is too large or too deep to be checked at all."""
     size = len(grammar.text.encode("utf-8", "replace"))
     if size > MAX_GRAMMAR_BYTES:
-        message = f"{param}: {size} bytes; at most {MAX_GRAMMAR_BYTES}"
-        raise ApiError(400, message, param=param, code="grammar_too_large")
+        raise invalid_field(param, f"{size} bytes; at most {MAX_GRAMMAR_BYTES}", "grammar_too_large")
     if grammar.kind == "json_schema":
         check_depth(json.loads(grammar.text), param, param)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
@@ -91,9 +93,10 @@ AnyTool = Annotated[
 ]
 
 
-def is_other_tool(tool: Any) -> bool:
+def is_other_tool(tool: Any, supported: str = "function") -> bool:
+    """Return whether the tool's type is another one than the `supported`."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return isinstance(kind, str) and kind != "function"
+    return isinstance(kind, str) and kind != supported
 
 
 class NamedFunction(Strict):
@@ -120,41 +123,52 @@ class ToolCall(Strict):
     function: CalledFunction
 
 
-class ToolFields(Strict):
-    """The tool fields of a request. `tools_in_use` are the tools that may be called."""
+@dataclass(frozen=True)
+class ToolUse:
+    """The functions of a request, and which of them may or must be called. Raises a field error if that contradicts.
 
-    tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    `choice`: none, auto or required; `named`: the one function that must be called; `parallel`: several calls may be.
+    """
 
-    @model_validator(mode="after")
-    def check_tools(self) -> ToolFields:
+    functions: Sequence[FunctionTool]
+    choice: str = "auto"
+    named: str | None = None
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
         names = [function.name for function in self.functions]
         if len(set(names)) < len(names):
             raise field_error("tools", "two functions have one name")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise field_error("tool_choice", f"{self.tool_choice.function.name!r} is not among the tools")
-        if self.tool_choice == "required" and not names:
+        if self.named is not None and self.named not in names:
+            raise field_error("tool_choice", f"{self.named!r} is not among the tools")
+        if self.choice == "required" and not names:
             raise field_error("tool_choice", "required needs tools that are functions")
-        return self
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        return [tool.function for tool in self.tools or () if isinstance(tool, Tool)]
-
-    @property
-    def tools_in_use(self) -> list[FunctionTool]:
-        if self.tool_choice == "none":
-            return []
-        if isinstance(self.tool_choice, NamedTool):
-            return [function for function in self.functions if function.name == self.tool_choice.function.name]
-        return self.functions
+    def allowed(self) -> list[FunctionTool]:
+        """The functions that may be called."""
+        if self.named is not None:
+            return [function for function in self.functions if function.name == self.named]
+        return [] if self.choice == "none" else list(self.functions)
 
     @property
     def max_calls(self) -> int | None:
-        """Maximum number of calls, None for no limit. A named tool is called once even with `parallel_tool_calls`."""
-        return 1 if isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False else None
+        """Maximum number of calls, None for no limit. A named function is called once even with `parallel`."""
+        return 1 if self.named is not None or not self.parallel else None
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.choice == "required" or self.named is not None
+
+
+class UsesTools(Strict):
+    """A request whose fields say which tools may be called, each API in its own way."""
+
+    @property
+    def tool_use(self) -> ToolUse:
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def check_tools(self) -> Self:
+        _ = self.tool_use
+        return self

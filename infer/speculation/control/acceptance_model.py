@@ -84,24 +84,20 @@ class AcceptanceModel:
         self._expected = DRAFTER_DECAY * self._expected + expected
         self._emitted = DRAFTER_DECAY * self._emitted + accepted
 
-    def gains(self, request_id: str, drafter: str, allowed: Budget, sampled: bool = False) -> list[float]:
-        """Return the expected number of accepted tokens for each of the `candidate_budgets` of what is allowed.
+    def gains(self, request_id: str, drafter: str, allowed: Budget, sampled: bool = False) -> dict[Budget, float]:
+        """Return the expected number of accepted tokens by each of the `candidate_budgets` of what is allowed.
 
         Of a request that is unknown, "" for instance: by what is known of the drafter.
         """
-        sums = [*accumulate(self._chances(request_id, drafter, allowed, sampled))]
-        return [sums[budget.nodes - 1] for budget in candidate_budgets(allowed)]
+        sums = [*accumulate(self.chances(request_id, drafter, allowed, sampled))]
+        return {budget: sums[budget.nodes - 1] for budget in candidate_budgets(allowed)}
 
     def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, sampled: bool = False) -> float:
         """Return how many tokens of this draft are expected to be accepted."""
         nodes = draft.depth if draft.budget.is_chain else draft.nodes
-        return sum(self._chances(request_id, drafter, draft.budget, sampled)[:nodes])
+        return sum(self.chances(request_id, drafter, draft.budget, sampled)[:nodes])
 
-    def chances(self, request_id: str, drafter: str, depth: int, sampled: bool = False) -> tuple[float, ...]:
-        """Return, for each depth from 1 to `depth`, the probability that a chain is accepted down to it."""
-        return tuple(self._chances(request_id, drafter, Budget(depth, depth), sampled))
-
-    def _chances(self, request_id: str, drafter: str, budget: Budget, sampled: bool) -> list[float]:
+    def chances(self, request_id: str, drafter: str, budget: Budget, sampled: bool = False) -> list[float]:
         """Return the probability that each node of a draft under this budget is accepted."""
         key = Evidence(drafter, sampled, budget.is_chain)
         measured = (() if sampled else self._priors.get(drafter, ())) or (UNKNOWN,)

@@ -16,7 +16,8 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import DRAFTER, Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.control.profiler import Measurable, Unmeasured, kept_table, measure
+from infer.speculation.control.profiled_engine import ProfiledEngine
+from infer.speculation.control.profiler import Unmeasured, kept_table, measure
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import cache_folder, processor
 
@@ -41,7 +42,7 @@ class ControllerState:
 
 def make_controller(
     engine: Engine,
-    profiled: Measurable,
+    profiled: ProfiledEngine,
     limits: Mapping[str, Budget],
     state: ControllerState,
     head: HeadProposer | None,
@@ -72,7 +73,7 @@ def make_controller(
         "engine": asdict(config) | {"prefill_chunk": engine.sizes.prefill_chunk, "max_rows": engine.sizes.max_rows},
     }
 
-    scored = head if head is not None and engine.proposer_name == DRAFTER and head.exits_early else None
+    scored = head if head is not None and engine.proposer_name == DRAFTER and head.shape is None else None
 
     def make() -> CostTable:
         if not profile:

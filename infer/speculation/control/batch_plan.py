@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infer.speculation.budget import NOTHING, Budget, candidate_budgets
+from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel
 
@@ -101,7 +101,7 @@ def split_into_pieces(candidates: Sequence[Candidate], acceptance: AcceptanceMod
     for candidate in candidates:
         gains = acceptance.gains(candidate.request_id, candidate.drafter, candidate.allowed, candidate.sampled)
         merged, nodes, tokens = list[Piece](), 0, 0.0
-        for budget, gain in zip(candidate_budgets(candidate.allowed), gains, strict=True):
+        for budget, gain in gains.items():
             piece = Piece(
                 candidate.request_id, candidate.drafter, budget.depth, budget.nodes - nodes, gain - tokens, budget
             )

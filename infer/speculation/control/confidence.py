@@ -4,17 +4,18 @@ A token that is reached is right with probability σ(a logit(h) + b logit(c) + d
 rate at its depth (acceptance_model.py), c the drafter's probability of it under the noise that it was chosen with. The
 weights are learnt from every verified token, separately for greedy and sampled requests. A token is worth a row, or
 another level of drafting, if the probability that it is emitted exceeds what that costs, in tokens at the speed
-expected now.
+expected now (early_exit.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from infer.request import Request
+from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import DRAFTER_DECAY, AcceptanceModel
 
 DRAFTER = "head"  # the proposer whose chains are scored
@@ -33,19 +34,16 @@ class Prices(NamedTuple):
     level: float
 
 
-class ExitTerms(NamedTuple):
-    """What decides on a chain, up to its log-probabilities, for decisions on a device (early_exit.py)."""
-
-    slope: float  # b
-    offsets: list[float]  # a logit(h) + d at each depth
-    following: list[float]  # by depth, the probability by history that a token after a right one is right too
+FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
 
 
-class ExitDecision(NamedTuple):
-    """Whether a drafted token is worth its row, and whether one more after it is worth drafting."""
+class Score(NamedTuple):
+    """The probabilities of one drafted token."""
 
-    keep: bool
-    continue_: bool
+    features: tuple[float, float, float]  # logit h, logit c, 1
+    right: float  # that it is right, once it is reached
+    emitted: float  # that it is emitted
+    by_history: float  # the same, whatever the drafter's probabilities
 
 
 def logit(chance: float) -> float:
@@ -53,39 +51,12 @@ def logit(chance: float) -> float:
     return math.log(chance / (1 - chance))
 
 
-class Calibration:
-    """The map from (logit h, logit c, 1) to a probability."""
-
-    def __init__(self) -> None:
-        self.weights = (0.5, 0.5, 0.0)  # at first, the geometric mean of both odds
-
-    def chance(self, features: Sequence[float]) -> float:
-        score = sum(weight * value for weight, value in zip(self.weights, features, strict=True))
-        return 1 / (1 + math.exp(-score))
-
-    def learn(self, features: Sequence[float], chance: float, right: bool) -> None:
-        """Take a gradient step on one token. `chance`: the probability that was predicted from these features."""
-        step = LEARNS * (right - chance)
-        self.weights = tuple(w + step * value for w, value in zip(self.weights, features, strict=True))
-
-
-@dataclass
-class Drafted:
-    """The scores of one request's chain in this step, token by token; `history` covers greater depths too."""
-
-    sampled: bool
-    history: tuple[float, ...]  # the probability that a draft is accepted down to each depth, whatever its tokens
-    features: list[tuple[float, float, float]] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)  # the probability that each is right, once it is reached
-    chances: list[float] = field(default_factory=list)  # that it is emitted
-
-    def conditional(self, place: int) -> float:
-        before = self.history[place - 1] if place else 1.0
-        return self.history[place] / before if before else 0.0
+def sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score))
 
 
 class Confidence:
-    """Decides on the early exit of chains.
+    """The probabilities of drafted tokens, and the prices at which chains exit early.
 
     `prices` None: every chain is drafted to its full budget, and learnt from. `scoring` false: no chain is scored.
     """
@@ -93,102 +64,73 @@ class Confidence:
     def __init__(self, acceptance: AcceptanceModel) -> None:
         self.scoring = True
         self.prices: Prices | None = None
-        self.counts: list[int] = []  # by level, the number of chains that took part in the last draft
         self._acceptance = acceptance
-        self._maps = {False: Calibration(), True: Calibration()}  # by whether the request is sampled
-        self._drafts: dict[str, Drafted] = {}
+        # a, b and d, for greedy and for sampled requests; at first, the geometric mean of both odds
+        self._weights = {False: (0.5, 0.5, 0.0), True: (0.5, 0.5, 0.0)}
+        self._scores: dict[str, tuple[bool, list[Score]]] = {}  # of the chain last drafted for a request; is it sampled
         self._tokens = self._error = self._plain_error = 0.0
 
-    def start(self, requests: Sequence[Request], depths: Sequence[int]) -> None:
-        """Start the chains of these requests, at most `depths[b]` deep.
+    def _histories(self, request: Request, depth: int) -> tuple[Sequence[float], list[float]] | None:
+        """Return, by depth, the probability by history that a draft is accepted down to it, and the conditional one.
 
-        Not scored are chains for block verification, whose length must not depend on the drafted tokens, and those that
-        hold drafts of other proposers too.
+        None for chains that are not scored: those for block verification, whose length must not depend on the drafted
+        tokens, and those that hold drafts of other proposers too.
         """
-        self.counts = []
-        for request, depth in zip(requests, depths, strict=True):
-            self._drafts.pop(request.request_id, None)
-            draft = self._begin(request, depth)
-            if draft is not None:
-                self._drafts[request.request_id] = draft
-
-    def _begin(self, request: Request, depth: int) -> Drafted | None:
         params = request.params
-        if params.proposer not in (None, DRAFTER) or params.acceptance == "block":
+        if not self.scoring or params.proposer not in (None, DRAFTER) or params.acceptance == "block":
             return None
-        history = self._acceptance.chances(request.request_id, DRAFTER, depth, params.temperature > 0)
-        return Drafted(params.temperature > 0, history)
+        history = self._acceptance.chances(request.request_id, DRAFTER, Budget(depth, depth), params.temperature > 0)
+        return history, [after / before if before else 0.0 for before, after in pairwise((1.0, *history))]
 
-    def terms(self, request: Request, depth: int) -> ExitTerms | None:
-        """Return the terms of a chain of at most `depth` tokens; None if it is not to be scored."""
-        draft = self._begin(request, depth) if self.scoring and depth else None
-        if draft is None:
+    def terms(self, request: Request, depth: int, deepest: int) -> list[float] | None:
+        """Return what decides on a chain of at most `depth` tokens but their probabilities; None if it is not scored.
+
+        These are b, the prices, and for each of `deepest` depths a logit(h) + d, then for each the probability by
+        history that a token after a right one is right too.
+        """
+        histories = self._histories(request, depth)
+        if histories is None or not depth:
             return None
-        history, slope, constant = self._maps[draft.sampled].weights
-        conditional = [draft.conditional(place) for place in range(depth)]
-        return ExitTerms(slope, [history * logit(value) + constant for value in conditional], [*conditional[1:], 0.0])
+        conditional, spare = histories[1], [0.0] * (deepest - depth)
+        history, slope, constant = self._weights[request.params.temperature > 0]
+        offsets = [history * logit(value) + constant for value in conditional]
+        return [slope, *(self.prices or FREE), *offsets, *spare, *conditional[1:], 0.0, *spare]
 
     def record(self, request: Request, depth: int, log_probabilities: Sequence[float]) -> None:
-        """Take the tokens of a chain whose length was decided by its `terms`, to learn from them in `update`."""
-        prices, self.prices = self.prices, None
-        self.start([request], [depth])
-        for value in log_probabilities:
-            self.score([request], [value])
-        self.prices = prices
-
-    def score(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[ExitDecision]:
-        """Score one more drafted token of each request, from its log-probability. A chain's first is always kept."""
-        self.counts.append(len(requests))
-        verdicts, surplus = [], 0.0
-        for request, value in zip(requests, log_probabilities, strict=True):
-            draft = self._drafts.get(request.request_id)
-            if draft is None:
-                verdicts.append(ExitDecision(True, True))
-                surplus = math.inf
-                continue
-            place, prices = len(draft.chances), self.prices
-            features = (logit(draft.conditional(place)), logit(math.exp(value)), 1.0)
-            right = self._maps[draft.sampled].chance(features)
-            chance = right * (draft.chances[-1] if place else 1.0)
-            if prices is not None and place and chance < prices.row:
-                verdicts.append(ExitDecision(False, False))
-                continue
-            draft.features.append(features)
-            draft.right.append(right)
-            draft.chances.append(chance)
-            deeper = place + 1 < len(draft.history)
-            gain = chance * draft.conditional(place + 1) if deeper else 0.0
-            if prices is None:
-                surplus = math.inf
-            elif deeper:
-                gain -= prices.row + prices.step
-                surplus += max(gain, 0.0)
-                deeper = gain > 0
-            verdicts.append(ExitDecision(True, deeper))
-        if self.prices is not None and surplus < self.prices.level:
-            verdicts = [ExitDecision(verdict.keep, False) for verdict in verdicts]
-        return verdicts
+        """Score the tokens of a chain of at most `depth`, from their log-probabilities, to learn from in `update`."""
+        self._scores.pop(request.request_id, None)
+        histories, sampled = self._histories(request, depth), request.params.temperature > 0
+        if histories is None:
+            return
+        scores, emitted = list[Score](), 1.0
+        for by_history, conditional, value in zip(*histories, log_probabilities, strict=False):
+            features = (logit(conditional), logit(math.exp(value)), 1.0)
+            weighted = (weight * each for weight, each in zip(self._weights[sampled], features, strict=True))
+            right = sigmoid(sum(weighted))
+            emitted *= right
+            scores.append(Score(features, right, emitted, by_history))
+        self._scores[request.request_id] = sampled, scores
 
     def update(self, request_id: str, depth: int, accepted: int) -> float | None:
         """Learn that `accepted` of the chain's first `depth` tokens were right.
 
         Returns how many had been expected, None if the chain was not scored.
         """
-        draft = self._drafts.pop(request_id, None)
-        if draft is None:
+        if request_id not in self._scores:
             return None
-        calibration, chances = self._maps[draft.sampled], draft.chances[:depth]
-        for place, (chance, plain) in enumerate(zip(chances, draft.history, strict=False)):
+        sampled, scores = self._scores.pop(request_id)
+        for place, (features, right, chance, by_history) in enumerate(scores[:depth]):
             emitted = place < accepted
             self._tokens = DRAFTER_DECAY * self._tokens + 1
             self._error = DRAFTER_DECAY * self._error + (chance - emitted) ** 2
-            self._plain_error = DRAFTER_DECAY * self._plain_error + (plain - emitted) ** 2
+            self._plain_error = DRAFTER_DECAY * self._plain_error + (by_history - emitted) ** 2
             if place <= accepted:
-                calibration.learn(draft.features[place], draft.right[place], emitted)
-        return sum(chances)
+                step, (a, b, d) = LEARNS * (emitted - right), self._weights[sampled]
+                self._weights[sampled] = a + step * features[0], b + step * features[1], d + step
+        return sum(score.emitted for score in scores[:depth])
 
     def forget(self, request_id: str) -> None:
-        self._drafts.pop(request_id, None)
+        self._scores.pop(request_id, None)
 
     @property
     def errors(self) -> tuple[float, float] | None:

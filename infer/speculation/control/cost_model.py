@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -55,9 +55,6 @@ class CostTable:
     steps: tuple[Curve, ...]
     drafts: dict[str, tuple[Curve, ...]]
     reads: dict[str, float] = field(default_factory=dict[str, float])
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CostTable:

@@ -7,11 +7,11 @@ whole batch to maximise tokens per second (batch_plan.py). The plan decides how 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_budgets
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, Plan, best_plan
 from infer.speculation.control.confidence import DRAFTER, Confidence, Prices
@@ -47,15 +47,8 @@ class Planner:
         """The current forecast; None from a planner that makes none."""
         return None
 
-    def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
-        """Return whether the next call of `plan`, with the same requests, needs to be told the candidates."""
-        return False
-
-    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
-        """Plan the next step of the `decoding` requests.
-
-        `candidates`: those of them that may be drafted for, None unless `needs_candidates`.
-        """
+    def plan(self, decoding: tuple[str, ...], find_candidates: Callable[[], Sequence[Candidate]]) -> None:
+        """Plan the next step of the `decoding` requests. `find_candidates`: those of them that may be drafted for."""
 
     def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         """Return whether tracking a request without history is worth its cost at this batch size.
@@ -128,11 +121,7 @@ class Controller(Planner):
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def needs_candidates(self, decoding: tuple[str, ...]) -> bool:
-        joined = bool(self.current.budgets or not self._planned) and not self._planned.issuperset(decoding)
-        return self._age + 1 >= PLAN_STEPS or joined
-
-    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate] | None) -> None:
+    def plan(self, decoding: tuple[str, ...], find_candidates: Callable[[], Sequence[Candidate]]) -> None:
         self._age += 1
         self._depths.clear()
         if self._probe is not None:
@@ -140,17 +129,20 @@ class Controller(Planner):
             ended = self._probe.candidate is not None and self._probe.candidate.request_id not in decoding
             if ended or self._probe.steps <= 0:
                 self._probe = None
-        if candidates is not None:
-            self._age, self._planned = 0, frozenset(decoding)
-            self._speedups.clear()
-            planned = [] if self.costs.guessed else [c for c in candidates if c.ready or c.worth_tracking]
-            self.current = best_plan(len(decoding), planned, self.costs, self.acceptance, self._margin)
-            if self.confidence is not None:
-                self._price_early_exit(self.confidence, candidates)
-            if self._probe is not None and (self._probe.candidate is None) != bool(self.current.budgets):
-                self._probe = None
-            if self._probe is None and candidates:
-                self._probe = self._next_probe(candidates)
+        joined = bool(self.current.budgets or not self._planned) and not self._planned.issuperset(decoding)
+        if self._age < PLAN_STEPS and not joined:
+            return
+        candidates = find_candidates()
+        self._age, self._planned = 0, frozenset(decoding)
+        self._speedups.clear()
+        planned = [] if self.costs.guessed else [c for c in candidates if c.ready or c.worth_tracking]
+        self.current = best_plan(len(decoding), planned, self.costs, self.acceptance, self._margin)
+        if self.confidence is not None:
+            self._price_early_exit(self.confidence, candidates)
+        if self._probe is not None and (self._probe.candidate is None) != bool(self.current.budgets):
+            self._probe = None
+        if self._probe is None and candidates:
+            self._probe = self._next_probe(candidates)
 
     @property
     def _margin(self) -> float:
@@ -165,7 +157,7 @@ class Controller(Planner):
             gains = self.acceptance.gains("", drafter, allowed, sampled)
             self._speedups[key] = plain * max(
                 (1 + gain) / (self.costs.verify(batch, batch * (1 + n)) + self.costs.draft(drafter, batch, depth))
-                for (n, depth), gain in zip(candidate_budgets(allowed), gains, strict=True)
+                for (n, depth), gain in gains.items()
             )
         speedup = self._speedups[key]
         saved_s = tokens * plain / batch * (1 - 1 / speedup)
@@ -260,8 +252,6 @@ class Controller(Planner):
         if len(self._depths) == 1:
             ((drafter, depths),) = self._depths.items()
             counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
-            if self.confidence is not None and self.confidence.scoring and drafter == DRAFTER:
-                counts = self.confidence.counts or counts
             self.costs.learn_drafted(batch, rows, drafter, counts, seconds, drafting)
 
     def forget(self, request_id: str) -> None:

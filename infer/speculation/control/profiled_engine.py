@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ProfiledEngine:
-    """Implements `Measurable` (profiler.py). The engine must be idle; `pool`, `steps` and `stats` are parts of it."""
+    """The part of an engine that the profiler times. It must be idle; `pool`, `steps` and `stats` are parts of it."""
 
     def __init__(self, engine: Engine, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
         self._engine, self._pool, self._steps, self._stats = engine, pool, steps, stats
@@ -33,6 +33,11 @@ class ProfiledEngine:
     def start(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
     ) -> list[Request]:
+        """Start requests, bring them to decoding and return them. Until `discard` no step drafts.
+
+        These are fewer than `prompts` if no more fit at the same time, or if the first had ended when the last began.
+        `check` is called between steps; if it raises, none of the requests is left.
+        """
         self._saved_stats, self._speculator.planner = copy.deepcopy(self._stats), NoDrafts()
         self._saved_overlap, self._steps.overlap = self._steps.overlap, None
         pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
@@ -52,6 +57,7 @@ class ProfiledEngine:
         return requests
 
     def discard(self, requests: Sequence[Request]) -> None:
+        """End the requests, leaving no trace of them."""
         for request in requests:
             self._engine.abort(request.request_id)
         self._pool.pages.clear_cache()
@@ -74,6 +80,7 @@ class ProfiledEngine:
 
     @torch.inference_mode()
     def prefill_drafter(self, requests: Sequence[Request]) -> None:
+        """Make the drafter read all committed positions of the requests. What it drafts from then on is worthless."""
         rows, engine = sum(request.computed for request in requests), self._engine
         size = len(self._speculator.wants_features(requests)) * engine.target.config.hidden_size
         with cpu_threads(self._threads.count(rows)):

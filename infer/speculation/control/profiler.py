@@ -18,8 +18,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +28,9 @@ from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import SETTLES_S, CostTable, Curve, contradiction
+
+if TYPE_CHECKING:
+    from infer.speculation.control.profiled_engine import ProfiledEngine
 
 log = logging.getLogger(__name__)
 
@@ -48,38 +52,8 @@ class OutOfTime(Unmeasured):
     """It takes longer than start-up may wait."""
 
 
-class Measurable(Protocol):
-    """The part of an engine that the profiler times."""
-
-    def start(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None]
-    ) -> list[Request]:
-        """Start requests and bring them to decoding; return them.
-
-        These are fewer than `prompts` if no more fit at the same time, or if the first had ended when the last began.
-        `check` is called between steps; if it raises, none of the requests is left.
-        """
-        ...
-
-    def discard(self, requests: Sequence[Request]) -> None:
-        """End the requests, leaving no trace of them."""
-        ...
-
-    def step(self) -> object:
-        """Run one step, without drafts while requests are profiled."""
-        ...
-
-    def verify(self, requests: Sequence[Request], drafts: int) -> None: ...
-
-    def draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
-
-    def prefill_drafter(self, requests: Sequence[Request]) -> None:
-        """Make the drafter read all committed positions of the requests. What it drafts from then on is worthless."""
-        ...
-
-
 def measure(
-    engine: Measurable,
+    engine: ProfiledEngine,
     drafters: Mapping[str, Budget],
     *,
     vocab_size: int,
@@ -194,7 +168,7 @@ class Profiled:
     """Times the parts of steps of requests of random tokens that exist only while they are profiled."""
 
     def __init__(
-        self, engine: Measurable, watch: Stopwatch, length: int, vocab_size: int, widest: int, max_rows: int
+        self, engine: ProfiledEngine, watch: Stopwatch, length: int, vocab_size: int, widest: int, max_rows: int
     ) -> None:
         self._engine, self._watch, self.length = engine, watch, length
         self._widest, self._max_rows = widest, max_rows  # rows of one request, and of all in a step
@@ -264,7 +238,7 @@ def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTabl
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"key": dict(key), "table": measured.to_json()}, stream)
+            json.dump({"key": dict(key), "table": asdict(measured)}, stream)
         os.replace(temporary, file)
     except OSError as error:
         log.warning("%s: could not store the measured costs; every start will measure them again: %s", file, error)

@@ -1,9 +1,8 @@
-"""The protocol of proposers, which draft tokens for the engine."""
+"""The interface of proposers, which draft tokens for the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -13,34 +12,36 @@ from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 
 
-class Proposer(Protocol):
+class Proposer:
     """Drafts tokens. For a running request the engine calls, in this order:
 
     `commit` after every target forward that added committed positions, with the target's features of exactly those
     rows; `propose` before a verify, when `request.tokens` ends with the root and the features of all positions before
     the root have been committed (called again, request by request, if it raised for several at once); `release` once,
     when the request finishes, is aborted or is pre-empted.
+
+    What is not overridden is right for a chain drafter that reads no features and keeps no KV in the pool.
     """
 
     name: str
-    aux_layers: tuple[int, ...]  # hidden states of the target that `commit` takes; () for none
-    kv_layers: tuple[LayerShape, ...]  # its KV layers in the engine's pool, under the same block tables
-    warm_up: int  # tokens that must be committed after `start_tracking` before it can draft; 0 for hardly any
+    aux_layers: tuple[int, ...] = ()  # hidden states of the target that `commit` takes; () for none
+    kv_layers: tuple[LayerShape, ...] = ()  # its KV layers in the engine's pool, under the same block tables
+    warm_up: int = 0  # tokens that must be committed after `start_tracking` before it can draft; 0 for hardly any
 
     def places(self, budget: Budget) -> int:
         """Return how many places past the root a draft under this budget writes to or proposes.
 
         Pages are reserved for them.
         """
-        ...
+        return budget.depth
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        """Return one tree per request: the root and at most `budgets[b]` drafted nodes (NOTHING = the root alone).
+        """Return one tree per request: the root and at most `budgets[b]` drafted nodes, which is one or more.
 
         The tree of a smaller budget should consist of the first nodes of the tree of a larger one: the acceptance
         model learns a node's acceptance rate by its index (infer/speculation/control/acceptance_model.py).
         """
-        ...
+        raise NotImplementedError
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Take the target's features of the last `counts[b]` committed positions of each request.
@@ -48,70 +49,35 @@ class Proposer(Protocol):
         features `[sum(counts), len(aux_layers) * H]`. Called when `request.tokens` already holds the token after the
         last committed position.
         """
-        ...
 
     def synced(self, request: Request) -> int:
         """Return for how many of the committed positions the proposer's KV layers are filled."""
-        ...
+        return request.computed
 
     def resume(self, request: Request) -> None:
         """Start a request whose first `computed` positions lie in pages that another request has filled.
 
         `request.last_features` are the features of the last of these positions, or None if its slot is filled too.
         """
-        ...
 
-    def release(self, request: Request) -> None: ...
+    def release(self, request: Request) -> None:
+        """Drop the state kept for a request."""
 
     def catch_up(self, request: Request) -> None:
         """Fill the proposer's KV layers for every committed position of the request."""
-        ...
 
     def start_tracking(self, request: Request) -> None:
         """Start tracking a request that was released or never committed, without features of earlier positions."""
-        ...
 
     def ready(self, request: Request) -> bool:
         """Return whether it can draft for the request; after `start_tracking` that may take a few commits."""
-        ...
-
-
-class WithoutLayers:
-    """Default methods of a proposer that reads no features and keeps no KV in the pool."""
-
-    aux_layers: tuple[int, ...] = ()
-    kv_layers: tuple[LayerShape, ...] = ()
-    warm_up: int = 0
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        pass
-
-    def synced(self, request: Request) -> int:
-        return request.computed
-
-    def resume(self, request: Request) -> None:
-        pass
-
-    def release(self, request: Request) -> None:
-        pass
-
-    def catch_up(self, request: Request) -> None:
-        pass
-
-    def start_tracking(self, request: Request) -> None:
-        pass
-
-    def ready(self, request: Request) -> bool:
         return True
 
 
-class NoProposer(WithoutLayers):
+class NoProposer(Proposer):
     """Plain decoding: trees of one node."""
 
     name = "none"
-
-    def places(self, budget: Budget) -> int:
-        return 0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         return DraftTree.chains([request.tokens[-1] for request in requests], [()] * len(requests))

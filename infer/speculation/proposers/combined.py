@@ -13,7 +13,7 @@ from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import MAX_NODES, DraftTree
 
 
-class CombinedProposer:
+class CombinedProposer(Proposer):
     """Merges the drafts of `sources`; of a level that the budget cuts, nodes of earlier sources come first."""
 
     name = "combined"

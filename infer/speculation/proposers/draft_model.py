@@ -16,17 +16,16 @@ from infer.kvcache.tensors import LayerShape
 from infer.request import Phase, Request
 from infer.sampling.batch import choice_parameters
 from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 from kernels.choose import choose
 from models.targets.llama import LlamaTarget
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts with `model`, packed for serving; once attached, `pool` holds its KV layers from `first_layer` on."""
 
     name = "draft_model"
-    aux_layers: tuple[int, ...] = ()
-    warm_up = 0
 
     def __init__(self, model: LlamaTarget) -> None:
         config = model.config
@@ -45,9 +44,6 @@ class DraftModelProposer:
     def attach(self, pool: KVPool, first_layer: int) -> None:
         self._pool, self._first_layer = pool, first_layer
 
-    def places(self, budget: Budget) -> int:
-        return budget.depth
-
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         # In prefill it runs over each chunk right after the target; any other tokens are read by the next draft.
         prefilling = [r for r in requests if r.phase is Phase.PREFILL and r.computed <= self.context]
@@ -57,9 +53,18 @@ class DraftModelProposer:
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         drafts: list[list[int]] = [[] for _ in requests]
         depths = [min(b.depth, self.context - len(r.tokens)) for r, b in zip(requests, budgets, strict=True)]
-        active = [index for index, depth in enumerate(depths) if depth > 0]
-        if active:
-            self._draft(requests, depths, active, drafts)
+        for level in range(max(depths)):
+            active = [index for index, depth in enumerate(depths) if depth > level]
+            batch = [requests[index] for index in active]
+            ends = [len(request.tokens) + level for request in batch]  # tokens before the one that is drafted
+            if level:
+                hidden = self._forward(batch, [end - 1 for end in ends], [drafts[index][-1:] for index in active])
+            else:
+                hidden = self._read(batch, ends)
+            logits, positions = self._model.logits(hidden), torch.tensor(ends, device=hidden.device) - 1
+            chosen = choose(logits, choice_parameters(batch, logits.device, drafting=True), positions)
+            for index, token in zip(active, chosen.tolist(), strict=True):
+                drafts[index].append(token)
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
     def synced(self, request: Request) -> int:
@@ -76,31 +81,6 @@ class DraftModelProposer:
     def catch_up(self, request: Request) -> None:
         if request.computed <= self.context:
             self._read([request], [request.computed])
-
-    def start_tracking(self, request: Request) -> None:
-        pass  # its next draft reads the whole text
-
-    def ready(self, request: Request) -> bool:
-        return True
-
-    def _draft(
-        self, requests: Sequence[Request], depths: Sequence[int], active: list[int], drafts: list[list[int]]
-    ) -> None:
-        hidden = self._read([requests[i] for i in active], [len(requests[i].tokens) for i in active])
-        while True:
-            batch = [requests[index] for index in active]
-            logits = self._model.logits(hidden)
-            device = logits.device
-            positions = torch.tensor([len(requests[i].tokens) - 1 + len(drafts[i]) for i in active], device=device)
-            tokens = choose(logits, choice_parameters(batch, device, drafting=True), positions).tolist()
-            for index, token in zip(active, tokens, strict=True):
-                drafts[index].append(token)
-            active = [index for index in active if len(drafts[index]) < depths[index]]
-            if not active:
-                return
-            batch = [requests[index] for index in active]
-            starts = [len(requests[i].tokens) - 1 + len(drafts[i]) for i in active]
-            hidden = self._forward(batch, starts, [drafts[index][-1:] for index in active])
 
     def _read(self, requests: Sequence[Request], ends: Sequence[int]) -> Tensor:
         """Extend the KV to `tokens[:end]` of each request; return the hidden states of their last tokens `[B, H]`."""

@@ -26,7 +26,8 @@ from infer.sampling.constraint import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
-from infer.speculation.early_exit import HostExit
+from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.block_loop import BlockLoop
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
@@ -60,7 +61,7 @@ class Pending:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
-class HeadProposer:
+class HeadProposer(Proposer):
     """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on; `shape` None: chains."""
 
     name = "head"
@@ -82,11 +83,6 @@ class HeadProposer:
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
-
-    @property
-    def exits_early(self) -> bool:
-        """Whether it drafts chains, which may exit early."""
-        return self.shape is None
 
     @property
     def module(self) -> Head:
@@ -184,22 +180,14 @@ class HeadProposer:
                     self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]
-        idle = [index for index, budget in enumerate(budgets) if budget.nodes == 0]
-        roots = DraftTree.chains([requests[i].tokens[-1] for i in idle], [()] * len(idle)) if idle else None
-        if not active:
-            assert roots is not None
-            return roots
         # Block verification takes chains only.
-        chains = [i for i in active if self.shape is None or requests[i].params.acceptance == "block"]
-        trees = [i for i in active if i not in chains]
+        chains = [i for i, request in enumerate(requests) if self.shape is None or request.params.acceptance == "block"]
+        trees = [i for i in range(len(requests)) if i not in chains]
         drafted = [
             (draft([requests[i] for i in indices], [budgets[i] for i in indices]), indices)
             for draft, indices in ((self._chains, chains), (self._trees, trees))
             if indices
         ]
-        if roots is not None:
-            drafted.append((roots, idle))
         if len(drafted) == 1:
             return drafted[0][0]
         return DraftTree.stack([tree for tree, _ in drafted], [indices for _, indices in drafted])
@@ -263,26 +251,33 @@ class HeadProposer:
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
         deepest, limits = max(depths), upload(depths, self.draft_ids.device)
-        early_exit, confidence = None, self.confidence
-        if confidence is not None and confidence.scoring:
-            early_exit = HostExit(confidence, requests, depths)
+        confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
+        exits = None if confidence is None else exit_rows(confidence, requests, depths, deepest)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
-        if any(request.constraint is not None or request.params.acceptance == "block" for request in requests):
+        adjusted = any(r.constraint is not None or r.params.acceptance == "block" for r in requests)
 
-            def adjust(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-                paths = torch.stack(list(drafted), dim=1).tolist() if drafted else [[]] * len(requests)
-                logits = narrowed(requests, logits, paths, self.draft_ids)
-                for row, probs in self._draft_probs(requests, logits, unread.parameters).items():
-                    draft_probs.setdefault(row, []).append(probs)
-                return logits
+        def adjust(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+            paths = torch.stack(list(drafted), dim=1).tolist() if drafted else [[]] * len(requests)
+            logits = narrowed(requests, logits, paths, self.draft_ids)
+            for row, probs in self._draft_probs(requests, logits, unread.parameters).items():
+                draft_probs.setdefault(row, []).append(probs)
+            return logits
 
-            chains = self.loop.chain(unread, limits, deepest, early_exit, adjust)
+        native = None if adjusted else self._native_for(unread)
+        if native is not None:
+            chains = native.chain(unread, limits, deepest, None if exits is None else HostExit(exits))
         else:
-            chains = self._loop_for(unread).chain(unread, limits, deepest, early_exit)
+            terms = None if exits is None else upload(exits, limits.device, torch.float32)
+            early_exit = None if terms is None else EarlyExit(terms, on_host=True)
+            chains = self.loop.chain(unread, limits, deepest, early_exit, adjust if adjusted else None)
         self.was_read(requests)
-        roots = torch.tensor([request.tokens[-1] for request in requests])
-        tree = DraftTree.chain(roots, chains.token.cpu(), chains.length.cpu())
+        roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
+        if confidence is not None and chains.log_probs is not None:
+            rows = zip(requests, depths, lengths.tolist(), chains.log_probs.tolist(), strict=True)
+            for request, depth, length, log_probs in rows:
+                confidence.record(request, depth, log_probs[:length])
+        tree = DraftTree.chain(roots, chains.token.cpu(), lengths)
         tree.draft_probs = {row: torch.stack(probs[: depths[row]]) for row, probs in draft_probs.items()}
         return tree
 
@@ -291,13 +286,13 @@ class HeadProposer:
         assert self.shape is not None
         deepest = max(budget.depth for budget in budgets)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
-        grown = self._loop_for(unread).tree(unread, self.shape, deepest)
+        grown = (self._native_for(unread) or self.loop).tree(unread, self.shape, deepest)
         self.was_read(requests)
         return propose_best([request.tokens[-1] for request in requests], grown, budgets)
 
-    def _loop_for(self, unread: Unread) -> TorchLoop | NativeLoop:
+    def _native_for(self, unread: Unread) -> NativeLoop | None:
         restricts = unread.parameters is not None and unread.parameters.restricts
-        return self.loop if self._native is None or restricts else self._native
+        return None if restricts else self._native
 
     def _draft_probs(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from infer.request import Request
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 
 SHORTEST, LONGEST = 2, 4  # tokens of the suffix looked up: one token matches too often, more than four too rarely
@@ -41,7 +41,7 @@ class SuffixIndex:
         return []
 
 
-class NgramProposer(WithoutLayers):
+class NgramProposer(Proposer):
     """Drafts a chain from the request's own prompt and output; reads no features and keeps no KV."""
 
     name = "ngram"
@@ -50,14 +50,11 @@ class NgramProposer(WithoutLayers):
         self._sizes = shortest, longest
         self._indexes: dict[str, SuffixIndex] = {}
 
-    def places(self, budget: Budget) -> int:
-        return budget.depth
-
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         drafts = []
         for request, budget in zip(requests, budgets, strict=True):
             index = self._indexes.setdefault(request.request_id, SuffixIndex(*self._sizes))
-            drafts.append(index.continuation(request.tokens, budget.depth) if budget.depth else [])
+            drafts.append(index.continuation(request.tokens, budget.depth))
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
     def release(self, request: Request) -> None:

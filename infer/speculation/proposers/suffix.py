@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from infer.request import Request
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 
 
@@ -132,7 +132,7 @@ class Earlier:
             self.trie.remove(oldest)
 
 
-class SuffixProposer(WithoutLayers):
+class SuffixProposer(Proposer):
     """Drafts chains; reads no features and keeps no KV.
 
     `max_depth`: tokens of the longest run that is counted, match plus draft. `factor`: maximum of drafted tokens per
@@ -155,9 +155,6 @@ class SuffixProposer(WithoutLayers):
         self._texts: dict[str, Text] = {}
         self._tenants: OrderedDict[str, Earlier] = OrderedDict()  # the most recently used is last
 
-    def places(self, budget: Budget) -> int:
-        return budget.depth
-
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         drafts = [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
@@ -169,8 +166,6 @@ class SuffixProposer(WithoutLayers):
             self._earlier(request).add(request.output_ids)
 
     def _draft(self, request: Request, budget: Budget) -> list[int]:
-        if budget.depth == 0:
-            return []
         text = self._texts.setdefault(request.request_id, Text(self._max_depth))
         text.read(request.tokens)
         earlier = self._earlier(request).trie.find(request.tokens[-self._max_depth :])

@@ -9,20 +9,17 @@ from collections.abc import Sequence
 
 from infer.request import Request
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 
 
-class SyntheticProposer(WithoutLayers):
+class SyntheticProposer(Proposer):
     """Drafts chains that count up from the root's token, so that the text does not fall into a loop."""
 
     name = "synthetic"
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-
-    def places(self, budget: Budget) -> int:
-        return budget.depth
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         roots = [request.tokens[-1] for request in requests]

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from infer.speculation.tree import DraftTree
 from kernels.attention import plan_attention
 from kernels.move import read_slots
 from kernels.reference import attention as oracle
@@ -15,6 +14,7 @@ from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention
 from kernels.triton import attention, device
 from kernels.triton.attention import Blocking, TritonAttention
+from tests.drafts import checked_tree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Blocking(lines=16, tile=16, split=32, warps=4, stages=2)  # so that short texts have many tiles and splits
@@ -71,7 +71,7 @@ def test_rows_match_the_oracle(dim, heads, kv_heads, page, dtype, whole, window)
     assert error(actual, case, committed, counts, page=page, window=window) < TOLERANCE[dtype]
 
 
-TREE = DraftTree.from_parents(
+TREE = checked_tree(
     torch.arange(14).view(2, 7),
     torch.tensor([[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 0, 0, 0, 0]]),
     torch.tensor([7, 3]),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import DynamicShape, StaticShape, grow
 from kernels.tree import best_nodes
 from kernels.triton import SWITCH
+from tests.drafts import checked_tree
 from tests.operations import counted
 
 BATCH = 3
@@ -69,7 +69,7 @@ def test_the_same_nodes_are_the_best(monkeypatch, shape, width):
     for name, field, same in zip(expected._fields, actual, expected, strict=True):
         assert field.dtype is same.dtype
         assert torch.equal(field, same), name
-    tree = DraftTree.from_parents(*(expected.token, expected.parent, expected.length))
+    tree = checked_tree(*(expected.token, expected.parent, expected.length))
     inside = tree.inside
     assert torch.equal(tree.depth[inside], expected.depth[inside])
     assert torch.equal(tree.ancestors[inside], expected.ancestors[inside])

@@ -7,6 +7,7 @@ import torch
 
 from infer.speculation.tree import MAX_NODES, DraftTree
 from kernels.verify import accept
+from tests.drafts import checked_tree
 
 
 def random_trees(lengths, seed):
@@ -25,7 +26,7 @@ def random_trees(lengths, seed):
                 node_token += 1  # siblings carry distinct tokens
             siblings.add((node_parent, node_token))
             token[b, node], parent[b, node] = node_token, node_parent
-    return DraftTree.from_parents(token, parent, torch.tensor(lengths)), generator
+    return checked_tree(token, parent, torch.tensor(lengths)), generator
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 16, 9], [MAX_NODES, 33, 2], [MAX_NODES - 1] * 3])

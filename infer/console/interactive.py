@@ -1,11 +1,10 @@
-"""Runs an engine in a thread of its own for an interactive program: one request at a time, which `stop` ends.
+"""Runs an engine for an interactive program: one request at a time, which `stop` ends.
 
-While idle, it measures the costs of steps if start-up has deferred that (`Engine.profile`). Knows no text.
+While idle, it measures the costs of steps in a thread, if start-up has deferred that (`Engine.profile`). Knows no text.
 """
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,9 +17,9 @@ class Stopped(Exception):
     """Interrupts the profiling in idle time, since there is a request."""
 
 
-class EngineThread:
+class InteractiveEngine:
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._thread = engine, ThreadPoolExecutor(1, "engine")
+        self._engine, self._thread = engine, ThreadPoolExecutor(1, "profile")
         # Set by a signal handler, which may interrupt any line: a plain attribute, as an Event contains a lock.
         self._stopping = False
         self._profile: Future[None] | None = None
@@ -29,11 +28,14 @@ class EngineThread:
         """Yield the steps of one request, up to its last or until `stop`. Raises ValueError if it cannot be served."""
         self._end_profile()
         self._stopping = False
-        outputs: queue.SimpleQueue[StepOutput | None] = queue.SimpleQueue()
-        done = self._thread.submit(self._run, prompt_ids, params, outputs)
-        while (output := outputs.get()) is not None:
-            yield output
-        done.result()
+        request_id = self._engine.add(prompt_ids, params)
+        try:
+            while self._engine.has_work:
+                yield from self._engine.step()
+                if self._stopping:
+                    break
+        finally:
+            self._engine.abort(request_id)
 
     def stop(self) -> None:
         """End the running request after the step in progress."""
@@ -48,22 +50,6 @@ class EngineThread:
     def close(self) -> None:
         self._end_profile()
         self._thread.shutdown()
-
-    def _run(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        outputs: queue.SimpleQueue[StepOutput | None],
-    ) -> None:
-        try:
-            request_id = self._engine.add(prompt_ids, params)
-            while self._engine.has_work:
-                for output in self._engine.step():
-                    outputs.put(output)
-                if self._stopping:
-                    self._engine.abort(request_id)
-        finally:
-            outputs.put(None)
 
     def _run_profile(self) -> None:
         def check() -> None:
