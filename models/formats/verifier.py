@@ -11,7 +11,7 @@ from models.checkpoint import open_tensors, read_config
 from models.config import read_json
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.heads import config as head_config
 from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from models.config import read_json
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
 OF_GGUF = torch.bfloat16  # its tensors have several types, and it states none for computation

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.chat import TEMPLATE_FOLDER
 from models.config import TargetConfig, read_json
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.targets import is_quantised, read_target_config, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.targets.tying import EMBEDDING, LM_HEAD, shared_weight
