@@ -21,13 +21,24 @@ from typing import Any
 
 import pytest
 
+from kernels.cpu.library import cache_folder
+
 ROOT = Path(__file__).resolve().parents[3]
 SHARED_LIMIT = 227 * 1024  # of a block on sm_90; the compiler does not check it
 
 
-def compile_in_new_process(module: str) -> dict[str, list[dict[str, Any]]]:
-    """Return, per case and kernel launched, what `compile_launch` reports."""
+def oldest_triton() -> Path | None:
+    """Return the folder where scripts/setup_env.sh has installed the oldest Triton that pyproject.toml allows."""
+    (version,) = re.findall(r'"triton>=([\d.]+),', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folder = cache_folder() / f"triton-{version}-{sys.implementation.cache_tag}"
+    return folder if folder.is_dir() else None
+
+
+def compile_in_new_process(module: str, triton: Path | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Return, per case and kernel launched, what `compile_launch` reports; `triton`: a folder to import it from."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton is not None:
+        environment["PYTHONPATH"] = str(triton)
     command = [sys.executable, "-m", "tests.kernels.triton.compiled", module]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
