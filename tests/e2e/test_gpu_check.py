@@ -15,6 +15,7 @@ import torch
 
 from infer.config_checks import REPO_ROOT
 from scripts.gpu_check import PARTS, compiling, plan, runner
+from scripts.gpu_check.arguments import parse
 from scripts.gpu_check.measure import close, rated, same, timed
 from scripts.gpu_check.plan import Check, Group, LeftOut
 from scripts.gpu_check.report import Report, card
@@ -24,14 +25,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 OPTIONS = argparse.Namespace(head=None, minutes=1.0)
 
 
-def gpu_check(*words: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [str(REPO_ROOT / "scripts/gpu_check.sh"), *words]
-    environment |= {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-
-
 def test_every_part_runs_without_a_gpu(tmp_path):
-    done = gpu_check("--interpret", "--commit", "abc", tmp_path=tmp_path, OUT=str(tmp_path / "out"))
+    command = [str(REPO_ROOT / "scripts/gpu_check.sh"), "--interpret", "--commit", "abc"]
+    environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    environment["OUT"] = str(tmp_path / "out")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert Path(last["report"]).parent == tmp_path / "out"
@@ -69,13 +67,21 @@ def checks_of(part: str, device: torch.device) -> list[Check]:
     return [check for group in plan.groups(part, device, OPTIONS) for check in group.checks]
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_fits_a_call_of_nine_minutes_on_a_gpu(part, tmp_path):
-    seconds = sum(check.seconds for check in checks_of(part, GPU)) + (compiling.SECONDS if part == "kernels" else 0)
-    done = gpu_check("--dry-run", str(1 + PARTS.index(part)), tmp_path=tmp_path)
-    (counted,) = json.loads(done.stdout.splitlines()[-1]).values()
-    assert counted == {"checks": len(checks_of(part, GPU)), "seconds": round(seconds, 1), "left_out": []}
-    assert seconds < 7.5 * 60
+def dry_run(capsys, *words):
+    """Return what the last line of a dry run says of each part."""
+    assert runner.dry_run(parse(["--dry-run", *words])) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_each_part_fits_a_call_of_nine_minutes_on_a_gpu(capsys):
+    counted = dry_run(capsys)
+    assert list(counted) == list(PARTS)
+    for call, part in enumerate(PARTS, start=1):
+        checks = checks_of(part, GPU)
+        seconds = sum(check.seconds for check in checks) + (compiling.SECONDS if part == "kernels" else 0)
+        assert counted[part] == {"checks": len(checks), "seconds": round(seconds, 1), "left_out": []}
+        assert seconds < 7.5 * 60
+        assert dry_run(capsys, str(call)) == {part: counted[part]}
 
 
 def test_what_serves_an_8b_model_in_bf16_comes_first_on_a_gpu():
@@ -88,9 +94,8 @@ def test_what_serves_an_8b_model_in_bf16_comes_first_on_a_gpu():
     assert checks_of("exact", GPU)[-1].label.startswith("exact: demo, fp32")
 
 
-def test_a_dry_run_says_what_there_is_no_time_for(tmp_path):
-    done = gpu_check("--dry-run", "--only", "exact", "--seconds", "60", tmp_path=tmp_path)
-    counted = json.loads(done.stdout.splitlines()[-1])["exact"]
+def test_a_dry_run_says_what_there_is_no_time_for(capsys):
+    counted = dry_run(capsys, "--only", "exact", "--seconds", "60")["exact"]
     assert counted["seconds"] <= 60
     assert 0 < len(counted["left_out"]) < counted["checks"]
 
