@@ -62,7 +62,7 @@ class Report:
         for key in parents:
             place = place.setdefault(key, {})
         place.setdefault(last, []).extend(lines)
-        self.failures += [f"{check.label}: {wrong(line)}" for line in lines if not line.get("ok", True)]
+        self.failures.extend(f"{check.label}: {wrong(line)}" for line in lines if not line.get("ok", True))
         self._finish(check.label, seconds)
 
     def fail(self, label: str, reason: str, seconds: float = 0.0) -> None:
@@ -89,10 +89,6 @@ class Report:
     @property
     def failures(self) -> list[str]:
         return self.document["failures"]
-
-    @failures.setter
-    def failures(self, failures: list[str]) -> None:
-        self.document["failures"] = failures
 
     @property
     def settled(self) -> set[str]:
