@@ -18,16 +18,18 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from infer.config import REGISTERED, RESOLVERS
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.exported_heads import with_head
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
-from infer.options.model_names import OPTION, model_choices
+from infer.options.model_choices import OPTION, PROVIDER, model_choices
 from infer.options.removed_keys import drop_constants, removal
 from infer.parallel.launched import launched_rank
 from models.heads.config import HeadConfig
@@ -51,9 +53,19 @@ def to_config(config: DictConfig, schema: type[T]) -> T:
     return restore_missing(result)
 
 
+def store_schemas() -> None:
+    """Hand the schemas and resolvers registered so far to Hydra."""
+    store = ConfigStore.instance()
+    for (group, name), schema in REGISTERED.items():
+        store.store(group=group, name=name, node=schema, provider=PROVIDER)
+    for name, function in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
 def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
     """Return the config that the command line `overrides` gives, for tests and for use from Python."""
     GlobalHydra.instance().clear()
+    store_schemas()
     with hydra.initialize_config_dir(CONF, version_base="1.3"):
         try:
             config = hydra.compose(command, model_choices(overrides))
@@ -88,6 +100,7 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
                 print(help_text(command, schema))
                 return
             typed[:] = sys.argv[1:]
+            store_schemas()
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):

@@ -1,23 +1,21 @@
 """The schemas of serving: target, head, proposer, engine, server, tracker, and the commands that need no others.
 
-Each dataclass is registered with Hydra, so an unknown key or a wrong type is an error; `__post_init__` checks what a
-type cannot express. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them.
-Knows nothing about training; `train/config.py` adds to this.
+Each dataclass is a schema for Hydra, so an unknown key or a wrong type is an error; `__post_init__` checks what a type
+cannot express. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them. An engine
+made from Python therefore needs no Hydra. Knows nothing about training; `train/config.py` adds to this.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
-
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
 
 from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.exported_heads import AUTO, NoHeadConfig
 from infer.options.tracker_config import TRACKERS
-from models.checks import at_least, check_fields, choice, number
+from models.checks import MISSING, at_least, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
@@ -250,13 +248,19 @@ COMMANDS: dict[str, type] = {
 }
 
 
-def register(schemas: dict[str, dict[str, Any]], commands: dict[str, type]) -> None:
-    store = ConfigStore.instance()
+# What `infer/cli.py` hands to Hydra: (group, name in a defaults list) -> schema, and functions for ${name:argument}.
+REGISTERED: dict[tuple[str | None, str], type] = {}
+RESOLVERS: dict[str, Callable[[str], str]] = {}
+
+
+def register(
+    schemas: dict[str, dict[str, Any]], commands: dict[str, type], resolvers: Mapping[str, Callable[[str], str]] = {}
+) -> None:
+    """Make schemas available to the command line: of groups as base_<option>, of commands as <command>_schema."""
+    RESOLVERS.update(resolvers)
     for group, options in schemas.items():
-        for option, schema in options.items():
-            store.store(group=group, name=f"base_{option}", node=schema, provider="headway")
-    for command, schema in commands.items():
-        store.store(name=f"{command}_schema", node=schema, provider="headway")
+        REGISTERED.update({(group, f"base_{option}"): schema for option, schema in options.items()})
+    REGISTERED.update({(None, f"{command}_schema"): schema for command, schema in commands.items()})
 
 
 register(SCHEMAS, COMMANDS)

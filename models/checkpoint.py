@@ -15,9 +15,7 @@ from torch import Tensor
 
 from models import weights
 from models.config import read_json
-from models.gguf.config import config_json
-from models.gguf.file import is_gguf, open_gguf
-from models.gguf.tensors import GgufTensors
+from models.gguf import is_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
 OF_GGUF = torch.bfloat16  # its tensors have several types, and it states none for computation
@@ -26,7 +24,12 @@ SAMPLE = 65536  # bytes that a fingerprint reads at each sampled place of a file
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
     """Return the keys of config.json. Raises ValueError naming the file for one that is broken or not supported."""
-    return config_json(open_gguf(checkpoint)) if is_gguf(checkpoint) else read_json(checkpoint / "config.json")
+    if not is_gguf(checkpoint):
+        return read_json(checkpoint / "config.json")
+    from models.gguf.config import config_json
+    from models.gguf.file import open_gguf
+
+    return config_json(open_gguf(checkpoint))
 
 
 def open_tensors(
@@ -37,6 +40,10 @@ def open_tensors(
     `rows` selects rows of each tensor; `progress` shows a bar for a GGUF file. Raises ValueError for a broken one.
     """
     if is_gguf(checkpoint):
+        from models.gguf.config import config_json
+        from models.gguf.file import open_gguf
+        from models.gguf.tensors import GgufTensors
+
         file = open_gguf(checkpoint)
         return GgufTensors(file, config_json(file), dtype, rows, progress=progress)
     return weights.LazyTensors(weights.shard_files(checkpoint), rows)
@@ -51,6 +58,8 @@ def fingerprint(checkpoint: Path) -> str:
     """Hash a checkpoint without reading it all: its configuration, and size and samples of each file."""
     if not is_gguf(checkpoint):
         return weights.fingerprint(checkpoint)
+    from models.gguf.file import open_gguf
+
     file = open_gguf(checkpoint)
     digest = hashlib.sha256(f"{len(file)}".encode())
     for sample in file.samples(SAMPLE):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import field, fields
 from typing import Any
 
+MISSING: Any = "???"  # the default of a key that must be given; Hydra's and OmegaConf's word for it
+
 
 def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:

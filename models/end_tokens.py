@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from models.config import read_json, token_ids
-from models.gguf.file import is_gguf, open_gguf
+from models.gguf import is_gguf
 
 GGUF_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 log = logging.getLogger("headway.targets")
@@ -27,6 +27,8 @@ def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
     sources: dict[int, str] = {}
     vocab_size: object = None
     if is_gguf(folder):
+        from models.gguf.file import open_gguf
+
         file = open_gguf(folder)
         for key in GGUF_KEYS:
             ids = token_ids(f"{folder}: {key}", file.keys.get(key))

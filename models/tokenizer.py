@@ -17,8 +17,7 @@ import tokenizers
 from models.chat import DEFAULT, Chat, Message, find_chat_templates
 from models.config import read_json
 from models.end_tokens import read_end_tokens
-from models.gguf.file import GgufFile, is_gguf, open_gguf
-from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
+from models.gguf import is_gguf
 from models.token_bytes import is_continuation, token_bytes, unfinished
 
 CONTEXT = 4  # tokens before a text that affect its beginning: a space before the first word, an unfinished character
@@ -58,7 +57,7 @@ class Tokenizer:
         """
         folder = Path(folder)
         if is_gguf(folder):
-            return cls._of_gguf(open_gguf(folder))
+            return cls._of_gguf(folder)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{folder}: no tokenizer.json; download the checkpoint's tokenizer as well")
@@ -78,7 +77,11 @@ class Tokenizer:
         )
 
     @classmethod
-    def _of_gguf(cls, file: GgufFile) -> Self:
+    def _of_gguf(cls, path: Path) -> Self:
+        from models.gguf.file import open_gguf
+        from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
+
+        file = open_gguf(path)
         return cls(
             build_tokenizer(file),
             eos_ids=read_end_tokens(file.path),

@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
-
 from infer.config import (
     SOURCES,
     EngineConfig,
@@ -20,7 +18,7 @@ from infer.config import (
     register,
 )
 from infer.options.tracker_config import TrackerConfig
-from models.checks import at_least, check_fields, number, one_of
+from models.checks import MISSING, at_least, check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from models.checkpoint import fingerprint
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from train.storage import atomic
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

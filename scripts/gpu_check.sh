@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Checks and times this machine's GPU: every kernel, the engine's exactness, speculation end to end; under 9 minutes.
-# Uses .venv's Python if there is one, else python3 (or PYTHON=...). Needs no network; --help lists the options.
-# Without a GPU:
-#   ./scripts/gpu_check.sh --interpret
-# On a machine that has torch, triton and transformers but not the rest, copy three packages to it as wheels:
-#   pip wheel --no-deps -w wheels hydra-core==1.3.* omegaconf==2.3.* antlr4-python3-runtime==4.9.3
-#   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site ./scripts/gpu_check.sh
+# Checks and times this machine's GPU: every kernel, the engine's exactness, speculation end to end.
+#   ./scripts/gpu_check.sh                all parts, each in at most nine minutes
+#   ./scripts/gpu_check.sh 1              one of them: 1 kernels, 2 exact, 3 bench
+#   ./scripts/gpu_check.sh --dry-run      what would run, and how long it takes at most
+#   ./scripts/gpu_check.sh --interpret    without a GPU, in Triton's interpreter
+# Uses .venv's Python if there is one, else python3 (or PYTHON=...). Needs no network; --help lists the options, and
+# scripts/README.md says what the report contains. A machine needs torch, triton and transformers, and for `bench` to
+# train a head hydra-core, omegaconf, antlr4-python3-runtime and accelerate as well.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z "${PYTHON:-}" ]]; then

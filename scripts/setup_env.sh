@@ -10,6 +10,7 @@ PYTHON="$ROOT/.venv/bin/python"
 TORCH_RANGE="$(sed -n 's/^ *"\(torch>=[^"]*\)",$/\1/p' "$ROOT/pyproject.toml")" # torch>=2.11,<2.14
 TORCH_CPU="torch==2.13.0"
 LM_EVAL="lm_eval==0.4.13"
+OLDEST_TRITON="$(sed -n 's/^ *"triton>=\([0-9.]*\),.*/\1/p' "$ROOT/pyproject.toml")" # 3.6
 
 say() { printf 'headway: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -101,5 +102,21 @@ ensure_browser() {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
 }
 
+# tests/kernels/triton/test_compile.py compiles with the oldest version as well. It lies outside of .venv, whose Triton
+# is the one that torch wants, and outside of the tree, which every CI run makes anew.
+ensure_oldest_triton() {
+    local tag folder
+    tag="$("$PYTHON" -c 'import sys; print(sys.implementation.cache_tag)')"
+    folder="${XDG_CACHE_HOME:-$HOME/.cache}/headway/triton-$OLDEST_TRITON-$tag"
+    if [ -d "$folder" ] || [ "$(uname -s)" != Linux ]; then return; fi
+    say "installing triton $OLDEST_TRITON into $folder (190 MB)"
+    rm -rf "$folder.new"
+    "$PYTHON" -m pip install -q --no-compile --no-deps --target "$folder.new" "triton==$OLDEST_TRITON"
+    mv -T "$folder.new" "$folder"
+}
+
 setup_env "$1"
-if [ "$1" = dev ]; then ensure_browser; fi
+if [ "$1" = dev ]; then
+    ensure_browser
+    ensure_oldest_triton
+fi

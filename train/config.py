@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-
 from infer.config import EngineConfig, ModelConfig, register
 from infer.options.exported_heads import export_folder
 from infer.options.tracker_config import TrackerConfig
-from models.checks import at_least, bounded, check_fields, choice, number, one_of
+from models.checks import MISSING, at_least, bounded, check_fields, choice, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 from models.heads.objectives import JointObjectiveConfig, ObjectiveConfig
@@ -395,6 +393,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
 }
 COMMANDS: dict[str, type] = {"train": TrainConfig}
 
-register(SCHEMAS, COMMANDS)
-OmegaConf.register_new_resolver("data_of", lambda model: "demo" if model == "demo" else "chat", replace=True)
-OmegaConf.register_new_resolver("objective_of", default_objective, replace=True)
+register(
+    SCHEMAS,
+    COMMANDS,
+    {"data_of": lambda model: "demo" if model == "demo" else "chat", "objective_of": default_objective},
+)

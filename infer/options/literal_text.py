@@ -16,12 +16,14 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from omegaconf import OmegaConf
 
+from models.checks import MISSING
+
 T = TypeVar("T")
 _hints = functools.cache(get_type_hints)
 TEXT, NULL = (str, str | None), "null"
 # no interpolation, backslash, control character or surrogate, and not `???` alone, which means a missing value
 PLAIN = re.compile(r"(?!\?\?\?$)(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
-MISSING, STANDS_FOR_MISSING = "???", "\ue000???"  # OmegaConf takes even a resolved ??? for a missing value
+STANDS_FOR_MISSING = "\ue000???"  # OmegaConf takes even a resolved ??? for a missing value
 SWEEP = re.compile(r",|\$\{|^(?:choice|range|interval|glob|sort|shuffle)\(")
 
 

@@ -1,7 +1,6 @@
 """Resolves `model=` (an option of conf/model/, a folder, a .gguf file or a hub id), and names the target in outputs.
 
-Hydra's groups contain only the files of conf/. So before Hydra reads a command line, any other target is registered as
-an option for this process (`model_choices`). From Python, `read_model` takes the same words.
+From Python, `read_model` takes these words; infer/options/model_choices.py makes Hydra take them on a command line.
 """
 
 from __future__ import annotations
@@ -9,24 +8,16 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
-
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT, resolve_path
-from infer.options.literal_text import SWEEP, encode, list_items, quote, sweeps
 
 CONF = REPO_ROOT / "conf"
 GGUF, PACKAGE = ".gguf", "package:"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-OPTION = "named_by_"  # prefix of registered options
-CHOICE = re.compile(r"(choice\()?(.*?)(?(1)\))", re.DOTALL)  # with -m: a,b or choice(a,b)
-MORE_CONFIGS = ("--config-dir", "-cd", "hydra.searchpath")  # with these, Hydra finds options outside conf/
 
 
 def read_model(text: str, **settings: Any) -> ModelConfig:
@@ -46,6 +37,8 @@ def model_at(path: str) -> ModelConfig:
 
 def read_option(group: str, option: str) -> dict[str, Any]:
     """Return the keys that conf/<group>/<option>.yaml sets. Raises ValueError if there is no such file."""
+    from omegaconf import OmegaConf  # without it an engine can still be made from a loaded target
+
     options = options_of(group)
     if option not in options:
         raise ValueError(f"{group}={option}: no such option; known: {', '.join(options)}")
@@ -89,38 +82,3 @@ def no_model(text: str) -> str:
     close = difflib.get_close_matches(text, model_options(), n=1)
     hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(model_options())}"
     return f"model={text}: no name of conf/model/ ({hint}), no folder, no {GGUF} file, no hub id (owner/name)"
-
-
-def model_choices(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, with every target that `model=` names as an option that Hydra finds.
-
-    A recipe may set the path of its own target, so with `experiment=` path and name are added as overrides. Raises
-    ValueError for a text that names no target.
-    """
-    result, keys = [], {word.partition("=")[0].lstrip("+") for word in words}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key != "model" or not equals:
-            result.append(word)
-        elif sweeps(words) and SWEEP.search(text):
-            matched = CHOICE.fullmatch(text)
-            assert matched
-            items = (_option(item, words) for item in list_items(matched[2]))
-            result.append(f"model={matched[1] or ''}{','.join(items)}{')' if matched[1] else ''}")
-        else:
-            result.append(f"model={_option(text, words)}")
-            if "experiment" in keys and (text in model_options() or find_model(text)):
-                model = read_model(text)
-                overrides = {"model.path": model.path, "model.name": model.name}
-                result += [f"{name}={quote(value)}" for name, value in overrides.items() if name not in keys]
-    return result
-
-
-def _option(text: str, words: Sequence[str]) -> str:
-    if text in model_options() or (find_model(text) is None and any(word.startswith(MORE_CONFIGS) for word in words)):
-        return text
-    model = read_model(text)
-    name = OPTION + text.encode("utf-8", "surrogateescape").hex()  # whatever it contains, Hydra takes this for a word
-    node = replace(model, name=encode(model.name), path=encode(model.path))
-    ConfigStore.instance().store(group="model", name=name, node=node, provider="headway")
-    return name

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omegaconf import MISSING
-
-from models.checks import check_fields, choice, number
+from models.checks import MISSING, check_fields, choice, number
 
 
 @dataclass

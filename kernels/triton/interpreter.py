@@ -3,7 +3,7 @@
 Its `tl.dot` is numpy's matmul, for which BLAS sums in an order that depends on the shape and on a row's index, so that
 bitwise exactness cannot be tested. A tensor core's sum depends on the two vectors alone; here products are summed along
 K one after another. The interpreter's conversion from fp32 to fp8 also loses the carry where a mantissa rounds up to
-the next power of two.
+the next power of two. Triton 3.6's makes an int of an array of one element, which numpy has refused since 2.5.
 """
 
 from __future__ import annotations
@@ -42,3 +42,13 @@ def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> 
 
 
 interpreter._convert_float = convert_float
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Give tensors their methods, with the `__index__` of Triton 3.7."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
+interpreter._patch_lang_tensor = patch_lang_tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from models.checkpoint import open_tensors, read_config
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.heads import config as head_config
 from models.targets import resolve_checkpoint
 from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight

@@ -22,7 +22,6 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-SUFFIX = ".gguf"
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -34,11 +33,6 @@ PLAIN = {
     GGMLQuantizationType.F16: np.float16,
     GGMLQuantizationType.F64: np.float64,
 }
-
-
-def is_gguf(path: str | Path) -> bool:
-    """Return whether a checkpoint is a file of this format, and not a folder, by its name alone."""
-    return str(path).lower().endswith(SUFFIX)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omegaconf import MISSING
-
-from models.checks import check_fields
+from models.checks import MISSING, check_fields
 from models.config import TargetConfig
 from models.heads.objectives import ObjectiveConfig
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from omegaconf import MISSING
-
-from models.checks import bounded, check_fields, choice, number
+from models.checks import MISSING, bounded, check_fields, choice, number
 
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses/functions.py
 

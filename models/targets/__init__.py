@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
 from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.gemma3 import Gemma3Target

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from models.checkpoint import open_tensors
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.weights import LazyTensors, equal_values, shard_files
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 
 from models.chat import TEMPLATE_FOLDER
 from models.config import read_json
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.gguf.folder import write_beside
 from models.quantised.scheme import SECTION
 from models.targets.llama import LlamaTarget

@@ -1,7 +1,13 @@
-"""The checks of `scripts/gpu_check.sh`. Each module of an operation has two functions, built from those in measure.py:
+"""The checks of `scripts/gpu_check.sh`. Each module of an operation has one function, on which plan.py calls:
 
-    correctness(device) -> list[dict]     the kernel against float64, or bit for bit against the torch form on the CPU
-    timings(device) -> list[dict]         milliseconds and bytes; the runner adds GB/s and the share of a plain copy's
+    checks(device) -> Iterator[KernelCheck]
 
-Shapes are those of real models on a GPU and tiny ones on a CPU, where Triton's interpreter runs the kernels.
+A KernelCheck says what it costs and yields comparisons and timings, made by the functions of measure.py: the kernel
+against float64 or bit for bit against the torch form on the CPU, and its milliseconds and bytes, to which the runner
+adds GB/s and the share of a plain copy's. Shapes are those of real models on a GPU and tiny ones on a CPU, where
+Triton's interpreter runs the kernels. What is made for a check is made when it runs, so a plan costs nothing.
+
+`runner.py` starts the processes, `compiling.py` those that compile first, and `report.py` keeps the file.
 """
+
+PARTS = ("kernels", "exact", "bench")  # in the order of their calls

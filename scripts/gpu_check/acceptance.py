@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import acceptance
-from scripts.gpu_check.measure import close, same, timed
+from scripts.gpu_check.measure import Item, close, same, timed
+from scripts.gpu_check.plan import BF16, KernelCheck
 
 
 def chains(batch: int, drafted: int, size: int, device: torch.device) -> tuple[Any, ...]:
@@ -37,38 +40,45 @@ def sizes(device: torch.device) -> tuple[int, int, int]:
     return (32, 5, 128256) if device.type == "cuda" else (4, 3, 150)
 
 
-def correctness(device: torch.device) -> list[dict[str, Any]]:
+def checks(device: torch.device) -> Iterator[KernelCheck]:
+    yield KernelCheck("correctness", "block verification and typical acceptance", 8, BF16, partial(compare, device))
+    yield KernelCheck("timings", "block verification and typical acceptance", 4, BF16, partial(time, device))
+
+
+def compare(device: torch.device) -> Iterator[Item]:
     batch, drafted, size = sizes(device)
     target_probs, tokens, draft_probs, *rest = chains(batch, drafted, size, device)
-    accepted = acceptance.block(target_probs, tokens, draft_probs, *rest)
-    parts = target_probs.cpu().split(drafted + 1)
-    cpu_probs = [chain if chain is None else chain.cpu() for chain in draft_probs]
-    true = [acceptance.verify_block(*chain) for chain in zip(parts, cpu_probs, tokens, *rest, strict=True)]
     case = f"{batch} chains of {drafted}, vocabulary {size}"
+
+    def true() -> Tensor:
+        parts = target_probs.cpu().split(drafted + 1)
+        cpu_probs = [chain if chain is None else chain.cpu() for chain in draft_probs]
+        verified = zip(parts, cpu_probs, tokens, *rest, strict=True)
+        return torch.tensor([acceptance.verify_block(*chain) for chain in verified])
+
+    accepted = acceptance.block(target_probs, tokens, draft_probs, *rest)
+    yield same("block verification", case, torch.tensor(accepted), true)
     inputs = typical(target_probs)
-    typical_mask = acceptance.typical_mask(*inputs)
-    entropy = acceptance.entropy_of(target_probs.cpu())
-    thresholds = (acceptance.TYPICAL_DELTA * torch.exp(-entropy)).clamp(max=acceptance.TYPICAL_EPSILON)
-    above, ids = inputs[1].cpu(), inputs[2].cpu()
-    lines = [same("block verification", case, torch.tensor(accepted), torch.tensor(true))]
-    lines.append(
-        same("typical acceptance", case, typical_mask, target_probs.cpu()[above, ids].double() > thresholds[above])
-    )
+
+    def typical_true() -> Tensor:
+        entropy, above, ids = acceptance.entropy_of(target_probs.cpu()), inputs[1].cpu(), inputs[2].cpu()
+        thresholds = (acceptance.TYPICAL_DELTA * torch.exp(-entropy)).clamp(max=acceptance.TYPICAL_EPSILON)
+        return target_probs.cpu()[above, ids].double() > thresholds[above]
+
+    yield same("typical acceptance", case, acceptance.typical_mask(*inputs), typical_true)
     if device.type == "cuda":
         from kernels.triton.acceptance import entropy as fused
 
-        lines.append(close("entropies", case, fused(target_probs), entropy, 1e-12))
-    return lines
+        yield close("entropies", case, fused(target_probs), lambda: acceptance.entropy_of(target_probs.cpu()), 1e-12)
 
 
-def timings(device: torch.device) -> list[dict[str, Any]]:
+def time(device: torch.device) -> Iterator[Item]:
     batch, drafted, size = sizes(device)
     inputs = chains(batch, drafted, size, device)
     target_probs, moved = inputs[0], 4 * batch * size * (2 * drafted + 1)
     typical_inputs = typical(target_probs)
     case = f"{batch} chains of {drafted}, vocabulary {size}"
+    # The host reads what block verification accepts.
+    yield timed("block verification", case, device, moved, acceptance.block, *inputs, capture=False)
     read = 4 * target_probs.numel()
-    return [
-        timed("block verification", case, device, moved, acceptance.block, *inputs),
-        timed("typical acceptance", case, device, read, acceptance.typical_mask, *typical_inputs),
-    ]
+    yield timed("typical acceptance", case, device, read, acceptance.typical_mask, *typical_inputs)

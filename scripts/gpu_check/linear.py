@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat, quantise, widen
-from scripts.gpu_check.measure import close, same, timed
+from scripts.gpu_check.measure import Item, close, same, timed
+from scripts.gpu_check.plan import RANKS, SERVED, KernelCheck
 
 BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 SHAPES = {  # of Llama-3.1-8B: inputs and outputs
@@ -19,43 +22,69 @@ SHAPES = {  # of Llama-3.1-8B: inputs and outputs
     "down": (14336, 4096),
     "LM head": (4096, 128256),
 }
+ODD = (4096, 1000)
 FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8", "int4")
+ROWS = (1, 2, 15, 16, 17, 33, 64, 65, 80, 128, 200, 256)  # on both sides of every change of tile
+TIMED_ROWS = (1, 16, 32, 64, 80, 128, 256, 512)
 
 
-def correctness(device: torch.device) -> list[dict[str, Any]]:
-    results = []
-    on_gpu = device.type == "cuda"
-    inputs, outputs, max_rows = (4096, 1000, 700) if on_gpu else (96, 40, 70)
-    for dtype in BOUND if on_gpu else (torch.float32,):
-        weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
-        x, bias = torch.randn(max_rows, inputs, device=device).to(dtype), torch.randn(outputs, device=device).to(dtype)
+def checks(device: torch.device) -> Iterator[KernelCheck]:
+    if device.type != "cuda":
         for weight_format in FORMATS:
-            case = f"{inputs} x {outputs}, {dtype}, weights {weight_format}"
-            linear = PackedLinear(weight, bias, weight_format=weight_format)
-            wide = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
-            output = linear(x)
-            results.append(close("linear", case, output, x.double() @ wide.double().T + bias.double(), BOUND[dtype]))
-            for rows in (1, 2, 15, 16, 17, 33, 64, 65, 200) if on_gpu else (1, 17, 65):
-                results.append(
-                    same("linear, bits", f"{rows} rows of {max_rows}, {case}", linear(x[-rows:]), output[-rows:])
-                )
-    return results
+            items = partial(compare, (96, 40), torch.float32, weight_format, (1, 17, 65), 70, device)
+            yield KernelCheck("correctness", f"linear, weights {weight_format}", 1, SERVED, items)
+        yield KernelCheck("timings", "linear", 1, SERVED, partial(time, "tiny", (64, 96), torch.float32, (2,), device))
+        return
+    for name, shape in SHAPES.items():
+        formats = FORMATS if name != "LM head" else FORMATS[:1]  # packing it takes several GB
+        for weight_format in formats:
+            items = partial(compare, shape, torch.bfloat16, weight_format, ROWS, 300, device)
+            yield KernelCheck("correctness", f"linear, {name}, weights {weight_format}", 1, SERVED, items)
+        items = partial(time, name, shape, torch.bfloat16, TIMED_ROWS, device)
+        yield KernelCheck("timings", f"linear, {name}", 5 if name == "LM head" else 2, SERVED, items)
+    for dtype, rank in RANKS.items():
+        for weight_format in FORMATS:
+            items = partial(compare, ODD, dtype, weight_format, ROWS, 700, device)
+            yield KernelCheck("correctness", f"linear, odd sizes, {dtype}, weights {weight_format}", 1, rank, items)
 
 
-def timings(device: torch.device) -> list[dict[str, Any]]:
+def compare(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    weight_format: WeightFormat,
+    rows: tuple[int, ...],
+    most: int,
+    device: torch.device,
+) -> Iterator[Item]:
+    """Compare `most` rows with float64, and fewer of them with those."""
+    inputs, outputs = shape
+    weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+    x, bias = torch.randn(most, inputs, device=device).to(dtype), torch.randn(outputs, device=device).to(dtype)
+    case = f"{inputs} x {outputs}, {dtype}, weights {weight_format}"
+    linear = PackedLinear(weight, bias, weight_format=weight_format)
+
+    def true() -> Tensor:
+        wide = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
+        return x.double() @ wide.double().T + bias.double()
+
+    output = linear(x)
+    yield close("linear", case, output, true, BOUND[dtype])
+    for count in rows:
+        yield same("linear, bits", f"{count} rows of {most}, {case}", linear(x[-count:]), output[-count:])
+
+
+def time(
+    name: str, shape: tuple[int, int], dtype: torch.dtype, rows: tuple[int, ...], device: torch.device
+) -> Iterator[Item]:
     """Time every weight format, and F.linear as "linear, library": the difference is the cost of batch invariance."""
-    results = []
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    for name, (inputs, outputs) in SHAPES.items() if on_gpu else [("tiny", (64, 96))]:
-        weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
-        linears = {f"linear, weights {fmt}": PackedLinear(weight, weight_format=fmt) for fmt in FORMATS}
-        for rows in (1, 16, 32, 64, 512) if on_gpu else (2,):
-            x = torch.randn(rows, inputs, device=device).to(dtype)
-            case = f"{name}, {rows} rows, {dtype}"
-            others = (x.numel() + rows * outputs) * x.element_size()
-            for kernel, linear in linears.items():
-                results.append(timed(kernel, case, device, linear.bytes + others, linear, x))
-            moved = weight.numel() * weight.element_size() + others
-            results.append(timed("linear, library", case, device, moved, F.linear, x, weight))
-    return results
+    inputs, outputs = shape
+    weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+    linears = {f"linear, weights {fmt}": PackedLinear(weight, weight_format=fmt) for fmt in FORMATS}
+    for count in rows:
+        x = torch.randn(count, inputs, device=device).to(dtype)
+        case = f"{name}, {count} rows, {dtype}"
+        others = (x.numel() + count * outputs) * x.element_size()
+        for kernel, linear in linears.items():
+            yield timed(kernel, case, device, linear.bytes + others, linear, x)
+        moved = weight.numel() * weight.element_size() + others
+        yield timed("linear, library", case, device, moved, F.linear, x, weight)

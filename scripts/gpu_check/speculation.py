@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -10,8 +11,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -26,6 +28,8 @@ from models.targets import load_target
 from models.tokenizer import Tokenizer
 from scripts.gpu_check import targets
 from scripts.gpu_check.exactness import TEXTS, use_graphs
+from scripts.gpu_check.measure import copy_bandwidth
+from scripts.gpu_check.plan import Check, Group, LeftOut, Lines
 from scripts.inflation import SHAPES, inflate_head, inflate_target
 
 CHAIN = ProposerConfig(name="auto", max_draft_tokens=5)
@@ -41,76 +45,143 @@ SHORT_SYSTEMS = {
     "head, chain 2": ("head", SHORT),
     "synthetic, chain 2": ("synthetic", SHORT),
 }
-INTERPRETED = (("none", "off"), ("none", "on"), ("head", "on"), ("synthetic", "off"))
+INTERPRETED = (("none", "on"), ("none", "off"), ("head", "on"), ("synthetic", "off"))
 PROFILED = 8  # rounds; a request emits at most six tokens in each
 TAU = 4.5  # the acceptance length for which tokens/s with the head are also reported
-TRAIN_SECONDS = 150
+TRAIN_SECONDS = 120  # that training takes beside `minutes`, at most
+NEEDED_TO_TRAIN = ("hydra", "omegaconf", "accelerate")
 
 
-def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | None, minutes: float) -> dict[str, Any]:
-    """Measure every system at every batch size until `deadline`. Raises ValueError for a head that is not EAGLE-3."""
-    on_gpu = device.type == "cuda"
-    with tempfile.TemporaryDirectory() as work:
-        document: dict[str, Any] = {"runs": []}
+class Run(NamedTuple):
+    system: str
+    proposer: str
+    shape: ProposerConfig
+    batch: int
+    graphs: str  # see `use_graphs`
+
+
+class Bench:
+    """The inflated target's engine, made when it is first needed, and the token ids of plain decoding."""
+
+    def __init__(self, device: torch.device, head: Path | None, minutes: float) -> None:
+        """`head`: the folder of an EAGLE-3 head of the demo target."""
+        self.device, self.on_gpu, self.head, self.minutes = device, device.type == "cuda", head, minutes
+        self.head_is = "initialised from the target" if head is None else str(head)
+        self.batches = (1, 8, 64) if self.on_gpu else (2,)
+        self._engine: Engine | None = None
+        self._limit = 0.0  # tokens/s at which a plain copy would read the weights
+        self._plain: dict[int, list[list[int]]] = {}
+
+    @cached_property
+    def work(self) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory()
+
+    def checks(self) -> list[Check]:
+        place = ("bench", "setup")
+        checks = [Check("bench: target and head", place, 60, self.set_up)]
+        if self.on_gpu and self.head is None:
+            seconds = 60 * self.minutes + TRAIN_SECONDS
+            checks.insert(0, Check(f"bench: train a head for {self.minutes} minutes", place, seconds, self.train))
+        for run in self.runs():
+            label = f"bench: {run.system}, batch {run.batch}, graphs {run.graphs}"
+            checks.append(Check(label, ("bench", "runs"), 8, partial(self.measure, run)))
+        return checks
+
+    def runs(self) -> list[Run]:
+        """Return all runs, those with graphs first, as an engine is served."""
+        systems = SYSTEMS if self.on_gpu else SHORT_SYSTEMS
+        runs = [
+            Run(name, proposer, shape, batch, graphs)
+            for batch in self.batches
+            for graphs in ("on", "off")
+            for name, (proposer, shape) in systems.items()
+            if proposer != "synthetic" or graphs == "off"
+        ]
+        return runs if self.on_gpu else [run for run in runs if (run.proposer, run.graphs) in INTERPRETED]
+
+    def train(self) -> Lines:
+        missing = [name for name in NEEDED_TO_TRAIN if importlib.util.find_spec(name) is None]
+        if missing:
+            raise LeftOut(f"not installed: {', '.join(missing)}; drafts are those of an untrained head")
+        self.head = train_head(Path(self.work.name), self.minutes)
+        self.head_is = f"trained here for {self.minutes} minutes"
+        return []
+
+    def set_up(self) -> Lines:
+        """Inflate target and head. Raises ValueError for a head that is not EAGLE-3."""
         source, shape, dtype = targets.DEMO, SHAPES["llama3.1-8b"], torch.bfloat16
-        if not on_gpu:
-            source, shape, dtype = Path(work) / "tiny", targets.WIDE, torch.float32
+        if not self.on_gpu:
+            source, shape, dtype = Path(self.work.name) / "tiny", targets.WIDE, torch.float32
             targets.write_tiny(source)
         small = load_target(str(source))
-        document["head"] = str(head or "not trained")
-        if head is None and on_gpu:
-            try:
-                head = train_head(Path(work), minutes)
-                document["head"] = f"trained here for {minutes} minutes"
-            except (ValueError, subprocess.TimeoutExpired) as error:  # an untrained head will do
-                document["training_failed"] = str(error)
-        drafter = targets.taught_head(small) if head is None else load_head(head, target=small)
+        drafter = targets.taught_head(small) if self.head is None else load_head(self.head, target=small)
         if not isinstance(drafter, Eagle3Head):
-            raise ValueError(f"--head {head}: a head of kind {drafter.name}; give an EAGLE-3 head of the demo target")
+            raise ValueError(
+                f"--head {self.head}: a head of kind {drafter.name}; give an EAGLE-3 head of the demo target"
+            )
         layers = small.config.num_layers
-        wide = inflate_head(drafter, shape, target_layers=layers, dtype=dtype, device=device)
-        target = inflate_target(source, shape, dtype=dtype, device=device)
-    weights = sum(p.numel() * p.element_size() for name, p in target.named_parameters() if "embed_tokens" not in name)
-    limit = copy_gb_s * 1e9 / weights
-    document |= {"target": f"{source.name} inflated", "weight_bytes": weights}
-    document["plain_limit_tokens_per_s"] = round(limit, 1)
-    batches = (1, 8, 64) if on_gpu else (2,)
-    systems = SYSTEMS if on_gpu else SHORT_SYSTEMS
-    pool = 32768 if on_gpu else 128
-    config = EngineConfig(max_batch=max(batches), max_tokens_in_cache=pool, graphs="off")
-    engine = Engine(target, head=wide, config=config, probe=on_gpu)
-    prompts = [[5, 6, 7], [9, 8]]
-    if on_gpu:
+        wide = inflate_head(drafter, shape, target_layers=layers, dtype=dtype, device=self.device)
+        target = inflate_target(source, shape, dtype=dtype, device=self.device)
+        named = target.named_parameters()
+        weights = sum(p.numel() * p.element_size() for name, p in named if "embed_tokens" not in name)
+        self._limit = copy_bandwidth(self.device) * 1e9 / weights
+        pool = 32768 if self.on_gpu else 128
+        config = EngineConfig(max_batch=max(self.batches), max_tokens_in_cache=pool, graphs="off")
+        self._engine = Engine(target, head=wide, config=config, probe=self.on_gpu)
+        facts = {"target": f"{source.name} inflated", "weight_bytes": weights, "head": self.head_is}
+        return [facts | {"plain_limit_tokens_per_s": round(self._limit, 1)}]
+
+    def measure(self, run: Run) -> Lines:
+        if self._engine is None:  # `set_up` failed, or was done by a process that ended
+            self.set_up()
+        engine, batch = self._engine, run.batch
+        assert engine is not None
+        line: dict[str, Any] = {"system": run.system, "batch": batch, "graphs": run.graphs}
+        texts = self.prompts()
+        prompts = [texts[index % len(texts)] for index in range(batch)]
+        if batch not in self._plain:
+            set_proposer(engine, "none", run.shape, "off")
+            self._plain[batch], _ = measure(engine, prompts, self.max_tokens)
+        set_proposer(engine, run.proposer, run.shape, run.graphs)
+        if engine.graphs is not None:
+            line |= {"recorded": engine.graphs.count, "recorded_bytes": engine.graphs.bytes}
+        ids, numbers = measure(engine, prompts, self.max_tokens)
+        if self.on_gpu or run.proposer == "none":  # on a CPU the result has no meaning, but the code must work
+            numbers |= idle_time(engine, prompts, numbers["round_ms"])
+        if run.proposer != "synthetic":
+            numbers["ok"] = ids == self._plain[batch]
+        if run.proposer == "none":
+            numbers["of_limit"] = round(numbers["tokens_per_s"] / batch / self._limit, 4)
+        if run.proposer == "head":
+            numbers["head"] = self.head_is
+            numbers["tokens_per_s_at_tau"] = {TAU: round(1000 * batch * TAU / numbers["round_ms"], 1)}
+        return [line | numbers]
+
+    @property
+    def max_tokens(self) -> int:
+        return 96 if self.on_gpu else 3
+
+    def prompts(self) -> list[list[int]]:
+        if not self.on_gpu:
+            return [[5, 6, 7], [9, 8]]
         tokenizer = Tokenizer.load(targets.DEMO)
-        prompts = [tokenizer.encode(text) for text in TEXTS]
-    for batch in batches:
-        batch_prompts = [prompts[index % len(prompts)] for index in range(batch)]
-        plain: list[list[int]] = []
-        runs = [(name, *drafter, graphs) for name, drafter in systems.items() for graphs in ("off", "on")]
-        runs = [run for run in runs if run[1] != "synthetic" or run[3] == "off"]
-        if not on_gpu:  # each mode of `use_graphs` once or twice
-            runs = [run for run in runs if (run[1], run[3]) in INTERPRETED]
-        for name, proposer, shape_of, graphs in runs:
-            line: dict[str, Any] = {"system": name, "batch": batch, "graphs": graphs}
-            if time.monotonic() > deadline:
-                document["runs"].append(line | {"left_out": "no time"})
-                continue
-            use_graphs(engine, graphs)
-            engine.set_proposer(proposer, config=shape_of)
-            if engine.graphs is not None:
-                line |= {"recorded": engine.graphs.count, "recorded_bytes": engine.graphs.bytes}
-            ids, numbers = measure(engine, batch_prompts, 96 if on_gpu else 3)
-            if on_gpu or proposer == "none":  # on a CPU the result has no meaning, but the code must work
-                numbers |= idle_time(engine, batch_prompts, numbers["round_ms"])
-            plain = plain or ids
-            if proposer != "synthetic":
-                numbers["ok"] = ids == plain
-            if proposer == "none":
-                numbers["of_limit"] = round(numbers["tokens_per_s"] / batch / limit, 4)
-            if proposer == "head":
-                numbers["tokens_per_s_at_tau"] = {TAU: round(1000 * batch * TAU / numbers["round_ms"], 1)}
-            document["runs"].append(line | numbers)
-    return document
+        return [tokenizer.encode(text) for text in TEXTS]
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+        self.work.cleanup()
+
+
+def groups(device: torch.device, head: Path | None, minutes: float) -> list[Group]:
+    bench = Bench(device, head, minutes)
+    return [Group(bench.checks(), bench.close)]
+
+
+def set_proposer(engine: Engine, proposer: str, shape: ProposerConfig, graphs: str) -> None:
+    use_graphs(engine, graphs)
+    engine.set_proposer(proposer, config=shape)
 
 
 def prefilled(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[Request]:

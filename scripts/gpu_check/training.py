@@ -5,15 +5,17 @@ They are the fused LM head and KL, which processes a chunk of slots at a time, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.ttt_attention import dense, ttt_attention
-from scripts.gpu_check.measure import close, timed
+from scripts.gpu_check.measure import Item, close, timed
+from scripts.gpu_check.plan import BF16, FP32, KernelCheck
 from train.objectives.losses.functions import SoftCrossEntropy
 from train.objectives.losses.fused import SharedGradients, chunked_sums
 
@@ -43,15 +45,23 @@ def fused(x: Tensor, weight: nn.Parameter, hidden: Tensor, target_weight: Tensor
     return gradients.attach(chunked_sums(compare, x, slot_weights, rows, chunk, gradients, factor)[0])
 
 
-def correctness(device: torch.device) -> list[dict[str, Any]]:
-    return check_loss(device) + check_attention(device)
+def checks(device: torch.device) -> Iterator[KernelCheck]:
+    small = Unrolled(2, 40, 30, 4, 2, 20, 2, torch.float32)
+    cases = [(small, 1e-5)]
+    if device.type == "cuda":
+        large = Unrolled(2, 700, 500, 8, 2, 128, 3, torch.bfloat16)
+        cases += [(large._replace(dim=dim), 0.02) for dim in (128, 64, 80, 96, 256)]
+        cases.append((large._replace(dtype=torch.float32, heads=6), 1e-4))
+    for case, bound in cases:
+        rank = BF16 if case.dtype == torch.bfloat16 else FP32
+        label = f"training-time test, head size {case.dim}, {case.dtype}"
+        yield KernelCheck("correctness", label, 4, rank, partial(compare_attention, case, bound, device))
+    yield KernelCheck("correctness", "fused LM head and KL", 3, BF16, partial(compare_loss, device))
+    yield KernelCheck("timings", "fused LM head and KL", 3, BF16, partial(time_loss, device))
+    yield KernelCheck("timings", "training-time test", 5, BF16, partial(time_attention, device))
 
 
-def timings(device: torch.device) -> list[dict[str, Any]]:
-    return time_loss(device) + time_attention(device)
-
-
-def check_loss(device: torch.device) -> list[dict[str, Any]]:
+def compare_loss(device: torch.device) -> Iterator[Item]:
     slots, width, drafts, chunk = (700, 512, 4000, 256) if device.type == "cuda" else (20, 16, 50, 7)
     inputs = make(device, slots, width, drafts)
     x, weight, *_ = inputs
@@ -64,16 +74,14 @@ def check_loss(device: torch.device) -> list[dict[str, Any]]:
     true.backward()
     case = f"{slots} x {width} x {drafts}"
     values = {"": (loss, true), ", by the states": (x.grad, wide_x.grad), ", by the weight": (weight.grad, wide.grad)}
-    results = []
     for name, (actual, expected) in values.items():
         assert actual is not None
         assert expected is not None
         # A GPU computes fp32 matrix products in TF32 only if the user enables that; here it is off.
-        results.append(close("fused LM head and KL" + name, case, actual, expected, 1e-4))
-    return results
+        yield close("fused LM head and KL" + name, case, actual, expected, 1e-4)
 
 
-def time_loss(device: torch.device) -> list[dict[str, Any]]:
+def time_loss(device: torch.device) -> Iterator[Item]:
     slots, width, drafts, chunk = (4096, 4096, 32000, 2048) if device.type == "cuda" else (20, 16, 50, 7)
     inputs = make(device, slots, width, drafts)
 
@@ -83,7 +91,8 @@ def time_loss(device: torch.device) -> list[dict[str, Any]]:
         loss.backward()
 
     moved = 4 * sum(value.numel() for value in inputs)  # each once, in fp32; compute-bound
-    return [timed("fused LM head and KL", f"{slots} x {width} x {drafts}, bf16", device, moved, step)]
+    case = f"{slots} x {width} x {drafts}, bf16"
+    yield timed("fused LM head and KL", case, device, moved, step, capture=False)
 
 
 class Unrolled(NamedTuple):
@@ -117,36 +126,31 @@ class Unrolled(NamedTuple):
 
 def both_passes(
     attention: Callable[..., Tensor], q: Tensor, keys: list[Tensor], values: list[Tensor], *indices: Tensor
-):
+) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of q, keys and values for an output gradient of ones."""
     out = attention(q, keys, values, *indices)
     return out, *torch.autograd.grad(out, [q, *keys, *values], torch.ones_like(out))
 
 
-def check_attention(device: torch.device) -> list[dict[str, Any]]:
-    small = Unrolled(2, 40, 30, 4, 2, 20, 2, torch.float32)
-    cases = [(small, 1e-5)]
-    if device.type == "cuda":
-        large = Unrolled(2, 700, 500, 8, 2, 128, 3, torch.bfloat16)
-        sizes = [large._replace(dim=dim) for dim in (64, 80, 96, 128, 256)]
-        cases += [(size, 0.02) for size in sizes] + [(large._replace(dtype=torch.float32, heads=6), 1e-4)]
-    results = []
-    for case, bound in cases:
-        q, keys, values, *indices = case.tensors(device)
+def compare_attention(case: Unrolled, bound: float, device: torch.device) -> Iterator[Item]:
+    q, keys, values, *indices = case.tensors(device)
+    parts = both_passes(ttt_attention, q, keys, values, *indices)
+
+    @cache
+    def true() -> tuple[Tensor, ...]:
         wide = [x.detach().double().cpu().requires_grad_() for x in (q, *keys, *values)]
         count, slots = len(keys), [x.cpu() for x in indices]
-        true = both_passes(dense, wide[0], wide[1 : count + 1], wide[count + 1 :], *slots)
-        parts = both_passes(ttt_attention, q, keys, values, *indices)
-        names = ["", ", by the queries"] + [
-            f", by {kind} of step {n}" for kind in ("keys", "values") for n in range(count)
-        ]
-        label = f"{case.rows} of {case.length} slots, step {case.later}, head size {case.dim}, {case.dtype}"
-        for name, actual, expected in zip(names, parts, true, strict=True):
-            results.append(close("training-time test" + name, label, actual, expected, bound))
-    return results
+        return both_passes(dense, wide[0], wide[1 : count + 1], wide[count + 1 :], *slots)
+
+    names = ["", ", by the queries"] + [
+        f", by {kind} of step {n}" for kind in ("keys", "values") for n in range(len(keys))
+    ]
+    label = f"{case.rows} of {case.length} slots, step {case.later}, head size {case.dim}, {case.dtype}"
+    for index, name in enumerate(names):
+        yield close("training-time test" + name, label, parts[index], partial(lambda n: true()[n], index), bound)
 
 
-def time_attention(device: torch.device) -> list[dict[str, Any]]:
+def time_attention(device: torch.device) -> Iterator[Item]:
     """Time a head of Llama-3.1-8B's sizes in the last of seven steps, and the torch form, which stores all scores."""
     case = Unrolled(1, 40, 30, 4, 2, 16, 2, torch.bfloat16)
     if device.type == "cuda":
@@ -154,5 +158,5 @@ def time_attention(device: torch.device) -> list[dict[str, Any]]:
     inputs = case.tensors(device)
     label = f"{case.rows} rows, step {case.later}, {case.heads} heads, both passes"
     moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read; gradient written
-    forms = {"training-time test": ttt_attention, "training-time test, torch": dense}
-    return [timed(name, label, device, moved, both_passes, form, *inputs) for name, form in forms.items()]
+    for name, form in (("training-time test", ttt_attention), ("training-time test, torch", dense)):
+        yield timed(name, label, device, moved, both_passes, form, *inputs, capture=False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from infer.speculation.tree import DraftTree
 from kernels.verify import accept
-from scripts.gpu_check.measure import same, timed
+from scripts.gpu_check.measure import Item, same, timed
+from scripts.gpu_check.plan import SERVED, KernelCheck
 
 
 def random_trees(batch: int, nodes: int, seed: int) -> tuple[DraftTree, Tensor]:
@@ -43,19 +45,23 @@ def expected(tree: DraftTree, choice: Tensor) -> Tensor:
     return torch.tensor(ends)
 
 
-def correctness(device: torch.device) -> list[dict[str, Any]]:
-    results = []
-    for batch, nodes in ((64, 64), (256, 17), (3, 1)) if device.type == "cuda" else ((3, 16), (2, 64)):
-        tree, choice = random_trees(batch, nodes, seed=nodes)
-        last = accept(*tensors(tree, choice, device))
-        results.append(same("accept", f"{batch} trees of up to {nodes}", last, expected(tree, choice)))
-    return results
+def checks(device: torch.device) -> Iterator[KernelCheck]:
+    on_gpu = device.type == "cuda"
+    for batch, nodes in ((64, 64), (256, 17), (3, 1)) if on_gpu else ((3, 16), (2, 64)):
+        items = partial(compare, batch, nodes, device)
+        yield KernelCheck("correctness", f"accept, {batch} trees of up to {nodes}", 2, SERVED, items)
+    for batch, nodes in ((1, 16), (64, 64)) if on_gpu else ((2, 16),):
+        items = partial(time, batch, nodes, device)
+        yield KernelCheck("timings", f"accept, {batch} trees of {nodes}", 1, SERVED, items)
 
 
-def timings(device: torch.device) -> list[dict[str, Any]]:
-    results = []
-    for batch, nodes in ((1, 16), (64, 64)) if device.type == "cuda" else ((2, 16),):
-        inputs = tensors(*random_trees(batch, nodes, seed=0), device)
-        moved = sum(x.numel() * x.element_size() for x in inputs)
-        results.append(timed("accept", f"{batch} trees of {nodes}", device, moved, accept, *inputs))
-    return results
+def compare(batch: int, nodes: int, device: torch.device) -> Iterator[Item]:
+    tree, choice = random_trees(batch, nodes, seed=nodes)
+    last = accept(*tensors(tree, choice, device))
+    yield same("accept", f"{batch} trees of up to {nodes}", last, partial(expected, tree, choice))
+
+
+def time(batch: int, nodes: int, device: torch.device) -> Iterator[Item]:
+    inputs = tensors(*random_trees(batch, nodes, seed=0), device)
+    moved = sum(x.numel() * x.element_size() for x in inputs)
+    yield timed("accept", f"{batch} trees of {nodes}", device, moved, accept, *inputs)

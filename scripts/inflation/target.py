@@ -14,7 +14,7 @@ from torch import Tensor
 from models.chat import TEMPLATE_FOLDER
 from models.checkpoint import open_tensors
 from models.config import TargetConfig, read_json
-from models.gguf.file import is_gguf
+from models.gguf import is_gguf
 from models.heads.layer_config import layer_json
 from models.quantised import SECTION
 from models.targets import read_target_config, resolve_checkpoint

@@ -18,7 +18,8 @@ from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.engine.loading import resolve_dtype
 from infer.options.exported_heads import choose_head, head_folder, with_head
-from infer.options.model_names import find_model, model_choices, model_name, no_model, read_model
+from infer.options.model_choices import model_choices
+from infer.options.model_names import find_model, model_name, no_model, read_model
 from models.checkpoint import stated_dtype
 from models.heads.config import HeadConfig
 from scripts import config as scripts_config

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from kernels.cpu.library import cache_folder
 from kernels.triton import device
 from kernels.triton.device import HOPPER, Limits
 
@@ -31,9 +32,20 @@ L40S = Limits(capability=89, multiprocessors=142, shared_memory=99 * 1024)
 DEVICES = {limits.capability: limits for limits in (A100, L40S, HOPPER)}  # the compiler does not check shared memory
 
 
-def compile_in_new_process(module: str, capability: int = 90) -> dict[str, list[dict[str, Any]]]:
-    """Return, per case and kernel launched, what `compile_launch` reports."""
+def oldest_triton() -> Path | None:
+    """Return the folder where scripts/setup_env.sh has installed the oldest Triton that pyproject.toml allows."""
+    (version,) = re.findall(r'"triton>=([\d.]+),', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folder = cache_folder() / f"triton-{version}-{sys.implementation.cache_tag}"
+    return folder if folder.is_dir() else None
+
+
+def compile_in_new_process(
+    module: str, capability: int = 90, *, triton: Path | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Return, per case and kernel launched, what `compile_launch` reports; `triton`: a folder to import it from."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton is not None:
+        environment["PYTHONPATH"] = str(triton)
     command = [sys.executable, "-m", "tests.kernels.triton.compiled", module, str(capability)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
