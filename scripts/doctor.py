@@ -13,6 +13,7 @@ import infer.environment  # noqa: F401
 
 # isort: split
 
+import argparse
 import importlib.util
 import json
 import platform
@@ -251,12 +252,16 @@ def run_checks() -> list[Check]:
 
 
 def main(argv: list[str]) -> int:
-    if argv not in ([], ["--json"]):
-        print(f"error: {' '.join(argv)}: unknown; the only option is --json", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="python scripts/doctor.py",
+        description="Checks this machine for problems and prints a one-line fix for each. Changes nothing.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    as_json = parser.parse_args(argv).json
     checks = run_checks()
     broken = any(check.status == "broken" for check in checks)
-    if argv:
+    if as_json:
         print(json.dumps({"ok": not broken, "checks": [asdict(check) for check in checks]}, indent=2))
         return int(broken)
     width = max(len(check.name) for check in checks)

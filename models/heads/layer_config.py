@@ -14,22 +14,22 @@ SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_
 
 def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
     """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES."""
-    overrides = {key: size for key, size in sizes.items() if size is not None}
-    assert overrides.keys() <= set(SIZES)
-    layer = replace(
-        target,
+    assert sizes.keys() <= set(SIZES)
+    stated = {key: size for key, size in sizes.items() if size is not None}
+    merged: dict[str, Any] = {key: getattr(target, key) for key in SIZES} | stated
+    layer = TargetConfig(  # all other options have Llama's defaults, whatever the target's family sets
         architecture="LlamaForCausalLM",
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
         tie_word_embeddings=False,
         attention_bias=target.output_bias,  # Llama has it on both projections or on none
-        qk_norm=False,
-        windows=(),
-        experts=None,
-        activation="silu",
-        centred_norms=False,
-        attention_scale=None,
-        embedding_scale=1.0,
-        local_rope=None,
-        **overrides,
+        output_bias=target.output_bias,
+        mlp_bias=target.mlp_bias,
+        rope=target.rope,
+        bos_token_id=target.bos_token_id,
+        eos_token_ids=target.eos_token_ids,
+        **merged,
     )
     if layer.num_heads % layer.num_kv_heads:
         raise ValueError(

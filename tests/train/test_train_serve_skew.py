@@ -158,8 +158,8 @@ def test_item_01_layer_j_is_hidden_state_j(
 
 @torch.no_grad()
 def test_item_02_the_last_feature_is_post_norm(engine: Engine, tiny_target: LlamaTarget, batch: Batch) -> None:
-    """The feature that eagle, medusa and mlp read, and that gives the teacher's logits, is the input of the LM head."""
-    for variant in ("eagle", "medusa", "mlp"):
+    """The feature of heads that fuse no layers, which also gives the teacher's logits, is the LM head's input."""
+    for variant in (name for name in ONE_OF_EACH if not HEADS[VARIANTS[name][0]].fuses_layers):
         head = make_head(tiny_target, variant)
         assert head.config.aux_layers == (LAST,)
         features = features_of(head, engine, batch)

@@ -32,11 +32,7 @@ FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*
 REQUIRED_OVERRIDES = {  # what the user must set along with an option
     "data/files": ["data.path=x.jsonl"],
     "data/hub": ["data.path=owner/name"],
-    **{
-        f"objective/{head}": [f"head={head}"]
-        for head in ("eagle", "medusa", "mlp", "p-eagle", "dflash", "dspark", "dflash2")
-    },
-    "objective/medusa-2": ["head=medusa"],
+    **{f"objective/{one}": [f"head={head}"] for head, keys in HEADS.items() for one in keys.objectives if one != "ttt"},
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
     "proposer/synthetic": ["proposer.acceptance=[0.8,0.6]"],
 }

@@ -1,4 +1,7 @@
-"""README.md and the manuals: their commands parse, their Python runs, their tables, links and file tree are right."""
+"""README.md and the manuals: their commands parse, their Python runs, their tables, links and file tree are right.
+
+Files, configuration keys and names of the code that they mention exist.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,20 @@ from scripts.make_tables import PAGES, rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("conf", "models", "kernels", "train", "infer", "scripts", "tests")
+FILES = {
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in (ROOT / folder, *(ROOT / folder).rglob("*"))
+    if path.suffix != ".pyc"
+}
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 README = TEXTS["README.md"]
+MANUALS = {
+    path: (ROOT / path).read_text(encoding="utf-8")
+    for path in ("README.md", "CONTRIBUTING.md", *sorted(path for path in FILES if path.endswith("/README.md")))
+}
+HOW_TO_ADD = ("infer/speculation/proposers", "kernels", "models/formats", "models/heads", "models/targets")
 SCHEMAS = {
     "train/run.py": ("train", train_config.TrainConfig),
     "infer/serve.py": ("serve", infer_config.ServeConfig),
@@ -31,10 +46,12 @@ SCHEMAS = {
     "scripts/step_time.py": ("step_time", scripts_config.StepTimeConfig),
 }
 COMMAND = re.compile(r"^    ((?:python |\./scripts/)(?:.*\\\n)*.*)", re.MULTILINE)  # a line that ends in \ continues
+INLINE = re.compile(r"`(python [\w/]+\.py [^`]+)`")
 COMMANDS = [
     pytest.param(command.replace("\\\n", " "), id=f"{page}-{number}")
-    for page, text in TEXTS.items()
-    for number, command in enumerate(COMMAND.findall(text))
+    for page, text in MANUALS.items()
+    for number, command in enumerate([*COMMAND.findall(text), *INLINE.findall(text)])
+    if not re.search(r"<|\.\.\.|=M ", command)  # placeholders
 ]
 
 
@@ -47,6 +64,9 @@ def test_commands_parse(line: str) -> None:
         command, schema = SCHEMAS[file]
         overrides = literal_overrides([word for word in arguments if "=" in word], schema)
         assert isinstance(compose(command, schema, overrides), schema)
+    elif words[0] == "python":
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert [word for word in arguments if word.startswith("--") and f'"{word}"' not in source] == []
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -106,3 +126,59 @@ def test_links_lead_somewhere() -> None:
         target = (page.parent / path) if path else page
         assert target.exists(), f"{page}: {path}"
         assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
+
+
+PATH = re.compile(r"`([\w.<>*/-]*[\w>*]\.(?:py|c|h|sh|slurm|yaml)|(?:[\w<>-]+/)+)`")
+
+
+@pytest.mark.parametrize("page", MANUALS)
+def test_files_that_are_named_exist(page: str) -> None:
+    """A path starts at the repository or at the page's folder, or is the end of one; `<name>` stands for any name."""
+    for path in PATH.findall(MANUALS[page]):
+        pattern = re.sub(r"<\w+>", "[^/]+", re.escape(path.rstrip("/")).replace(r"\*", "[^/]*"))
+        found = any(re.fullmatch(f"(.*/)?{pattern}", file) for file in FILES)
+        assert found or path.startswith("outputs/"), path
+
+
+def test_configuration_keys_that_are_named_exist() -> None:
+    keys: dict[str, set[str]] = {}  # by group
+    for line in (ROOT / "tests/unit/config_keys.txt").read_text(encoding="utf-8").splitlines():
+        schema, key = line.split(": ")
+        keys.setdefault(schema.split("/")[0], set()).add(key)
+    named = {pair for text in MANUALS.values() for pair in re.findall(r"`([a-z]+)\.([a-z]\w*)(?:=[^`]*)?`", text)}
+    named = {(group, key) for group, key in named if group in keys and key not in ("py", "slurm")}
+    assert len(named) > 50
+    assert {(group, key) for group, key in named if key not in keys[group]} == set()
+
+
+@pytest.mark.parametrize("folder", HOW_TO_ADD)
+def test_names_of_the_code_that_are_named_exist(folder: str) -> None:
+    sources = [(ROOT / file).read_text(encoding="utf-8") for file in FILES if file.endswith((".py", ".c", ".h"))]
+    words = {*re.findall(r"\w+", "\n".join(sources)), "name", "operation", "family"}
+    names = re.findall(r"`([A-Za-z_]\w*)(?:\([^`]*)?`", MANUALS[f"{folder}/README.md"])
+    assert len(names) > 10
+    assert [name for name in names if name not in words] == []
+
+
+@pytest.mark.parametrize("folder", ["infer/speculation/proposers", "kernels", "models/targets"])
+def test_adding_one_needs_less_than_600_lines_of_reading(folder: str) -> None:
+    """A file that is read in part stands after "in" or "of"; the others have as many lines as the manual says."""
+    manual = MANUALS[f"{folder}/README.md"]
+    (paragraph,) = (part for part in manual.split("\n\n") if part.startswith("Read first: "))
+    entries = re.findall(r"(?:(in|of) )?`([\w./]+\.\w+)`\s\([^()\d]*(\d+)", paragraph)
+    assert len(entries) >= 4
+    for part, path, stated in entries:
+        file = ROOT / path if (ROOT / path).exists() else ROOT / folder / path
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        assert int(stated) <= lines + 5 if part else abs(int(stated) - lines) <= 10, path
+    assert len(manual.splitlines()) + sum(int(stated) for *_, stated in entries) < 600
+
+
+def test_the_walk_enters_each_module_once() -> None:
+    page = MANUALS["infer/README.md"]
+    start = page.index("## From a request to a token")
+    walk = page[start : page.index("\n## ", start + 1)]
+    assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) == 15
+    modules = re.findall(r"\]\(([\w/]+\.py)\)", walk)
+    assert len(modules) > 20
+    assert len(set(modules)) == len(modules)
