@@ -48,7 +48,6 @@ from train.objectives.teacher import teach
 WITH_ATTENTION = [name for name in ONE_OF_EACH if name not in ("medusa", "mlp")]
 BLOCKS = [name for name in ONE_OF_EACH if name in ("dflash", "dspark", "dflash2")]
 STEPPING = [name for name in WITH_ATTENTION if name not in BLOCKS]
-RECURRENT = [name for name in ONE_OF_EACH if name in ("eagle", "eagle3", "mlp")]
 GREEDY = SamplingParams(max_tokens=40)
 
 
