@@ -15,6 +15,7 @@ from infer.sampling.logits_processors import TokenCounts, shape_logits
 from infer.sampling.logprobs import TokenLogprob, token_logprobs
 from infer.speculation.tree import DraftTree
 from kernels.choose import ChoiceParameters, choose, warped_log_probs
+from kernels.upload import upload
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Choices:
         num_logprobs = request.params.logprobs
         if num_logprobs is None or not tokens:
             return []
-        index = torch.tensor(list(rows[: len(tokens)]), device=self.raw.device)
+        index = upload(list(rows[: len(tokens)]), self.raw.device)
         processed = request.params.logprobs_of == "processed"
         return token_logprobs(self.warped_log_probs(index) if processed else self.raw[index], tokens, num_logprobs)
 
@@ -79,7 +80,7 @@ def choose_rows(
         first += count
     token = choose(logits, parameters, positions)
     if processed:
-        rows = torch.tensor(list(processed), device=logits.device)
+        rows = upload(list(processed), logits.device)
         shaped = torch.stack(list(processed.values()))
         token[rows] = choose(shaped, parameters and parameters.rows(rows), positions[rows])
     return Choices(token, logits, parameters, processed)

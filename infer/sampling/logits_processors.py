@@ -2,6 +2,8 @@
 
 A row's prefix is the request's tokens and, in a draft, the drafted tokens on the row's path. So a drafted token counts
 for the rows below it and for no others, and rows of a tree get the same logits as in plain decoding.
+
+Masks are computed while a GPU runs the forward, and sent to it without waiting (kernels/upload.py).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from infer.sampling.params import SamplingParams, pairs
 from kernels.shape import WORD, Shaping, packed, shape
+from kernels.upload import sent, upload
 
 
 class TokenCounts:
@@ -20,13 +23,13 @@ class TokenCounts:
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], device: torch.device) -> None:
         self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.prompt[torch.tensor(list(prompt), device=device)] = True
+        self.prompt[upload(list(prompt), device)] = True
         self.output = torch.zeros(vocab_size, device=device)
         self._counted = len(prompt)
 
     def update(self, tokens: Sequence[int]) -> None:
         """Count new tokens. `tokens`, prompt and output, extends the sequence of the last call."""
-        new = torch.tensor(list(tokens[self._counted :]), dtype=torch.int64, device=self.output.device)
+        new = upload(list(tokens[self._counted :]), self.output.device)
         self.output.index_add_(0, new, torch.ones(len(new), device=self.output.device))
         self._counted = len(tokens)
 
@@ -53,19 +56,18 @@ def shape_logits(
         assert counts is not None
         shaping.prompt, shaping.output = counts.prompt, counts.output
         longest = max(map(len, paths))
-        shaping.drafted = torch.tensor([[*path] + [-1] * (longest - len(path)) for path in paths], dtype=torch.int64)
-        shaping.drafted = shaping.drafted.to(device)
+        shaping.drafted = upload([[*path] + [-1] * (longest - len(path)) for path in paths], device)
     if params.logit_bias:
         ids, values = zip(*pairs(params.logit_bias), strict=True)
         bias = torch.zeros(size).index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
-        shaping.bias = bias.to(device)
+        shaping.bias = sent(bias, device)
     banned = [
         [word[-1] for word in params.bad_words if ends_with(tokens, path, word[:-1])]
         + (list(stop_ids) if output_length + len(path) < params.min_tokens else [])
         for path in paths
     ]
     if grammar is not None or params.allowed_token_ids is not None or any(banned):
-        shaping.allowed = allowed_words(size, params.allowed_token_ids, banned, grammar).to(device)
+        shaping.allowed = sent(allowed_words(size, params.allowed_token_ids, banned, grammar), device)
     return shape(logits, shaping)
 
 

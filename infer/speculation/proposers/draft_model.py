@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from infer.kvcache.pool import KVPool
@@ -19,6 +18,7 @@ from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 from kernels.choose import choose
+from kernels.upload import upload
 from models.targets.llama import LlamaTarget
 
 
@@ -61,7 +61,7 @@ class DraftModelProposer(Proposer):
                 hidden = self._forward(batch, [end - 1 for end in ends], [drafts[index][-1:] for index in active])
             else:
                 hidden = self._read(batch, ends)
-            logits, positions = self._model.logits(hidden), torch.tensor(ends, device=hidden.device) - 1
+            logits, positions = self._model.logits(hidden), upload(ends, hidden.device) - 1
             chosen = choose(logits, choice_parameters(batch, logits.device, drafting=True), positions)
             for index, token in zip(active, chosen.tolist(), strict=True):
                 drafts[index].append(token)
@@ -102,12 +102,12 @@ class DraftModelProposer(Proposer):
         rows = self._pool.rows(requests, starts, counts)
         sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
         attention = self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
-        ids = torch.tensor([token for tokens in new for token in tokens], device=rows.request.device)
+        ids = upload([token for tokens in new for token in tokens], rows.request.device)
         hidden = self._model(ids, rows.places, attention).hidden
         for request, start, tokens in zip(requests, starts, new, strict=True):
             seen = self._seen.setdefault(request.request_id, [])
             seen[start:] = tokens
-        return hidden[torch.tensor(counts, device=hidden.device).cumsum(0) - 1]
+        return hidden[upload(counts, hidden.device).cumsum(0) - 1]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int], agreed: int) -> int:

@@ -305,7 +305,7 @@ class HeadProposer(Proposer):
         ]
         if not wanted:
             return {}
-        rows = torch.tensor(wanted, device=logits.device)
+        rows = upload(wanted, logits.device)
         probs = warped_log_probs(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
         full_probs = probs.new_zeros(len(wanted), self._head.config.vocab_size)
         full_probs[:, self.draft_ids] = probs
