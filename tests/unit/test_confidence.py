@@ -30,7 +30,12 @@ def decide(confidence: Confidence, requests: list[Request], log_probs: list[list
     """Return, by level and request, whether the token is kept and whether the chain goes on, of chains all as deep."""
     depth, everyone = len(log_probs), torch.ones(len(requests), dtype=torch.bool)
     exits = EarlyExit(exit_terms(confidence, requests, [depth] * len(requests), depth))
-    levels = [exits(level, torch.tensor(values), everyone) for level, values in enumerate(log_probs)]
+    limits, levels = torch.full((len(requests),), depth + 1), []
+    chains = Drafting.begin(limits)
+    for level, values in enumerate(log_probs):
+        before = chains.length
+        chains = exits(level, torch.tensor(values), chains._replace(active=everyone), limits)
+        levels.append(((chains.length - before).bool(), chains.active))
     return [list(zip(keep.tolist(), continues.tolist(), strict=True)) for keep, continues in levels]
 
 
