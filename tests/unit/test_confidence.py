@@ -94,9 +94,9 @@ def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
     levels = [[-0.01] * 4, [0.0] * 4]
     assert [continues for _, continues in decide(confidence, batch, levels)[0]] == [True] * 4
-    exits = EarlyExit(exit_terms(confidence, batch, [DEPTH] * 4, DEPTH))
-    alone = torch.tensor([True, False, False, False])
-    assert not exits(0, torch.full((4,), -0.01), alone)[1].any()
+    exits, limits = EarlyExit(exit_terms(confidence, batch, [DEPTH] * 4, DEPTH)), torch.full((4,), DEPTH)
+    alone = Drafting.begin(limits)._replace(active=torch.tensor([True, False, False, False]))
+    assert not exits(0, torch.full((4,), -0.01), alone, limits).active.any()
 
 
 def test_what_must_not_be_judged_is_left_alone():
