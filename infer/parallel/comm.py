@@ -119,7 +119,7 @@ class Ranks:
         """Release this rank's process group, which joins its threads: one that still releases the tensors of a
         collective while the interpreter exits would abort the process.
         """
-        self._closed, self._data = True, None
+        self._closed, self._data, self._work = True, None, None  # a collective keeps its group alive
         self._liveness.close(what)  # last of what may block: until then a lost rank still ends this process
         for connection in self._connections:
             connection.close()
