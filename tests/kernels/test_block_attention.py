@@ -28,10 +28,10 @@ def dense(
                 for head in range(HEADS):
                     kv = head // (HEADS // KV_HEADS)
                     keys, values = (
-                        torch.stack([*x[b, begin : slot + 1, kv], *(own[b, m, row, kv] for row in rows)])[
+                        torch.stack([*x[b, begin : slot + 1, kv], *(rows_of_block[b, m, row, kv] for row in rows)])[
                             -(window or 10**6) :
                         ]
-                        for x, own in zip(context, block, strict=True)
+                        for x, rows_of_block in zip(context, block, strict=True)
                     )
                     weights = (keys @ q[b, m, n, head] * D**-0.5).softmax(0)
                     out[b, m, n, head] = weights @ values

@@ -136,8 +136,8 @@ def test_files_that_are_named_exist(page: str) -> None:
     """A path starts at the repository or at the page's folder, or is the end of one; `<name>` stands for any name."""
     for path in PATH.findall(MANUALS[page]):
         pattern = re.sub(r"<\w+>", "[^/]+", re.escape(path.rstrip("/")).replace(r"\*", "[^/]*"))
-        found = any(re.fullmatch(f"(.*/)?{pattern}", file) for file in FILES)
-        assert found or path.startswith("outputs/"), path
+        exists = any(re.fullmatch(f"(.*/)?{pattern}", file) for file in FILES)
+        assert exists or path.startswith("outputs/"), path
 
 
 def test_configuration_keys_that_are_named_exist() -> None:

@@ -32,7 +32,7 @@ class BlockLoop(TorchLoop):
         write: Callable[[AttentionRows], WriteKeys],
     ) -> None:
         super().__init__(head, attend)
-        self._attend_rows, self._write = attend, write
+        self._write = write
 
     def read(self, unread: Unread) -> Tensor:
         """Write the context of the unread rows; return their fused features `[R, S]`."""
@@ -91,7 +91,8 @@ class BlockLoop(TorchLoop):
             bits = torch.full((len(ids), rows), -1 if rows == MAX_NODES else (1 << rows) - 1, device=ids.device)
             addressed = self._past(unread, unread.root - unread.base, rows, shift=1, tree_mask=None if causal else bits)
             assert addressed is not None
-            return self._attend_rows(addressed)
+            assert self._attend is not None
+            return self._attend(addressed)
 
         states = self._head.block_states(ids.flatten(), positions.flatten(), attend, rows)
         return states.unflatten(0, ids.shape)
