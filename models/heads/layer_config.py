@@ -58,6 +58,11 @@ def check_draft_vocabulary(size: int, vocab_size: int) -> None:
         raise ValueError(f"head.draft_vocab_size={size}: must be 1 to the target's {vocab_size}")
 
 
+def check_mask_token(token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise ValueError(f"head.mask_token_id={token}: must be a token of the target's {vocab_size}")
+
+
 def layer_json(layer: TargetConfig) -> dict[str, Any]:
     """Return the layer under the keys of Hugging Face's LlamaConfig."""
     scaling = {key: value for key, value in layer.rope.to_json().items() if key != "rope_theta"}

@@ -13,7 +13,13 @@ from models.checks import number
 from models.config import TargetConfig
 from models.heads.config import HeadShape, NewHeadConfig
 from models.heads.dflash.config_json import qwen3_json
-from models.heads.layer_config import check_draft_vocabulary, check_layer_ids, draft_vocabulary, head_layer
+from models.heads.layer_config import (
+    check_draft_vocabulary,
+    check_layer_ids,
+    check_mask_token,
+    draft_vocabulary,
+    head_layer,
+)
 from models.heads.objectives import BlockObjectiveConfig
 
 MAX_BLOCK = 64  # rows of a block see each other by a mask of 64 bits
@@ -47,10 +53,7 @@ class DFlashConfig(HeadShape):
         check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
         if not 2 <= self.block_size <= MAX_BLOCK:
             raise ValueError(f"head.block_size={self.block_size}: must be 2 to {MAX_BLOCK}")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"head.mask_token_id={self.mask_token_id}: must be a token of the target's {self.vocab_size}"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
 
     @property
     def vocab_size(self) -> int:
@@ -70,7 +73,7 @@ class DFlashConfig(HeadShape):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def causal(self, *, windowed: bool) -> set[bool]:
-        """Return the mask kinds of the layers with a window, or of those without: none, one or both."""
+        """Return the mask kinds of the layers with a window, or of those without: none or one."""
         layers = enumerate(self.causal_layers)
         return {causal for index, causal in layers if (self.layer.window(index) is not None) == windowed}
 

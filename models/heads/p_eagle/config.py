@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from models.checks import choice, number
 from models.config import TargetConfig
 from models.heads.eagle3.config import Eagle3Config, Eagle3Options
+from models.heads.layer_config import check_mask_token
 from models.heads.objectives import LOSSES, ObjectiveConfig
 
 
@@ -24,10 +25,7 @@ class PEagleConfig(Eagle3Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.mask_token_id < self.layer.vocab_size:
-            raise ValueError(
-                f"head.mask_token_id={self.mask_token_id}: must be a token of the target's {self.layer.vocab_size}"
-            )
+        check_mask_token(self.mask_token_id, self.vocab_size)
 
     @property
     def max_depth(self) -> int:
