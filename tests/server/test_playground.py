@@ -340,11 +340,20 @@ def test_a_model_without_a_template_has_a_completion_box(
     shutil.copytree(tiny_target_folder, folder)
     (folder / "chat_template.jinja").unlink()
     with make_server(target=folder, proposer="ngram") as server:
-        complete(open_page(server, browser, (1280, 900), []))
+        complete(open_page(server, browser, (1280, 900), []), seed_that_returns_the_carriage(server))
 
 
-def complete(page: Page) -> None:
-    """Check that a completion can be stopped and continued, and that an error is shown."""
+def seed_that_returns_the_carriage(server: Server) -> str:
+    """Return the first seed with which `complete` gets a carriage return, which a text area makes a line feed."""
+    for seed in range(1000):
+        answer = server.complete(max_tokens=20, temperature=2, seed=seed).json()
+        if "\r" in answer["choices"][0]["text"]:
+            return str(seed)
+    raise AssertionError("no text of this target has a carriage return")
+
+
+def complete(page: Page, seed: str) -> None:
+    """Check that a completion can be stopped and continued with its text unchanged, and that an error is shown."""
     expect(page.locator("input[value=chat]")).to_be_hidden()
     expect(page.locator("#completion")).to_be_visible()
     fill_settings(page, max_tokens="20", temperature="2")
@@ -355,11 +364,13 @@ def complete(page: Page) -> None:
     page.keyboard.press("Escape")
     expect(page.locator("#status")).to_have_text("Stopped")
     page.unroute("**/v1/completions")
+    fill_settings(page, seed=seed)
     page.fill("#prompt", "def f(")
     page.press("#prompt", "Control+Enter")
     expect(page.locator("#completed .figures")).to_contain_text("· seed ")  # complete; its length depends on the seed
     bodies = bodies_of(page)
     text = page.locator("#completed .text").text_content() or ""
+    assert "\r" in text
     page.get_by_role("button", name="Go on from here").click()
     expect(page.locator("#status")).to_have_text("Done")
     assert bodies[0]["prompt"] == "def f(" + text

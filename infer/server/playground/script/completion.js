@@ -1,7 +1,8 @@
 // The completion box: a prompt, and the text that goes on from it.
 
-function complete() {
-  const prompt = $("prompt").value, answer = newAnswer();
+// The box itself would turn the carriage returns of a continued text into line feeds.
+function complete(prompt) {
+  const answer = newAnswer();
   return alone(async (signal) => {
     const text = element("pre", { className: "text", tabIndex: 0, ariaLabel: "Text" });
     const line = element("p", { className: "figures" });
@@ -16,10 +17,10 @@ function complete() {
     paint();
     view.classList.remove("live");
     view.ariaBusy = "false";
-    if (answer.error) view.append(problem(answer.error, complete));
+    if (answer.error) view.append(problem(answer.error, () => complete(prompt)));
     const goOn = () => {
       $("prompt").value = prompt + answer.text;
-      complete();
+      complete(prompt + answer.text);
     };
     if (answer.text) {
       const tools = [copyButton(answer.text), button("Go on from here", goOn)];
@@ -32,6 +33,6 @@ function complete() {
 function startCompletion() {
   $("completion-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    if ($("prompt").value) complete();
+    if ($("prompt").value) complete($("prompt").value);
   });
 }
