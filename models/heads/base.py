@@ -110,6 +110,11 @@ class Head(nn.Module, ABC):
         """Whether initialising a new head needs the target's LM head even without `from_target`."""
         return False
 
+    @property
+    def num_donor_layers(self) -> int:
+        """How many of the target's last layers `initialise` with `from_target` copies."""
+        return 1
+
     def mask_slot(self) -> tuple[int, Tensor] | None:
         """Return the token id and state `[S]` of each of a parallel head's rows past depth 0.
 

@@ -97,7 +97,7 @@ HEADS = {
     "medusa": ["head.draft_vocab_size=200", "objective.labels=hard"],
     "mlp": ["head.tie_weights=true"],
     "p-eagle": ["head.draft_vocab_size=200", "head.num_depths=5"],
-    "dflash": ["head.num_layers=1", "head.block_size=6", "objective.num_anchors=40"],
+    "dflash": ["head.num_layers=2", "head.block_size=6", "objective.num_anchors=40"],
     "dspark": ["head.num_layers=1", "head.block_size=5", "head.markov_rank=32", "objective.weighting=dpace"],
     "dflash2": ["head.num_layers=1", "head.block_size=6", "head.selector_rank=32", "objective.loss=label"],
 }
