@@ -17,6 +17,7 @@ import infer.environment  # noqa: F401
 # isort: split
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -297,8 +298,8 @@ def plot_load(result: Cell, path: Path) -> None:
 
     values: dict[str, Callable[[Cell], float]] = {
         "tokens/s": lambda level: level["tokens_per_s"],
-        "seconds until a response is complete (median)": lambda level: level["latency_s"]["p50"],
-        "milliseconds between two tokens (median)": lambda level: 1000 * level["token_s"]["p50"],
+        "seconds until a response is complete (median)": lambda level: level["latency_s"].get("p50", math.nan),
+        "milliseconds between two tokens (median)": lambda level: 1000 * level["token_s"].get("p50", math.nan),
     }
     panels = []
     for number, (title, value) in enumerate(values.items()):

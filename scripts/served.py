@@ -123,7 +123,7 @@ class Load:
     async def closed(self, seconds: float) -> float:
         """Return the requests per second that the server completes with `slots` of them always in flight.
 
-        Raises ValueError if it refuses one.
+        Lasts until one is complete, however slow the server is. Raises ValueError if it refuses one.
         """
         self.start = time.perf_counter()
         answered = list[RequestTrace]()
@@ -139,6 +139,8 @@ class Load:
 
         users = [asyncio.create_task(user(number)) for number in range(self.config.slots)]
         await asyncio.wait(users, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        while not answered and not any(task.done() for task in users):
+            await asyncio.sleep(0.05)
         end = await self._end(users)
         for task in users:
             if not task.cancelled() and (error := task.exception()):

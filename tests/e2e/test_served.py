@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from scripts import make_tables
 from scripts.config import BenchConfig, ServedConfig
 from scripts.harness import count_matching
 from scripts.peer_servers import Server, free_port, make_server
-from scripts.served import RequestTrace, arrivals, earlier, percentiles, summary
+from scripts.served import Load, RequestTrace, arrivals, earlier, percentiles, summary
 from scripts.systems import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,17 @@ def test_a_median_with_dropped_requests_is_said_to_be_a_lower_bound() -> None:
         "| --- | --- | --- |",
         "| vLLM, head, chain 3 | 70, 1.25 s | 70, ≥ 1.25 s |",
     ]
+
+
+def test_a_server_slower_than_the_measurement_has_a_capacity() -> None:
+    class SlowLoad(Load):
+        async def ask(self, number: int, heard: RequestTrace) -> None:
+            await asyncio.sleep(0.1)
+            heard.tokens = self.config.max_tokens
+
+    config = compose("served", ServedConfig, ["slots=2"])
+    server = Server("slow", "slow", [], 1, {}, Path("log"))
+    assert asyncio.run(SlowLoad(server, config, []).closed(seconds=0.0)) > 0
 
 
 def test_answers_agree_up_to_the_end_of_the_text() -> None:
@@ -151,9 +163,9 @@ def test_our_server_under_a_load(tiny_target_folder: Path, tiny_head_folder: Pat
         num_requests = len(arrivals(level["load"] * document["capacity"], 1, ServedConfig.seed))
         assert level["requests_per_s"] == level["finished"] + level["unfinished"] == num_requests
         assert level["refused"] == 0
-        assert 0 < level["tokens_per_s"] <= 8 * num_requests
-        assert 0 < level["first_token_s"]["p50"] <= level["latency_s"]["p50"]
-    assert low["finished"] > 0
+        assert 0 <= level["tokens_per_s"] <= 8 * num_requests
+        if num_requests:  # none arrives in a second if the machine is busy and the capacity low
+            assert 0 < level["first_token_s"]["p50"] <= level["latency_s"]["p50"]
     table = make_tables.by_load(document)
     assert table.startswith("|  | load 0.5 | load 3 |\n")
     assert f"| Headway's server, head, chain 2 | {low['tokens_per_s']:.0f}, " in table
