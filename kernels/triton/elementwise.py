@@ -174,17 +174,22 @@ def _norm(
 
 
 @triton.jit
+def activate(x, GELU: tl.constexpr):
+    """Return SiLU of x, or GELU, in fp32."""
+    inner = x
+    if GELU:  # approximated by tanh: x times the sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x^3)
+        inner = 1.5957691216057308 * (x + 0.044715 * (x * x * x))
+    decay = tl.exp(-tl.abs(inner))  # never overflows
+    return x * tl.where(inner < 0, decay, 1.0) / (1.0 + decay)
+
+
+@triton.jit
 def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     gate = tl.load(gate_up + row * stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + i, mask=inside, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:  # approximated by tanh: gate times the sigmoid of 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
-        inner = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
-    decay = tl.exp(-tl.abs(inner))  # never overflows
-    active = gate * tl.where(inner < 0, decay, 1.0) / (1.0 + decay)
-    product = active.to(out.dtype.element_ty).to(tl.float32) * up
+    product = activate(gate, GELU).to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=inside)
 
 
@@ -193,5 +198,13 @@ def gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(size, GATE_BLOCK))
-    gate_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK=GATE_BLOCK, GELU=gelu)
+    gate_mul_kernel[grid](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        size,
+        BLOCK=GATE_BLOCK,
+        GELU=gelu,
+        enable_fp_fusion=False,  # the bits of kernels/triton/linear.py, which activates its own outputs
+    )
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.triton import INTERPRET
 from kernels.triton.device import limits
+from kernels.triton.elementwise import activate
 from kernels.triton.linear import product, tile_for
 
 
@@ -34,8 +35,7 @@ def residual_silu_kernel(
         total = total + tl.load(bias + group * H + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
     value = total.to(dtype).to(tl.float32)
-    decay = tl.exp(-tl.abs(value))  # never overflows
-    active = (value * tl.where(value < 0, decay, 1.0) / (1.0 + decay)).to(dtype).to(tl.float32)
+    active = activate(value, False).to(dtype).to(tl.float32)
     mask = in_n[:, None] & in_m[None, :]
     offset = m[None, :] * H + n[:, None]
     residual = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)

@@ -99,4 +99,5 @@ def test_integers_that_vary_are_not_specialised(compiled):
     kernels = [kernel for launched in compiled.values() for kernel in launched]
     assert [(k["kernel"], k["specialised"]) for k in kernels if VARYING & set(k["specialised"])] == []
     linear = next(kernel for kernel in kernels if kernel["kernel"] == "linear_kernel")
-    assert linear["specialised"] == ["x_stride", "K", "N"]  # whether rows are aligned decides how they are copied
+    strides = ["x_stride", "residual_stride"]  # whether rows are aligned decides how they are copied
+    assert linear["specialised"] == [*strides, "K", "N"]
