@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.dependent import dependent, follow
+
 GATE_BLOCK = 1024
 
 
@@ -41,7 +43,9 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
     CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
@@ -54,7 +58,10 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def norm_beside_kernel(x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr):
+def norm_beside_kernel(
+    x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     destination = out + row * 2 * size
@@ -101,6 +108,7 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
         SIZE=triton.next_power_of_2(size),
         num_warps=_warps(size),
         enable_fp_fusion=False,
+        **dependent(x.device),
     )
     return out
 
@@ -170,6 +178,7 @@ def _norm(
         CENTRED=centred,
         num_warps=_warps(size),
         enable_fp_fusion=False,
+        **dependent(x.device),
     )
 
 

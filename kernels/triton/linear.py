@@ -25,9 +25,11 @@ from torch import Tensor
 
 from kernels.linear import Gate
 from kernels.triton import INTERPRET
+from kernels.triton.dependent import dependent, follow, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import activate
 
+AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
 PAIR = tl.constexpr(8)  # a thread of a tensor core's product holds two lines 8 apart: those of gate and up
 
 
@@ -152,6 +154,7 @@ def linear_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Store `[rows, N]`; GATED: from weights `[2 N, K]`, of gate and up."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -166,6 +169,11 @@ def linear_kernel(
     k = tl.arange(0, BLOCK_K)
     in_m = m < rows
     dtype = out.dtype.element_ty
+    if PDL:
+        width = K // 2 if GROUP else K
+        ahead = tl.minimum(tl.arange(0, AHEAD) * BLOCK_K, width - 1)
+        prefetch(weight + tl.where(in_n, n, 0).to(tl.int64)[:, None] * width + ahead[None, :])
+    follow(PDL)
     EARLY: tl.constexpr = BLOCK_M < 128  # read before the product, which hides it; larger tiles lack the registers
     if ADDED and EARLY:
         before = load_tile(residual, residual_stride, m, n, in_m, in_n)
@@ -244,5 +252,6 @@ def linear(
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
+        **dependent(x.device),
     )
     return out
