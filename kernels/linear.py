@@ -5,20 +5,27 @@ rows. CPUs use a C kernel (kernels/cpu/linear.c). If it cannot read unquantised 
 AVX-512), they are prepacked for oneDNN, whose rows agree for every number of rows >= 2 (checked at start-up by
 `assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows are processed in blocks of a
 fixed size, so that every library call has the same shape.
+
+A layer can also activate its outputs, gate and up, or add them to the residual stream. Both have the bits of the
+separate operations; on a CUDA device they take no launch of their own.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.linear import NativeLinear, supported
+from kernels.elementwise import gelu_mul, silu_mul
 from kernels.quantise import WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
 ONEDNN = (torch.float32, torch.bfloat16)
+Gate = Literal["silu", "gelu"]
 
 
 class PackedLinear:
@@ -89,10 +96,26 @@ class PackedLinear:
             out = self._rows_onednn(rows) if self._onednn else self._rows_blocked(rows)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _rows_triton(self, rows: Tensor) -> Tensor:
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual `[..., N]` + this layer's output for x `[..., K]`."""
+        if not self._triton or residual.dtype != x.dtype:
+            return residual + self(x)
+        before = residual.reshape(-1, self.out_features)
+        return self._rows_triton(x.reshape(-1, self.in_features), residual=before).view(residual.shape)
+
+    def gated(self, x: Tensor, gate: Gate) -> Tensor:
+        """Return `silu_mul` or `gelu_mul` of this layer's output for x `[..., K]`: `[..., N / 2]`."""
+        if not self._triton:
+            return gelu_mul(self(x)) if gate == "gelu" else silu_mul(self(x))
+        out = self._rows_triton(x.reshape(-1, self.in_features), gate=gate)
+        return out.view(*x.shape[:-1], self.out_features // 2)
+
+    def _rows_triton(self, rows: Tensor, *, residual: Tensor | None = None, gate: Gate | None = None) -> Tensor:
         from kernels.triton.linear import linear
 
-        return linear(rows if rows.stride(1) == 1 else rows.contiguous(), self._weight, self._bias, self._scale)
+        if residual is not None:
+            residual = adjacent(residual)
+        return linear(adjacent(rows), self._weight, self._bias, self._scale, residual=residual, gate=gate)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:
         count = rows.shape[0]
@@ -107,6 +130,11 @@ class PackedLinear:
         count = rows.shape[0]
         padded = F.pad(rows, (0, 0, 0, -count % ROW_BLOCK))
         return torch.cat([F.linear(block, self._weight, self._bias) for block in padded.split(ROW_BLOCK)])[:count]
+
+
+def adjacent(rows: Tensor) -> Tensor:
+    """Return `[R, C]` with a stride of 1 along C."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.elementwise import add_rms_norm, gelu_mul, rms_norm, silu_mul
-from kernels.linear import PackedLinear
+from kernels.linear import Gate, PackedLinear
 from kernels.quantise import WeightFormat
 from models.config import RopeConfig
 
@@ -37,6 +37,23 @@ class Linear(nn.Linear):
         if self.packed is None:
             return F.linear(input, self.weight, self.bias)
         return self.packed(input)
+
+    @property
+    def fusible(self) -> PackedLinear | None:
+        """The packed form, if `forward` does nothing else: then kernels may go on with its outputs."""
+        return self.packed if type(self).forward is Linear.forward else None
+
+    def add(self, residual: Tensor, input: Tensor) -> Tensor:
+        """Return residual + y."""
+        packed = self.fusible
+        return residual + self(input) if packed is None else packed.add(residual, input)
+
+    def gated(self, input: Tensor, gate: Gate) -> Tensor:
+        """Return the activated first half of y, times its second half."""
+        packed = self.fusible
+        if packed is not None:
+            return packed.gated(input, gate)
+        return gelu_mul(self(input)) if gate == "gelu" else silu_mul(self(input))
 
 
 class Embedding(nn.Embedding):
@@ -98,9 +115,10 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up = self.gate_up_proj(x)
-        return self.down_proj(gelu_mul(gate_up) if self.gelu else silu_mul(gate_up))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the MLP's output `[..., H]`, added to `residual` if there is one."""
+        inner = self.gate_up_proj.gated(x, "gelu" if self.gelu else "silu")
+        return self.down_proj(inner) if residual is None else self.down_proj.add(residual, inner)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:

@@ -91,6 +91,10 @@ class Overlap:
         """Return the largest number of rows of a target forward in any round."""
         return max(graphs.most_rows for graphs in self._by_drafter.values())
 
+    def graphs_of(self, drafter: str) -> StepGraphs | None:
+        """Return the graphs in which `drafter` drafts, "none" for those of plain steps."""
+        return self._by_drafter.get(drafter)
+
     def step(self) -> list[StepOutput] | None:
         """Read the round in flight, after launching the next one if the same requests can continue.
 

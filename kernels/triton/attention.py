@@ -35,6 +35,7 @@ from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRET
+from kernels.triton.dependent import dependent, follow
 from kernels.triton.device import Limits, limits
 from kernels.upload import upload
 
@@ -159,7 +160,9 @@ def attend(
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     block, kv_head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row0, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
@@ -245,7 +248,9 @@ def branch(
     WHOLE: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     valid, head = line < GROUP, kv_head * GROUP + line
@@ -296,7 +301,9 @@ def combine(
     WHOLE: tl.constexpr,
     WINDOW: tl.constexpr,
     AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, D_PADDED)
     end, inside = tl.load(ends + row), d < D
     start, stop = first // SPLIT, tl.cdiv(end, SPLIT)
@@ -398,7 +405,8 @@ class TritonAttention:
         tiles = {"LINES": shape.lines, "TILE": shape.tile, "SPLIT": shape.split, "UPCAST": upcast}
         common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
         warps = warps_of_attend(shape, self._sizes["D"], self._whole, self._tree, cache.dtype)
-        launch_options = {"num_stages": shape.stages, "enable_fp_fusion": False}
+        launched = dependent(q.device)
+        launch_options = {"num_stages": shape.stages, "enable_fp_fusion": False, **launched}
         bounds = (self._first, window or 0)
         states = (self._states, self._outs)
         table = (self._table, self._request, self._committed, self._ends, self._blocks)
@@ -420,7 +428,7 @@ class TritonAttention:
             combine[q.shape[0], num_heads](
                 *states, self._committed, self._ends, attn_out, num_states, *bounds, HEADS=num_heads, D=common["D"],
                 **self._padded, SPLIT=shape.split, WHOLE=self._whole, WINDOW=common["WINDOW"],
-                AHEAD=AHEAD if num_states > 1 else 1, num_warps=1, enable_fp_fusion=False,
+                AHEAD=AHEAD if num_states > 1 else 1, num_warps=1, enable_fp_fusion=False, **launched,
             )  # fmt: skip
         return attn_out
 

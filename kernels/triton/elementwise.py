@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.dependent import dependent, follow
+
 GATE_BLOCK = 1024
 
 
@@ -41,7 +43,9 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
     CENTRED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
@@ -54,7 +58,10 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def norm_beside_kernel(x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr):
+def norm_beside_kernel(
+    x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     destination = out + row * 2 * size
@@ -101,6 +108,7 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
         SIZE=triton.next_power_of_2(size),
         num_warps=_warps(size),
         enable_fp_fusion=False,
+        **dependent(x.device),
     )
     return out
 
@@ -170,7 +178,18 @@ def _norm(
         CENTRED=centred,
         num_warps=_warps(size),
         enable_fp_fusion=False,
+        **dependent(x.device),
     )
+
+
+@triton.jit
+def activate(x, GELU: tl.constexpr):
+    """Return SiLU of x, or GELU, in fp32."""
+    inner = x
+    if GELU:  # approximated by tanh: x times the sigmoid of 2 sqrt(2 / pi) (x + 0.044715 x^3)
+        inner = 1.5957691216057308 * (x + 0.044715 * (x * x * x))
+    decay = tl.exp(-tl.abs(inner))  # never overflows
+    return x * tl.where(inner < 0, decay, 1.0) / (1.0 + decay)
 
 
 @triton.jit
@@ -179,12 +198,7 @@ def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, GELU: tl.co
     inside = i < size
     gate = tl.load(gate_up + row * stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + i, mask=inside, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:  # approximated by tanh: gate times the sigmoid of 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
-        inner = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
-    decay = tl.exp(-tl.abs(inner))  # never overflows
-    active = gate * tl.where(inner < 0, decay, 1.0) / (1.0 + decay)
-    product = active.to(out.dtype.element_ty).to(tl.float32) * up
+    product = activate(gate, GELU).to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=inside)
 
 
@@ -193,5 +207,13 @@ def gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(size, GATE_BLOCK))
-    gate_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK=GATE_BLOCK, GELU=gelu)
+    gate_mul_kernel[grid](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        size,
+        BLOCK=GATE_BLOCK,
+        GELU=gelu,
+        enable_fp_fusion=False,  # the bits of kernels/triton/linear.py, which activates its own outputs
+    )
     return out

@@ -7,6 +7,10 @@ same instructions in the same order along K, with one accumulator per output; BL
 bits. K is not split. 8-bit weights are widened to x's dtype, which represents both formats exactly, and the scale per
 output feature multiplies the sum at the end. 4-bit weights are processed group by group (kernels/quantise.py): a
 group's sum, its low nibbles first, is multiplied by its scale and added to the total.
+
+What follows a product in a layer is done before its outputs are stored, which saves a launch each: the gate's
+activation times up, and the sum with the residual stream. Both round where the separate operations do, so the bits are
+theirs. For the former a tile's lines are rows of gate and of up in turn, PAIR of each.
 """
 
 from __future__ import annotations
@@ -19,8 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.linear import Gate
 from kernels.triton import INTERPRET
+from kernels.triton.dependent import dependent, follow, prefetch
 from kernels.triton.device import Limits, limits
+from kernels.triton.elementwise import activate
+
+AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
+PAIR = tl.constexpr(8)  # a thread of a tensor core's product holds two lines 8 apart: those of gate and up
 
 
 class Tile(NamedTuple):
@@ -113,15 +123,24 @@ def grouped_product(
     return total
 
 
+@triton.jit
+def load_tile(rows, stride, m, n, in_m, in_n):
+    """Load columns n of the rows m, as `[BLOCK_N, BLOCK_M]`."""
+    mask = in_n[:, None] & in_m[None, :]
+    return tl.load(rows + m.to(tl.int64)[None, :] * stride + n[:, None], mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x,
     weight,
     scale,
     bias,
+    residual,
     out,
     rows,
     x_stride,
+    residual_stride,
     K,
     N,
     BLOCK_N: tl.constexpr,
@@ -131,12 +150,33 @@ def linear_kernel(
     GROUP: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
     UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """Store `[rows, N]`; GATED: from weights `[2 N, K]`, of gate and up."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    line = tl.arange(0, BLOCK_N)
+    if GATED:
+        column = tl.program_id(1) * (BLOCK_N // 2) + line // (2 * PAIR) * PAIR + line % PAIR
+        in_n = column < N
+        n = column + line // PAIR % 2 * N
+    else:
+        n = tl.program_id(1) * BLOCK_N + line
+        in_n = n < N
     k = tl.arange(0, BLOCK_K)
-    in_n, in_m = n < N, m < rows
+    in_m = m < rows
+    dtype = out.dtype.element_ty
+    if PDL:
+        width = K // 2 if GROUP else K
+        ahead = tl.minimum(tl.arange(0, AHEAD) * BLOCK_K, width - 1)
+        prefetch(weight + tl.where(in_n, n, 0).to(tl.int64)[:, None] * width + ahead[None, :])
+    follow(PDL)
+    EARLY: tl.constexpr = BLOCK_M < 128  # read before the product, which hides it; larger tiles lack the registers
+    if ADDED and EARLY:
+        before = load_tile(residual, residual_stride, m, n, in_m, in_n)
     inputs = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
     if GROUP:
         weights = weight + n.to(tl.int64)[:, None] * (K // 2) + k[None, :]
@@ -149,31 +189,55 @@ def linear_kernel(
         total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
     if BIASED:
         total = total + tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    value = total.to(dtype)
+    if ADDED:
+        if not EARLY:
+            before = load_tile(residual, residual_stride, m, n, in_m, in_n)
+        value = (before.to(tl.float32) + value.to(tl.float32)).to(dtype)
+    if GATED:
+        pairs = value.to(tl.float32).reshape(BLOCK_N // (2 * PAIR), 2, PAIR, BLOCK_M).permute(0, 2, 3, 1)
+        gate, up = tl.split(pairs)
+        value = (activate(gate, GELU).to(dtype).to(tl.float32) * up).to(dtype).reshape(BLOCK_N // 2, BLOCK_M)
+        n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        in_n = n < N
     destination = out + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(destination, total.to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+    tl.store(destination, value, mask=in_n[:, None] & in_m[None, :])
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Gate | None = None,
+) -> Tensor:
     """x `[M, K]` with any row stride, weight `[N, K]`, bias `[N]`, scale fp32 `[N]` -> `[M, N]` in x's dtype.
 
     fp32, fp16 or bf16; with `scale` the weight is int8 or float8_e4m3fn, or with one `[N, K / group]` int8 `[N, K / 2]`
-    of two nibbles each (`pack_nibbles`).
+    of two nibbles each (`pack_nibbles`). residual `[M, N]`, with any row stride, is added. With `gate` the first half
+    of the N outputs, activated, is multiplied by the second: `[M, N / 2]`.
     """
+    assert residual is None or gate is None, "no layer does both"
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
     group = inputs // scale.shape[1] if scale is not None and scale.ndim == 2 else 0
     tile = tile_for(rows, outputs, x.dtype, weight.dtype, limits(x.device), group)
-    out = x.new_empty(rows, outputs)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
+    columns = outputs // 2 if gate else outputs
+    out = x.new_empty(rows, columns)
     linear_kernel[grid](
         x,
         weight,
         scale,
         bias,
+        residual,
         out,
         rows,
         x.stride(0),
+        0 if residual is None else residual.stride(0),
         inputs,
-        outputs,
+        columns,
         BLOCK_N=tile.n,
         BLOCK_M=tile.m,
         BLOCK_K=group // 2 or tile.k,
@@ -181,9 +245,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
         GROUP=group,
         SCALED=scale is not None and not group,
         BIASED=bias is not None,
+        ADDED=residual is not None,
+        GATED=gate is not None,
+        GELU=gate == "gelu",
         UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
         num_warps=tile.warps,
         num_stages=tile.stages,
         enable_fp_fusion=False,
+        **dependent(x.device),
     )
     return out

@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton import INTERPRET
+from kernels.triton.dependent import dependent, follow
 from kernels.triton.device import limits
+from kernels.triton.elementwise import activate
 from kernels.triton.linear import product, tile_for
 
 
@@ -19,8 +21,9 @@ from kernels.triton.linear import product, tile_for
 def residual_silu_kernel(
     x, weight, bias, out, rows, x_group, H,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, BIASED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    follow(PDL)
     group = tl.program_id(2).to(tl.int64)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -34,8 +37,7 @@ def residual_silu_kernel(
         total = total + tl.load(bias + group * H + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
     value = total.to(dtype).to(tl.float32)
-    decay = tl.exp(-tl.abs(value))  # never overflows
-    active = (value * tl.where(value < 0, decay, 1.0) / (1.0 + decay)).to(dtype).to(tl.float32)
+    active = activate(value, False).to(dtype).to(tl.float32)
     mask = in_n[:, None] & in_m[None, :]
     offset = m[None, :] * H + n[:, None]
     residual = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
@@ -53,6 +55,6 @@ def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         x, weight, bias, out, rows, 0 if x.shape[0] == 1 else rows * size, size,
         BLOCK_N=tile.n, BLOCK_M=tile.m, BLOCK_K=tile.k, WHOLE_K=size % tile.k == 0, BIASED=bias is not None,
         UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **dependent(x.device),
     )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.rotary import QKNorm
+from kernels.triton.dependent import dependent, follow
 
 
 @triton.jit
@@ -39,7 +40,9 @@ def rotate_and_write_kernel(
     NORMED: tl.constexpr,
     CENTRED: tl.constexpr,
     FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    follow(PDL)
     row, half = tl.program_id(0).to(tl.int64), D // 2
     head, i = tl.arange(0, LINES)[:, None], tl.arange(0, HALF)[None, :]
     in_half = i < half
@@ -120,5 +123,6 @@ def rotate_and_write(
         FP8=cache.dtype is torch.float8_e4m3fn,
         num_warps=8 if padded * dim > 4096 else 4,
         enable_fp_fusion=False,
+        **dependent(qkv.device),
     )
     return q

@@ -56,11 +56,16 @@ class SelfAttention(nn.Module):
             return None
         return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centred)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the projected output `[..., H]`, added to `residual` if there is one."""
+        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention)
+        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
+
+    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         if project := project_of(attention):
-            norm = self.head_norm
-            return self.o_proj(project(self.layer, qkv, rotary, norm, window=self.window, scale=self.scale))
+            return project(self.layer, qkv, rotary, self.head_norm, window=self.window, scale=self.scale)
         num_rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :num_rotated, :]
         if self.qk_norm:
@@ -69,7 +74,7 @@ class SelfAttention(nn.Module):
         qk = rotate(qk, *rotary)
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
         v = qkv[..., num_rotated:, :]
-        return self.o_proj(attention(self.layer, q, k, v, window=self.window, scale=self.scale))
+        return attention(self.layer, q, k, v, window=self.window, scale=self.scale)
 
 
 class DecoderLayer(nn.Module):
@@ -81,9 +86,8 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotary, attention)
-        normed, x = self.post_attention_layernorm.add(x, attended)
-        return x + self.mlp(normed)
+        x = self.self_attn(self.input_layernorm(x), rotary, attention, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
     @property
     def forward_norm(self) -> RMSNorm:

@@ -26,7 +26,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = Linear(hidden_size, config.count, bias=False)
         self.experts = nn.ModuleList(GatedMLP(hidden_size, config.intermediate_size) for _ in range(config.count))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         # Sorted, not topk: ties must be broken the same way in any batch.
         ranked = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -38,7 +38,8 @@ class MixtureOfExperts(nn.Module):
             row, rank = (chosen == expert).nonzero(as_tuple=True)
             output = self.experts[expert](rows[row])
             out.index_add_(0, row, output * weights[row, rank, None].to(output.dtype))
-        return out.view_as(x)
+        out = out.view_as(x)
+        return out if residual is None else residual + out
 
 
 class Qwen3MoeTarget(Qwen3Target):

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from kernels.linear import PackedLinear
 from models.layers import GatedMLP, Linear
 from models.parallel import Part, check_heads, even, inner, split
 from models.targets.llama import LlamaTarget, SelfAttention
@@ -37,6 +38,10 @@ class ShardedLinear(Linear):
         super().__init__(linear.in_features, sizes[part.rank], bias=linear.bias is not None)
         self.part, self.sizes, self.answers = part, tuple(sizes), answers
         self.reads = None if reads is None else tuple(reads)
+
+    @property
+    def fusible(self) -> PackedLinear | None:
+        return self.packed if self.reads is None and self.answers == "part" else None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.reads is not None:

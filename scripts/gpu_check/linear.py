@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.elementwise import silu_mul
 from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat, quantise, widen
 from scripts.gpu_check.measure import Item, close, same, timed
@@ -22,7 +23,7 @@ SHAPES = {  # of Llama-3.1-8B: inputs and outputs
     "down": (14336, 4096),
     "LM head": (4096, 128256),
 }
-ODD = (4096, 1000)
+ODD_SIZES, ODD = "odd sizes", (4096, 1000)
 FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8", "int4")
 ROWS = (1, 2, 15, 16, 17, 33, 64, 65, 80, 128, 200, 256)  # on both sides of every change of tile
 TIMED_ROWS = (1, 16, 32, 64, 80, 128, 256, 512)
@@ -31,24 +32,26 @@ TIMED_ROWS = (1, 16, 32, 64, 80, 128, 256, 512)
 def checks(device: torch.device) -> Iterator[KernelCheck]:
     if device.type != "cuda":
         for weight_format in FORMATS:
-            items = partial(compare, (96, 40), torch.float32, weight_format, (1, 17, 65), 70, device)
+            items = partial(compare, ODD_SIZES, (96, 40), torch.float32, weight_format, (1, 17, 65), 70, device)
             yield KernelCheck("correctness", f"linear, weights {weight_format}", 1, SERVED, items)
         yield KernelCheck("timings", "linear", 1, SERVED, partial(time, "tiny", (64, 96), torch.float32, (2,), device))
         return
     for name, shape in SHAPES.items():
         formats = FORMATS if name != "LM head" else FORMATS[:1]  # packing it takes several GB
         for weight_format in formats:
-            items = partial(compare, shape, torch.bfloat16, weight_format, ROWS, 300, device)
+            items = partial(compare, name, shape, torch.bfloat16, weight_format, ROWS, 300, device)
             yield KernelCheck("correctness", f"linear, {name}, weights {weight_format}", 1, SERVED, items)
         items = partial(time, name, shape, torch.bfloat16, TIMED_ROWS, device)
         yield KernelCheck("timings", f"linear, {name}", 5 if name == "LM head" else 2, SERVED, items)
     for dtype, rank in RANKS.items():
         for weight_format in FORMATS:
-            items = partial(compare, ODD, dtype, weight_format, ROWS, 700, device)
-            yield KernelCheck("correctness", f"linear, odd sizes, {dtype}, weights {weight_format}", 1, rank, items)
+            items = partial(compare, ODD_SIZES, ODD, dtype, weight_format, ROWS, 700, device)
+            yield KernelCheck("correctness", f"linear, {ODD_SIZES}, {dtype}, weights {weight_format}", 1, rank, items)
 
 
+@torch.no_grad()
 def compare(
+    layer: str,
     shape: tuple[int, int],
     dtype: torch.dtype,
     weight_format: WeightFormat,
@@ -56,7 +59,7 @@ def compare(
     most: int,
     device: torch.device,
 ) -> Iterator[Item]:
-    """Compare `most` rows with float64, and fewer of them with those."""
+    """Compare `most` rows with float64, fewer of them with those, and fused operations with separate ones."""
     inputs, outputs = shape
     weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
     x, bias = torch.randn(most, inputs, device=device).to(dtype), torch.randn(outputs, device=device).to(dtype)
@@ -71,6 +74,17 @@ def compare(
     yield close("linear", case, output, true, BOUND[dtype])
     for count in rows:
         yield same("linear, bits", f"{count} rows of {most}, {case}", linear(x[-count:]), output[-count:])
+    if layer in ("o", "down", ODD_SIZES):
+        residual = torch.randn(most, outputs, device=device).to(dtype)
+        total = residual + output
+        for count in (*rows, most):
+            actual = linear.add(residual[-count:], x[-count:])
+            yield same("linear and sum, bits", f"{count} rows of {most}, {case}", actual, total[-count:])
+    if layer in ("gate and up", ODD_SIZES):
+        gated = silu_mul(output)
+        for count in (*rows, most):
+            actual = linear.gated(x[-count:], "silu")
+            yield same("linear and activation, bits", f"{count} rows of {most}, {case}", actual, gated[-count:])
 
 
 def time(

@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 FLUSH_BYTES = 256 * 2**20  # more than any cache holds
 TIMES = 15
+T = TypeVar("T")
 
 
 class Item(Protocol):
@@ -121,6 +122,11 @@ def timed(
 
 def replayed_ms(launch: Callable[[], object], device: torch.device) -> float:
     """Return the median time of a CUDA graph of the launch, which has been made once before."""
+    return median_ms(captured(launch, device)[0].replay, device)
+
+
+def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a CUDA graph of the launch, which has been made once before, and what it writes to."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
@@ -129,11 +135,11 @@ def replayed_ms(launch: Callable[[], object], device: torch.device) -> float:
         # Not torch.cuda.graph: it collects garbage and empties the allocator's cache, for each of hundreds of captures.
         graph.capture_begin()
         try:
-            launch()
+            out = launch()
         finally:
             graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
-    return median_ms(graph.replay, device)
+    return graph, out
 
 
 def median_ms(launch: Callable[[], object], device: torch.device) -> float:

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
+from infer.engine.step import StepRunner
 from infer.graphs.cuda_graph import Graph, doubling
-from infer.graphs.step_graph import wants_graphs
+from infer.graphs.step_graph import StepGraphs, wants_graphs
 from infer.parallel.target_worker import Shard
 from infer.request import DrafterState, SamplingParams
 from tests.heads import ONE_OF_EACH, make_head
+from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch
 
@@ -149,6 +151,35 @@ def test_how_much_is_captured(make_small_engine, monkeypatch, tmp_path):
     engine = make_small_engine(max_batch=EngineConfig().max_batch, max_rows=EngineConfig().max_rows, graphs="on")
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
     assert engine.graphs.count == len(doubling(EngineConfig().max_batch)) * 2 * 3 <= 36
+
+
+def test_step_costs_are_profiled_by_replays(make_engine, monkeypatch, tmp_path):
+    """On a clock that only steps advance: captured ones by 2 ms, or 5 with drafts, and those of the host by 9."""
+    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    now, launch, verify = 0.0, StepGraphs.launch, StepRunner.verify_drafts
+
+    def launched(graphs):
+        nonlocal now
+        now += 2e-3 if graphs.drafter == "none" else 5e-3
+        return launch(graphs)
+
+    def verified(*arguments):
+        nonlocal now
+        now += 9e-3
+        return verify(*arguments)
+
+    monkeypatch.setattr(StepGraphs, "launch", launched)
+    monkeypatch.setattr(StepRunner, "verify_drafts", verified)
+    engine = make_engine(proposer="none", max_batch=2, graphs="on", timer=lambda: now)
+    wanted = ids(engine.generate(PROMPTS, GREEDY))
+    engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
+    table = engine.speculator.planner.costs.table
+    assert table.batches == (1, 2)
+    assert_nothing_left(engine)
+    for batch, steps, drafts in zip(table.batches, table.steps, table.drafts["head"], strict=True):
+        assert [steps(batch), steps(5 * batch)] == pytest.approx([2e-3] * 2)
+        assert [drafts(depth) for depth in (1, 4)] == pytest.approx([3e-3] * 2)
+    assert ids(engine.generate(PROMPTS, GREEDY)) == wanted
 
 
 def test_a_head_that_was_woken_late(make_small_engine, replays):

@@ -22,6 +22,8 @@ class KnownMachine:
 
     FIXED, FIRST, FURTHER, LEVEL, PLAIN, READ, READS = (1e-3 * ms for ms in (10.0, 2.0, 1.0, 0.5, 0.25, 0.03, 0.01))
 
+    overlap = None
+
     def __init__(self, holds: int) -> None:
         self.holds, self.now = holds, 0.0
 
@@ -33,7 +35,7 @@ class KnownMachine:
         for prompt in prompts:
             room -= len(prompt) + params.max_tokens
             if room >= 0:
-                requests.append(SimpleNamespace(computed=len(prompt)))
+                requests.append(SimpleNamespace(computed=len(prompt), tokens=prompt))
         self.requests = requests
         return requests
 
@@ -54,6 +56,33 @@ class KnownMachine:
         self.now += self.READ * sum(request.computed for request in requests)
 
 
+class CapturedSteps:
+    """Graphs of a simulated machine for up to two requests, in a quarter of the time that the host takes."""
+
+    batches, reach = (1, 2), 10
+
+    def __init__(self, machine: KnownMachine, longest: int) -> None:
+        self.machine, self.longest = machine, longest
+
+    def load(self, requests, limits, budgets) -> None:
+        assert len(requests) <= 2
+        self.requests, self.budget = requests, budgets[0]
+
+    def launch(self) -> SimpleNamespace:
+        begin = self.machine.now
+        self.machine.verify(self.requests, self.budget.nodes)
+        self.machine.draft(self.requests, self.budget)
+        self.machine.now = begin + 0.25 * (self.machine.now - begin)
+        return SimpleNamespace(read=lambda: None)
+
+
+def with_graphs(*drafters: str, longest: int = 4096) -> KnownMachine:
+    machine = KnownMachine(99999)
+    graphs = dict.fromkeys(drafters, CapturedSteps(machine, longest))
+    machine.overlap = SimpleNamespace(graphs_of=graphs.get)
+    return machine
+
+
 def profile(machine: KnownMachine, context: int = 4096, max_batch: int = 4) -> CostTable:
     sizes = {"vocab_size": 50, "context": context, "max_batch": max_batch, "max_rows": 99}
     return measure(machine, {"head": Budget(4, 4)}, clock=lambda: machine.now, **sizes)
@@ -72,6 +101,25 @@ def test_a_known_machine_is_measured_as_it_is(context):
     assert costs.read("ngram", 200) == 0.0
     assert CostTable.from_json(json.loads(json.dumps(asdict(table)))) == table
     assert machine.now < START_S
+
+
+def test_captured_steps_are_measured_by_their_graphs():
+    """A graph is one of a whole step and takes as long whatever it drafts. Larger batches are not measured."""
+    table = profile(with_graphs("none", "head"))
+    assert table.batches == (1, 2)
+    costs = CostModel(table)
+    assert costs.plain(2) == costs.plain(4) == pytest.approx(0.25 * 14e-3)
+    for rows, depth in ((4, 1), (10, 4)):
+        assert costs.verify(2, rows) + costs.draft("head", 2, depth) == pytest.approx(0.25 * 26e-3)
+    assert costs.read("head", 200) == pytest.approx(6e-3)
+
+
+def test_a_drafter_without_graphs_is_measured_as_the_host_runs_it():
+    assert profile(with_graphs("none")) == profile(KnownMachine(99999))
+
+
+def test_a_context_that_graphs_do_not_reach_is_measured_as_the_host_runs_it():
+    assert profile(with_graphs("none", "head", longest=80), context=80) == profile(KnownMachine(99999), context=80)
 
 
 def test_batches_that_do_not_fit_into_the_cache_are_left_out():

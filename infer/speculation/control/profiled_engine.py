@@ -28,6 +28,7 @@ class ProfiledEngine:
     def __init__(self, engine: Engine, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
         self._engine, self._pool, self._steps, self._stats = engine, pool, steps, stats
         self._speculator, self._threads = engine.speculator, engine.threads
+        self.overlap, self.step = steps.overlap, engine.step
 
     @torch.inference_mode()
     def start(
@@ -39,7 +40,7 @@ class ProfiledEngine:
         `check` is called between steps; if it raises, none of the requests is left.
         """
         self._saved_stats, self._speculator.planner = copy.deepcopy(self._stats), NoDrafts()
-        self._saved_overlap, self._steps.overlap = self._steps.overlap, None
+        self._steps.overlap = None
         pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
         fitting = min(len(prompts), self._pool.free_pages // pages)
         requests = [self._engine.request(self._engine.add(prompt, params)) for prompt in prompts[:fitting]]
@@ -62,10 +63,7 @@ class ProfiledEngine:
             self._engine.abort(request.request_id)
         self._pool.pages.clear_cache()
         self._stats.restore(self._saved_stats)
-        self._speculator.planner, self._steps.overlap = Planner(), self._saved_overlap
-
-    def step(self) -> object:
-        return self._engine.step()
+        self._speculator.planner, self._steps.overlap = Planner(), self.overlap
 
     @torch.inference_mode()
     def verify(self, requests: Sequence[Request], drafts: int) -> None:

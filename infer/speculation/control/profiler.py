@@ -1,7 +1,8 @@
 """Profiler: fills the cost table (cost_model.py) by running steps, and stores it for the next start.
 
 Requests of random tokens are decoded for a moment at one batch size after another: verifies of more and more rows,
-which commit nothing, and drafts of growing depth, which a proposer can repeat any number of times.
+which commit nothing, and drafts of growing depth, which a proposer can repeat any number of times. Where steps run as
+CUDA graphs, these are replayed instead (infer/graphs/replay.py), and only batch sizes that have graphs are measured.
 
 Start-up waits no longer than START_S for it, and not at all where `Engine.profile` does it later. Larger batch sizes
 are left out if there is no time for them, and nothing is kept if times are not repeatable or contradict each other
@@ -14,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infer.graphs.replay import replays_of
 from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 15  # of what is measured and how
+VERSION = 16  # of what is measured and how
 # Seconds that start-up waits for all of it, apart from the work running at that time (DESIGN section 7: a few seconds).
 START_S = 4.5
 PROMPT_TOKENS = 64  # of profiled requests: a page or more, while longer ones take the time of larger batches
@@ -76,37 +77,39 @@ def measure(
         )
     watch = Stopwatch(clock, check)
     profiled = Profiled(engine, watch, min(PROMPT_TOKENS, room), vocab_size, widest, max_rows)
-    batches, steps, reads = list[int](), list[Curve](), dict[str, float]()
-    drafts: dict[str, list[Curve]] = {name: [] for name in drafters}
-    for batch in (2**power for power in range(max_batch.bit_length())):
+    replays = replays_of(engine.overlap, drafters, profiled.length + tokens(widest, max_batch))
+    most = max_batch if replays is None else replays.largest
+    measured, reads = list[tuple[int, Curve, dict[str, Curve]]](), dict[str, float]()
+    for batch in (2**power for power in range(most.bit_length())):
         began, curves = watch.left, dict[str, Curve]()
         try:
             for name, limit in drafters.items():
                 with profiled.requests(name, batch) as requests:
                     if len(requests) < batch:
                         break
-                    if not curves:
-                        step = profiled.steps(requests)
-                    curves[name] = profiled.drafts(requests, limit)
+                    if replays is not None:
+                        step, curves[name] = replays.curves(requests, limit, watch.time)
+                    else:
+                        if not curves:
+                            step = profiled.steps(requests)
+                        curves[name] = profiled.drafts(requests, limit)
                     if name not in reads:
                         reads[name] = profiled.reading(requests)
         except OutOfTime:
-            if not batches:
+            if not measured:
                 raise
             break
         if len(curves) < len(drafters):  # no more requests fit
             break
-        batches.append(batch)
-        steps.append(step)
-        for name, curve in curves.items():
-            drafts[name].append(curve)
+        measured.append((batch, step, curves))
         if 2 * (began - watch.left) > watch.left:  # what twice as many requests would take
             break
-    if not batches:
+    if not measured:
         raise ValueError(
             f"proposer.adaptive=true: no request of {profiled.length} tokens fits in the cache of keys and values"
         )
-    table = CostTable(tuple(batches), tuple(steps), {name: tuple(each) for name, each in drafts.items()}, reads)
+    batches, steps, drafts = zip(*measured, strict=True)
+    table = CostTable(batches, steps, {name: tuple(curves[name] for curves in drafts) for name in drafters}, reads)
     if reason := contradiction(table):
         raise Unmeasured(reason)
     return table
@@ -236,10 +239,9 @@ def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTabl
     measured = make()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"key": dict(key), "table": asdict(measured)}, stream)
-        os.replace(temporary, file)
+        temporary = file.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({"key": dict(key), "table": asdict(measured)}), encoding="utf-8")
+        temporary.replace(file)
     except OSError as error:
         log.warning("%s: could not store the measured costs; every start will measure them again: %s", file, error)
     return measured

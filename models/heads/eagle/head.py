@@ -34,8 +34,8 @@ class EagleLayer(nn.Module):
         self.mlp = GatedMLP(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        normed, x = self.post_attention_layernorm.add(x, self.self_attn(x, rotary, attention))
-        return x + self.mlp(normed)
+        x = self.self_attn(x, rotary, attention, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
     def parts(self) -> LayerParts | None:
         """Return the weights for kernels that run whole layers; None where none can."""

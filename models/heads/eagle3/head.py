@@ -42,8 +42,8 @@ class Eagle3FirstLayer(nn.Module):
         token, hidden = self.input_layernorm, self.hidden_norm
         x = norm_beside(embedding, state, token.weight, hidden.weight, token.eps)
         residual = x[..., state.shape[-1] :] if self.norm_before_residual else state
-        normed, x = self.post_attention_layernorm.add(residual, self.self_attn(x, rotary, attention))
-        return x + self.mlp(normed)
+        x = self.self_attn(x, rotary, attention, residual)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
     def parts(self) -> LayerParts | None:
         """Return the weights for kernels that run whole layers; None where none can."""

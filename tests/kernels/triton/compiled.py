@@ -74,6 +74,7 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
     """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
     instructions, the tensor cores' `products` in order, and `float_sums`. `specialised`: its integers that are.
+    `early`: accesses to memory ahead of the wait for the kernel before; None if there is no such wait.
     """
     import torch
     import triton
@@ -102,8 +103,10 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
     report = {
         "kernel": kernel.__name__,
+        "early": re.findall(ACCESS, before) if wait else None,
         "shared": compiled.metadata.shared,
         **resources(cubin),
         **marks,
@@ -169,6 +172,7 @@ def main(module: str, capability: int) -> None:
     print(json.dumps(compiled))
 
 
+ACCESS = r"\b(?:ld|st|cp|red|atom|prefetch)\.(?!param)[\w.:]+"  # to memory, in PTX
 POINTERS: dict[Any, str] = {}
 COMPILED: dict[str, dict[str, Any]] = {}  # reports by variant
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.kernels.triton.launches import attend, multiply, multiply_int4, residuals
+from tests.kernels.triton.launches import attend, multiply, multiply_and_add, multiply_int4, residuals
 
 ROWS = (1, 17, 33, 65, 300)  # one of each kind of tile; 300 are those of a prompt
 OUTPUTS = (4096, 28672)  # so few that each program has a multiprocessor to itself (but for 300 rows), and many
@@ -15,6 +15,19 @@ CASES = {
         f"linear, {rows} rows, {outputs} outputs, {name}": partial(launch, rows, outputs=outputs)
         for name, launch in FORMATS.items()
         for outputs in OUTPUTS
+        for rows in ROWS
+    },
+    **{
+        f"linear, {rows} rows, {outputs} outputs, {name}, activated": partial(
+            launch, rows, outputs=outputs, gate="silu"
+        )
+        for name, launch in FORMATS.items()
+        for outputs in OUTPUTS
+        for rows in ROWS
+    },
+    **{
+        f"linear, {rows} rows, 4096 outputs, {name}, added": partial(multiply_and_add, rows, launch)
+        for name, launch in FORMATS.items()
         for rows in ROWS
     },
     **{

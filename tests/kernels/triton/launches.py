@@ -55,15 +55,19 @@ def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None,
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
 
 
-def multiply(rows, weight_format=None, dtype=BF16, outputs=4096):
+def multiply(rows, weight_format=None, dtype=BF16, outputs=4096, **epilogue):
     scale = None if weight_format is None else empty(outputs, dtype=torch.float32)
     stored = STORED[weight_format] if weight_format in LARGEST else dtype
-    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=stored), None, scale)
+    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=stored), None, scale, **epilogue)
 
 
-def multiply_int4(rows, dtype=BF16, group=128, outputs=4096):
+def multiply_int4(rows, dtype=BF16, group=128, outputs=4096, **epilogue):
     scale = empty(outputs, 14336 // group, dtype=torch.float32)
-    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336 // 2, dtype=torch.int8), None, scale)
+    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336 // 2, dtype=torch.int8), None, scale, **epilogue)
+
+
+def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
+    launch(rows, outputs=outputs, residual=empty(rows, outputs), **options)
 
 
 def residuals(rows):
@@ -240,6 +244,12 @@ CASES = {
     "linear, 16 rows, fp8": partial(multiply, 16, "fp8"),
     "linear, 16 rows, int4": partial(multiply_int4, 16),
     "linear, 512 rows, int4": partial(multiply_int4, 512),
+    "linear, 16 rows, activated": partial(multiply, 16, outputs=28672, gate="silu"),
+    "linear, 16 rows, activated by GELU": partial(multiply, 16, outputs=28672, gate="gelu"),
+    "linear, 1 row, odd sizes, activated": lambda: linear(empty(1, 100), empty(78, 100), empty(78), gate="silu"),
+    "linear, 16 rows, fp8, activated": partial(multiply, 16, "fp8", outputs=28672, gate="silu"),
+    "linear, 16 rows, added": partial(multiply_and_add, 16),
+    "linear, 1 row, odd sizes, added": lambda: linear(empty(1, 100), empty(77, 100), empty(77), residual=empty(1, 77)),
     "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
     "norms": partial(norms, 4, 4096),
     "norms, 1 row": partial(norms, 1, 3 * 4096),

@@ -28,6 +28,10 @@ VARYING = {  # integers that differ from step to step: a value of another kind m
     *("rows", "count", "width", "num_states", "pages", "first", "window"),
     *("M", "T", "num_later", "batches"),
 }
+AHEAD = {  # kernels that may start before the kernel ahead of them has ended: those of a layer
+    *("rms_norm_kernel", "norm_beside_kernel", "linear_kernel", "residual_silu_kernel", "rotate_and_write_kernel"),
+    *("attend", "branch", "combine"),
+}
 EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
 
 
@@ -95,8 +99,21 @@ def test_no_sum_depends_on_what_else_is_in_the_batch(compiled):
     assert chains[0] == chains[1]
 
 
+def test_what_starts_ahead_waits_before_it_reads_and_writes(compiled):
+    """With programmatic dependent launch only weights, which are constant, are touched before the kernel ahead ends."""
+    kernels = [kernel for launched in compiled.values() for kernel in launched]
+    ahead = {kernel["kernel"] for kernel in kernels if kernel["early"] is not None}
+    assert ahead == AHEAD
+    for kernel in kernels:
+        launched_ahead = bool(kernel["options"].get("launch_pdl"))
+        assert launched_ahead == (kernel["early"] is not None) == bool(kernel["options"].get("PDL"))
+        if launched_ahead:
+            assert set(kernel["early"]) == ({"prefetch.global.L2"} if kernel["kernel"] == "linear_kernel" else set())
+
+
 def test_integers_that_vary_are_not_specialised(compiled):
     kernels = [kernel for launched in compiled.values() for kernel in launched]
     assert [(k["kernel"], k["specialised"]) for k in kernels if VARYING & set(k["specialised"])] == []
     linear = next(kernel for kernel in kernels if kernel["kernel"] == "linear_kernel")
-    assert linear["specialised"] == ["x_stride", "K", "N"]  # whether rows are aligned decides how they are copied
+    strides = ["x_stride", "residual_stride"]  # whether rows are aligned decides how they are copied
+    assert linear["specialised"] == [*strides, "K", "N"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.quantise import quantise, widen
 from kernels.triton import device
@@ -64,3 +65,47 @@ def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
     expected = x.double() @ widen(stored, scale).double().T + offset.double()
     assert (linear(x).double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
     assert linear.bytes == weight.numel() // (2 if weight_format == "int4" else 1) + 4 * scale.numel()
+
+
+FORMATS = [*((dtype, "same") for dtype in TOLERANCE), *((torch.float16, weight_format) for weight_format in ERROR)]
+
+
+@pytest.mark.parametrize(("dtype", "weight_format"), FORMATS)
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_a_sum_has_the_bits_of_the_separate_operations(in_triton, dtype, weight_format, bias):
+    """The residual stream is a slice of wider rows."""
+    _, _, linear = make(96, 72, dtype, bias, weight_format=weight_format)
+    x, residual = torch.randn(19, 96, device=DEVICE).to(dtype), torch.randn(19, 150, device=DEVICE).to(dtype)[:, 75:147]
+    assert torch.equal(linear.add(residual, x), _sum(residual, linear(x)))
+    assert torch.equal(linear.add(residual[3:4], x[3:4]), linear.add(residual, x)[3:4])
+
+
+def _sum(x, y):
+    """x + y, as kernels/triton/elementwise.py rounds it: Triton's interpreter truncates to bf16."""
+    return add_rms_norm(x, y, torch.ones_like(x[0]), 1e-5)[1]
+
+
+@pytest.mark.parametrize(("dtype", "weight_format"), FORMATS)
+@pytest.mark.parametrize(("gate", "separate"), [("silu", silu_mul), ("gelu", gelu_mul)])
+@torch.no_grad()
+def test_a_gated_layer_has_the_bits_of_the_separate_operations(in_triton, dtype, weight_format, gate, separate):
+    """Outputs that fill no tile: 52 of each half."""
+    _, _, linear = make(96, 104, dtype, gate == "gelu", weight_format=weight_format)
+    x = 4 * torch.randn(2, 10, 96, device=DEVICE).to(dtype)
+    gated = linear.gated(x, gate)
+    assert gated.shape == (2, 10, 52)
+    assert torch.equal(gated, separate(linear(x)))
+    assert torch.equal(linear.gated(x[1, 3], gate), gated[1, 3])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to have another device")
+@pytest.mark.parametrize("rows", [1, 70])
+@torch.no_grad()
+def test_gated_layers_of_every_tile(in_triton, monkeypatch, rows):
+    _, _, linear = make(128, 544, torch.float16)
+    x = torch.randn(rows, 128, device=DEVICE).half()
+    expected = silu_mul(linear(x))
+    assert torch.equal(linear.gated(x, "silu"), expected)
+    monkeypatch.setattr(device, "without_gpu", device.HOPPER._replace(multiprocessors=1))
+    assert torch.equal(linear.gated(x, "silu"), expected)

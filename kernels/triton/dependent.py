@@ -1,0 +1,49 @@
+# pyright: reportArgumentType=false
+"""Programmatic dependent launch: a kernel's programs start while the kernel ahead ends, and wait for what it writes.
+
+Between two kernels of a CUDA graph a GPU stands still for about a microsecond: the last programs end, memory is
+flushed, the next programs are placed and read their parameters. A kernel that begins with `follow` overlaps all of that
+but the flush. Its programs are placed as soon as every program of the kernel ahead has started, and are then held at
+the wait. What they touch before it must be constant, such as weights; since the next kernel may start only after the
+wait, at most two kernels are under way, and the order of all reads and writes is that of ordinary launches. A kernel
+that knows nothing of this starts after all before it have ended.
+
+It changes no value. HEADWAY_PDL=0 turns it off; scripts/gpu_check compares both.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.triton import INTERPRET
+from kernels.triton.device import limits
+
+SWITCH = "HEADWAY_PDL"
+
+
+def dependent(device: torch.device) -> dict[str, bool]:
+    """Return the options of a launch of a kernel that begins with `follow`: Hopper, and Blackwell in data centres."""
+    on = limits(device).warpgroups and os.environ.get(SWITCH) != "0" and os.environ.get(INTERPRET) != "1"
+    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+
+
+@triton.jit
+def follow(PDL: tl.constexpr):
+    """Wait until the kernel ahead has ended and its writes are visible, then let the next one's programs start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Fetch what lies at these addresses into L2, without waiting."""
+    addresses = pointers.to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )
