@@ -18,6 +18,7 @@ from models.vocab import build_draft_vocab
 from tests.train.launching import ROOT
 from train.config import TrainConfig
 from train.data.sequences import Batch
+from train.distributed.optimizers import hidden_matrices
 from train.features.online import compute_features
 from train.loop import train
 from train.planning.activations import rehearse
@@ -133,6 +134,8 @@ def test_every_copy_is_counted(settings: list[str], monkeypatch: pytest.MonkeyPa
     trained, frozen = parameters(shapes(compose("train", TrainConfig, settings)).head)
     assert parts()["head and optimiser"] == 16 * trained + 4 * frozen
     assert parts("parallel=ddp")["head and optimiser"] == 20 * trained + 4 * frozen
+    matrices = sum(matrix.numel() for matrix in hidden_matrices(shapes(compose("train", TrainConfig, settings)).head))
+    assert parts("optim=muon")["head and optimiser"] == 16 * trained + 4 * frozen - 4 * matrices
     copies = 8 * (trained + frozen) + 4 * trained  # gathered, measured and saved; a gradient
     assert parts("parallel=fsdp")["head and optimiser"] == (16 * trained + 4 * frozen) // 4 + copies
     assert parts("parallel=zero2")["head and optimiser"] == 16 * trained // 4 + copies

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from models.heads.base import Head
 from train import checkpoint
 from train.checkpoint import Trained
 from train.config import OptimConfig
+from train.distributed.optimizers import make_optimizers
 from train.objectives.base import Objective
 
 
@@ -37,13 +38,13 @@ class Replicated:
 
     def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
         self.accelerator, self.plain, self.clip = accelerator, objective, optim.clip
-        self._make_optimizer = partial(make_optimizer, objective, optim, rate, fused=self.fused_optimizer)
+        self._make_optimizers = partial(make_optimizers, objective, optim, rate, fused=self.fused_optimizer)
         self.objective: Any
-        self.optimizer: Any
+        self.optimizers: Sequence[Any]
         self._prepare()
 
     def _prepare(self) -> None:
-        self.objective, self.optimizer = self.accelerator.prepare(self.plain, self._make_optimizer())
+        self.objective, *self.optimizers = self.accelerator.prepare(self.plain, *self._make_optimizers())
 
     @property
     def head(self) -> Head:
@@ -80,33 +81,38 @@ class Replicated:
         norm = self._clip()
         if sound and math.isfinite(norm):
             self._set_rate(rate)
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         self.drop()
         return norm
 
     def drop(self) -> None:
         """Discard the gradients."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def state(self) -> Trained:
         """Return the full state. Call it on every process."""
-        return checkpoint.gather_trained(self.plain.trained, self.optimizer)
+        return checkpoint.gather_trained(self.plain.trained, self.optimizers)
 
     def load(self, state: Trained) -> None:
         """Load the full state. Call it on every process."""
-        checkpoint.load_trained(self.plain.trained, self.optimizer, state)
+        checkpoint.load_trained(self.plain.trained, self.optimizers, state)
 
     def close(self, *, together: bool) -> None:
         """Release resources after the last use. `together`: every process calls this, at the same point."""
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self._groups() for parameter in group["params"]]
 
     def _clip(self) -> float:
         return float(self.accelerator.clip_grad_norm_(self._parameters(), self.clip) or 0.0)
 
     def _set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             group["lr"] = rate * group.get("scale", 1.0)
 
 
@@ -135,7 +141,7 @@ class FullyShard(Sharded):
 
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         self._sharded: Any = fully_shard(self.plain, mesh=mesh)
-        self.objective, self.optimizer = self._in_autocast, self._make_optimizer()
+        self.objective, self.optimizers = self._in_autocast, self._make_optimizers()
 
     def _in_autocast(self, *inputs: Any) -> Any:
         with self.accelerator.autocast():
@@ -248,17 +254,6 @@ class Zero(Sharded):
 PLACEMENTS: dict[str, type[Replicated]] = {
     "single": Replicated, "ddp": Replicated, "fsdp": FullyShard, "zero2": Zero, "zero3": Zero,
 }  # fmt: skip
-
-
-def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fused: bool) -> torch.optim.AdamW:
-    on_cpu = next(objective.head.parameters()).device.type == "cpu"
-    return torch.optim.AdamW(
-        objective.parameter_groups(),
-        lr=rate,
-        betas=(config.betas[0], config.betas[1]),
-        weight_decay=config.weight_decay,
-        fused=True if fused and on_cpu else None,  # None: torch's default for the device
-    )
 
 
 def present(value: Tensor | None) -> Tensor:

@@ -20,7 +20,8 @@ from models.lora import linear_layers
 from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
-from train.config import WHOLE, TrainConfig
+from train.config import WHOLE, MuonConfig, TrainConfig
+from train.distributed.optimizers import hidden_matrices
 from train.features.online import feature_bytes, fits_cache
 from train.objectives import teacher
 from train.planning.activations import meta_objective, rehearse
@@ -62,6 +63,8 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
     if isinstance(config.objective, JointObjectiveConfig):
         trained += adapter_parameters(target, config.objective)
     num_bytes = trained * STATE + frozen * VALUE
+    if isinstance(config.optim, MuonConfig):  # one moment, not two
+        num_bytes -= VALUE * sum(matrix.numel() for matrix in hidden_matrices(head))
     if name == "ddp":
         num_bytes += trained * VALUE  # DDP's communication buckets lie beside the gradients
     elif name not in WHOLE:
