@@ -71,12 +71,10 @@ def hidden_matrices(head: Head) -> dict[nn.Parameter, list[int]]:
     heads = (1, 1) if head.attention is None else (head.attention.num_heads, head.attention.num_kv_heads)
     layout, outputs = head.checkpoint_layout(), tuple(f"{name}." for name in head.output_layers)
     matrices: dict[nn.Parameter, list[int]] = {}
-    for name, module in head.named_modules():
-        weight = f"{name}.weight"
-        if not isinstance(module, nn.Linear) or weight.startswith(outputs) or not module.weight.requires_grad:
-            continue
-        if min(module.weight.shape) > 1:
-            matrices[module.weight] = rows_of_parts(len(module.weight), len(layout[weight]), heads)
+    linear = {f"{name}.weight" for name, module in head.named_modules() if isinstance(module, nn.Linear)}
+    for name, weight in head.named_parameters():
+        if name in linear and not name.startswith(outputs) and weight.requires_grad and min(weight.shape) > 1:
+            matrices[weight] = rows_of_parts(len(weight), len(layout[name]), heads)
     return matrices
 
 

@@ -216,20 +216,17 @@ class Zero(Sharded):
 
     def load(self, state: Trained) -> None:
         import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param
 
         parameters = checkpoint.trainable(self.plain.head)
         checkpoint.load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
         for name, parameter in parameters.items():
             value = state.module[name].to(self.accelerator.device)
-            safe_set_full_fp32_param(parameter, value)  # what is updated; below, what the next forward reads
+            set_full(parameter, value)  # what is updated; below, what the next forward reads
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
         self._load_optimizer(state.optimizer)
 
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if tensors and not self._base_optimizer.state:  # ZeRO-2 creates it in its first step
             flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's partitions
             for part in flat or [part for group in self._base_optimizer.param_groups for part in group["params"]]:
@@ -241,7 +238,7 @@ class Zero(Sharded):
             for key in ("exp_avg", "exp_avg_sq"):
                 value = tensors.get(f"{name}|{key}")
                 if value is not None:
-                    safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), key)
+                    set_full(parameter, value.to(self.accelerator.device), key)
         step = next((value for key, value in tensors.items() if key.endswith("|step")), torch.tensor(0.0))
         for values in self._base_optimizer.state.values():
             values["step"] = step.clone()
@@ -254,6 +251,28 @@ class Zero(Sharded):
 PLACEMENTS: dict[str, type[Replicated]] = {
     "single": Replicated, "ddp": Replicated, "fsdp": FullyShard, "zero2": Zero, "zero3": Zero,
 }  # fmt: skip
+
+
+def set_full(parameter: Any, value: Tensor, key: str | None = None) -> None:
+    """Set a parameter in fp32 under DeepSpeed, or with `key` its optimiser state, from the full tensor.
+
+    ZeRO-3 pads parameters that do not divide evenly among processes, which DeepSpeed's own `safe_set_full_*` ignore.
+    """
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):  # ZeRO-2
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+        return
+    size, ranks = parameter.ds_tensor.numel(), torch.distributed.get_world_size()
+    padded = nn.functional.pad(value.flatten(), (0, size * ranks - value.numel()))
+    part = padded.narrow(0, size * torch.distributed.get_rank(), size)
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, part)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, part, key)
 
 
 def present(value: Tensor | None) -> Tensor:
