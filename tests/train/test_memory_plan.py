@@ -130,6 +130,10 @@ def test_every_copy_is_counted(settings: list[str], monkeypatch: pytest.MonkeyPa
         run_shapes = shapes(config)
         return memory_parts(config, run_shapes.target, run_shapes.head, 1000)
 
+    run_shapes = shapes(compose("train", TrainConfig, [*settings, "head=eagle"]))
+    borrowed = 2 * 4 * run_shapes.target.embed_tokens.weight.numel()  # it computes logits with the target's LM head
+    trained, frozen = parameters(run_shapes.head)
+    assert parts("head=eagle")["head and optimiser"] == 16 * trained + 4 * frozen + borrowed
     monkeypatch.setenv("WORLD_SIZE", "4")
     trained, frozen = parameters(shapes(compose("train", TrainConfig, settings)).head)
     assert parts()["head and optimiser"] == 16 * trained + 4 * frozen

@@ -14,6 +14,7 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS
 from models.heads.base import Head
+from models.heads.borrowing import BorrowingHead
 from models.heads.objectives import JointObjectiveConfig
 from models.layers import Linear
 from models.lora import linear_layers
@@ -50,7 +51,7 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     return {
         "target": target_bytes(target, config) + copies_of_target(target, config),
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
-        "head and optimiser": state_bytes(config, target, head),
+        "head and optimiser": state_bytes(config, target, head) + borrowed_bytes(target, head),
         "features": cached + feature_bytes(target, head.config.aux_layers, batch),
         "activations": activation_bytes(config, target, head),
     }
@@ -73,6 +74,14 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
         num_bytes = divided // processes() + (2 * total + trained) * VALUE
     item = target.norm.weight.element_size()
     return num_bytes + (total * item if item != VALUE else 0)  # a copy in the target's dtype during evaluation
+
+
+def borrowed_bytes(target: LlamaTarget, head: Head) -> int:
+    """Return the bytes of unpacked copies of the target's embedding and LM head, if the head uses these in place."""
+    if not isinstance(head, BorrowingHead):
+        return 0
+    weights = {target.embed_tokens.weight, target.lm_head.weight}  # one if they are tied
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
