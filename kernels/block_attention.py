@@ -5,8 +5,12 @@ context keys of the anchor slot and of earlier slots in its document, and the ke
 with `causal` those up to its own. It never sees another block. With `window` a row sees only the last `window` of these
 keys, which is what the paged kernels do in serving (kernels/attention.py).
 
-Contract: one fp32 softmax runs over both kinds of keys. Blocks are processed in groups, so that scores of at most
-CHUNK_ELEMENTS are in memory at a time; with gradients they are recomputed in the backward pass.
+Contract: one fp32 softmax runs over both kinds of keys. Gradients of keys are summed over all rows that see them in a
+fixed order.
+
+The torch implementation processes blocks in groups, so that scores of at most CHUNK_ELEMENTS are in memory at a time;
+with gradients they are recomputed in the backward pass. On CUDA devices a Triton kernel holds only tiles of them
+(kernels/triton/block_attention.py).
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from kernels.ttt_attention import kernel_dtype
 
 CHUNK_ELEMENTS = 2**24  # scores in memory at a time: 64 MB in fp32
 
@@ -32,13 +38,35 @@ def block_attention(
 ) -> Tensor:
     """Compute attention for q `[B, M, N, nh, D]`, the N rows of M blocks per sequence -> `[B, M, N, nh, D]`.
 
+    The result has q's dtype, or that of autocast.
+
     context: keys and values of the sequence's slots, `[B, T, nkv, D]` each; block: those of the rows, `[B, M, N, nkv,
     D]`. slots `[B, M]`: each block's anchor slot, in any order. starts `[B, T]`: the slot at which each slot's document
     begins; None: each sequence is one document.
     """
+    if (dtype := kernel_dtype(q)) is not None:
+        from kernels.triton.block_attention import RangesAttention
+
+        lined_up = [x.to(dtype).flatten(1, 2) for x in (q, *block)]
+        bounds = key_bounds(q.shape[2], slots, first_slots(slots, starts), causal=causal, window=window)
+        out = RangesAttention.apply(lined_up[0], *[x.to(dtype) for x in context], *lined_up[1:], *bounds)
+        return out.view(q.shape)
+    return dense_block_attention(q, context, block, slots, starts, causal=causal, window=window)
+
+
+def dense_block_attention(
+    q: Tensor,
+    context: tuple[Tensor, Tensor],
+    block: tuple[Tensor, Tensor],
+    slots: Tensor,
+    starts: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+) -> Tensor:
+    """As `block_attention`, in torch."""
     batch, blocks, rows, heads, _ = q.shape
-    length = context[0].shape[1]
-    first = torch.zeros_like(slots) if starts is None else starts.gather(1, slots)
+    length, first = context[0].shape[1], first_slots(slots, starts)
     group = max(1, CHUNK_ELEMENTS // (batch * heads * rows * (length + rows)))
     attend = partial(_attend, causal=causal, window=window)
     if group < blocks and torch.is_grad_enabled():
@@ -48,6 +76,11 @@ def block_attention(
         for part in (slice(begin, begin + group) for begin in range(0, blocks, group))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def first_slots(slots: Tensor, starts: Tensor | None) -> Tensor:
+    """Return the slot at which the document of each of `slots` `[B, M]` begins."""
+    return torch.zeros_like(slots) if starts is None else starts.gather(1, slots)
 
 
 def _attend(
@@ -81,11 +114,34 @@ def visible(
     slots and first `[B, M]`: the anchor slot of a block, and the slot at which its document begins.
     """
     slot, row = torch.arange(length, device=slots.device), torch.arange(rows, device=slots.device)
-    last = row if causal else torch.full_like(row, rows - 1)  # of the block's rows that a row sees
-    seen_block = (row <= last[:, None]).expand(*slots.shape, rows, rows)
-    begin = first[..., None].expand(*slots.shape, rows)
-    if window is not None:  # the number of keys up to the anchor slot and in the block
-        begin = torch.maximum(begin, slots[..., None] + 1 + last + 1 - window)
-        seen_block = seen_block & (row > last[:, None] - window)
+    begin, block_begin, block_end = key_ranges(rows, slots, first, causal=causal, window=window)
     seen_context = (slot >= begin[..., None]) & (slot <= slots[..., None, None])
-    return seen_context, seen_block
+    seen_block = (row >= block_begin[:, None]) & (row < block_end[:, None])
+    return seen_context, seen_block.expand(*slots.shape, rows, rows)
+
+
+def key_ranges(
+    rows: int, slots: Tensor, first: Tensor, *, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first context key that each row sees, `[B, M, N]`; the last one is that of its anchor slot.
+
+    And the first key that a row sees of its block, and the end of these, `[N]` each. slots and first as above.
+    """
+    row = torch.arange(rows, device=slots.device)
+    end = row + 1 if causal else torch.full_like(row, rows)
+    begin, block_begin = first[..., None].expand(*slots.shape, rows), torch.zeros_like(row)
+    if window is not None:  # the number of keys up to the anchor slot and in the block
+        begin = torch.maximum(begin, slots[..., None] + 1 + end - window)
+        block_begin = (end - window).clamp(min=0)
+    return begin, block_begin, end
+
+
+def key_bounds(rows: int, slots: Tensor, first: Tensor, *, causal: bool, window: int | None) -> list[Tensor]:
+    """Return the first key and the end of each row's two ranges, `[B, M * N]` int32 each.
+
+    Of the context's keys, and of those of all blocks' rows in a line.
+    """
+    begin, block_begin, block_end = key_ranges(rows, slots, first, causal=causal, window=window)
+    line = rows * torch.arange(slots.shape[1], device=slots.device)[:, None]  # at which a block begins
+    bounds = begin, slots[..., None] + 1, line + block_begin, line + block_end
+    return [bound.expand(*slots.shape, rows).flatten(1).to(torch.int32) for bound in bounds]

@@ -45,13 +45,13 @@ def ttt_attention(
 
 
 def kernel_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype in which the Triton kernel takes x `[B, M, heads, D]`; None where torch runs instead."""
+    """Return the dtype in which the Triton kernel takes x `[..., D]`; None where torch runs instead."""
     if not in_use(x.device):
         return None
-    from kernels.triton.ttt_attention import supported
+    from kernels.triton.key_ranges import supported
 
     dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return dtype if supported(x.shape[3], dtype) else None
+    return dtype if supported(x.shape[-1], dtype) else None
 
 
 def operand(x: Tensor) -> Tensor:

@@ -186,10 +186,18 @@ def split_merged(
     tensors: dict[str, Tensor] = {}
     for name, parts in layout.items():
         value = state[name].detach()
-        shares = (*heads, heads[1]) if len(parts) == 3 else (1,) * len(parts)
-        pieces = value.split([share * len(value) // sum(shares) for share in shares])
+        pieces = value.split(rows_of_parts(len(value), len(parts), heads))
         tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
     return tensors
+
+
+def rows_of_parts(rows: int, parts: int, heads: tuple[int, int]) -> list[int]:
+    """Return how many of a tensor's rows belong to each of the tensors that it was merged from.
+
+    Three parts are those of a QKV projection with `heads` query and KV heads; others have equal sizes.
+    """
+    shares = (*heads, heads[1]) if parts == 3 else (1,) * parts
+    return [share * rows // sum(shares) for share in shares]
 
 
 def fingerprint(folder: Path) -> str:

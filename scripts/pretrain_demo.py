@@ -218,8 +218,7 @@ def resume(path: Path, model: LlamaTarget, optimizers: Optimizers, config: Pretr
     for key, value in asdict(config).items():
         if key not in FREE_ON_RESUME and saved.get(key) != value:
             raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
-    for optimizer in optimizers:
-        load_trained(model, optimizer, checkpoint.trained)
+    load_trained(model, optimizers, checkpoint.trained)
     return checkpoint.state["step"]
 
 
@@ -264,8 +263,7 @@ def pretrain(config: PretrainConfig, model: LlamaTarget, train_stream: Tensor, h
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
             bar.update()
             if step % config.checkpoint_every == 0 or step == config.steps or stop.requested:
-                muon, adamw = (gather_trained(model, optimizer).optimizer for optimizer in optimizers)
-                trained = Trained(module_tensors(model), muon | adamw)
+                trained = Trained(module_tensors(model), gather_trained(model, optimizers).optimizer)
                 save_checkpoint(checkpoints, step, trained, {"config": asdict(config)}, keep=1)
     bar.close()
     if step < config.steps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -171,20 +171,21 @@ def gather_module(module: nn.Module) -> dict[str, Tensor]:
     return cast(dict[str, Tensor], library.get_model_state_dict(module, options=options))
 
 
-def gather_trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
-    """Return the full state of a module, sharded or not, and of the optimiser of its parameters; a collective call."""
+def gather_trained(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Trained:
+    """Return the full state of a module, sharded or not, and of its parameters' optimisers; a collective call."""
     from torch.distributed.checkpoint import state_dict as library
 
     states: dict[str, Any] = {}
-    if optimizer.state:  # else no step was taken yet, and the library would take an empty one to make a state
-        options = library.StateDictOptions(full_state_dict=True)
-        states = cast(Any, library.get_optimizer_state_dict(module, optimizer, options=options))["state"]
+    for optimizer in optimizers:
+        if optimizer.state:  # else no step was taken yet, and the library would take an empty one to make a state
+            options = library.StateDictOptions(full_state_dict=True)
+            states |= cast(Any, library.get_optimizer_state_dict(module, optimizer, options=options))["state"]
     tensors = {f"{name}|{key}": value for name, state in states.items() for key, value in state.items()}
     return Trained(gather_module(module), tensors)
 
 
-def load_trained(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
-    """Load a full state into a module, sharded or not, and its optimiser; a collective call."""
+def load_trained(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], trained: Trained) -> None:
+    """Load a full state into a module, sharded or not, and its optimisers; a collective call."""
     from torch.distributed.checkpoint import state_dict as library
 
     options = library.StateDictOptions(full_state_dict=True, strict=False)  # frozen parameters are not in it
@@ -194,12 +195,13 @@ def load_trained(module: nn.Module, optimizer: torch.optim.Optimizer, trained: T
         name, _, slot = key.rpartition("|")
         states.setdefault(name, {})[slot] = value
     if states:
-        current = library.get_optimizer_state_dict(module, optimizer)
+        current = library.get_optimizer_state_dict(module, optimizers)
         state = {"state": states, "param_groups": current["param_groups"]}
-        library.set_optimizer_state_dict(module, optimizer, state, options=options)
+        library.set_optimizer_state_dict(module, optimizers, state, options=options)
         for name, parameter in trainable(module).items():
             if name not in states:  # not updated yet; the library has made a state by an empty step
-                optimizer.state.pop(parameter, None)
+                for optimizer in optimizers:
+                    optimizer.state.pop(parameter, None)
 
 
 def random_state() -> dict[str, Tensor]:

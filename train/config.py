@@ -217,6 +217,16 @@ class OptimConfig:
 
 
 @dataclass
+class MuonConfig(OptimConfig):
+    """Muon for the matrices of hidden layers, AdamW for everything else (train/distributed/optimizers.py).
+
+    Its updates have the root mean square of AdamW's, so that `lr` and `weight_decay` mean the same for both.
+    """
+
+    momentum: float = bounded(0.95, "must be 0 to below 1", lambda momentum: 0 <= momentum < 1)
+
+
+@dataclass
 class ParallelConfig:
     # train/distributed/strategies.py says what each shards
     name: str = choice(MISSING, "single", "ddp", "fsdp", "zero2", "zero3")
@@ -277,6 +287,11 @@ class TrainConfig:
             raise ValueError(
                 f"engine.tensor_parallel={self.engine.tensor_parallel}: divides the target among ranks that serve one "
                 f"trainer, and parallel={self.parallel.name} starts several; use parallel=single"
+            )
+        if isinstance(self.optim, MuonConfig) and self.parallel.name not in WHOLE:
+            raise ValueError(
+                f"optim=muon: orthogonalises whole matrices, and parallel={self.parallel.name} divides them among "
+                f"processes; use parallel={' or '.join(WHOLE)}, or optim=adamw"
             )
         if self.features.target == "sharded":
             self._check_sharded()
@@ -388,7 +403,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "data": {"demo": DemoDataConfig, "chat": ChatDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
     "features": {"online": OnlineFeaturesConfig, "offline": OfflineFeaturesConfig},
     "objective": {name: schema for head in HEADS.values() for name, schema in head.objectives.items()},
-    "optim": {"adamw": OptimConfig},
+    "optim": {"adamw": OptimConfig, "muon": MuonConfig},
     "parallel": {"parallel": ParallelConfig},
 }
 COMMANDS: dict[str, type] = {"train": TrainConfig}

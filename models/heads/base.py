@@ -37,6 +37,7 @@ class Head(nn.Module, ABC):
 
     parallel: ClassVar[bool] = False
     corrects: ClassVar[bool] = False  # the logits of a depth are those of its LM head, changed by the token before it
+    output_layers: ClassVar[tuple[str, ...]] = ("lm_head", "lm_heads")  # modules that map to the vocabulary
     config: Any  # its HeadShape
 
     @property

@@ -1,6 +1,7 @@
 """Kernels of training: checks values and gradients against the dense form in float64, and times both passes.
 
-They are the fused LM head and KL, which processes a chunk of slots at a time, and training-time test's attention.
+They are the fused LM head and KL, which processes a chunk of slots at a time, and the attention of training-time test
+and of block drafters.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.block_attention import block_attention, dense_block_attention
 from kernels.ttt_attention import dense, ttt_attention
 from scripts.gpu_check.measure import Item, close, timed
 from scripts.gpu_check.plan import BF16, FP32, KernelCheck
@@ -56,9 +58,14 @@ def checks(device: torch.device) -> Iterator[KernelCheck]:
         rank = BF16 if case.dtype == torch.bfloat16 else FP32
         label = f"training-time test, head size {case.dim}, {case.dtype}"
         yield KernelCheck("correctness", label, 4, rank, partial(compare_attention, case, bound, device))
+    for blocks, bound in block_cases(device):
+        rank = BF16 if blocks.dtype == torch.bfloat16 else FP32
+        check = partial(compare_blocks, blocks, bound, device)
+        yield KernelCheck("correctness", f"block drafter, {blocks}", 4, rank, check)
     yield KernelCheck("correctness", "fused LM head and KL", 3, BF16, partial(compare_loss, device))
     yield KernelCheck("timings", "fused LM head and KL", 3, BF16, partial(time_loss, device))
     yield KernelCheck("timings", "training-time test", 5, BF16, partial(time_attention, device))
+    yield KernelCheck("timings", "block drafter", 5, BF16, partial(time_blocks, device))
 
 
 def compare_loss(device: torch.device) -> Iterator[Item]:
@@ -160,3 +167,86 @@ def time_attention(device: torch.device) -> Iterator[Item]:
     moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read; gradient written
     for name, form in (("training-time test", ttt_attention), ("training-time test, torch", dense)):
         yield timed(name, label, device, moved, both_passes, form, *inputs, capture=False)
+
+
+class Blocks(NamedTuple):
+    """Sizes of a layer of a block drafter: blocks of `rows` rows, two documents in each sequence."""
+
+    batch: int
+    length: int
+    blocks: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    causal: bool = False
+    window: int | None = None
+
+    def __str__(self) -> str:
+        mask = f"{'causal' if self.causal else 'whole'} blocks, window {self.window}"
+        return f"{self.blocks} x {self.rows} rows over {self.length} slots, head size {self.dim}, {self.dtype}, {mask}"
+
+    def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return q with keys and values of the context and of the blocks, slots, and starts."""
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            tensor = torch.randn(self.batch, *shape, self.dim, generator=generator)
+            return tensor.to(device, self.dtype).requires_grad_()
+
+        q = random(self.blocks, self.rows, self.heads)
+        keys = [random(self.length, self.kv_heads) for _ in range(2)]
+        keys += [random(self.blocks, self.rows, self.kv_heads) for _ in range(2)]
+        slots = torch.randperm(self.length, generator=generator)[: self.blocks].sort().values.expand(self.batch, -1)
+        starts = torch.zeros(self.batch, self.length, dtype=torch.int64)
+        starts[:, self.length // 3 :] = self.length // 3
+        return [q, *keys], slots.to(device), starts.to(device)
+
+    def both_passes(
+        self, attention: Callable[..., Tensor], inputs: list[Tensor], slots: Tensor, starts: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the output, and the gradients of all inputs for an output gradient of ones."""
+        q, context_k, context_v, k, v = inputs
+        masks = {"causal": self.causal, "window": self.window}
+        out = attention(q, (context_k, context_v), (k, v), slots, starts, **masks)
+        return out, *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+def block_cases(device: torch.device) -> Iterator[tuple[Blocks, float]]:
+    """Yield cases with the bounds of their errors."""
+    small = Blocks(2, 40, 5, 6, 4, 2, 20, torch.float32)
+    yield small, 1e-5
+    yield small._replace(causal=True, window=9), 1e-5
+    if device.type == "cuda":
+        large = Blocks(2, 700, 60, 8, 8, 2, 128, torch.bfloat16)
+        for dim in (128, 64, 80, 96, 256):
+            yield large._replace(dim=dim), 0.02
+        yield large._replace(causal=True, window=200), 0.02
+        yield large._replace(dtype=torch.float32, heads=6), 1e-4
+
+
+def compare_blocks(case: Blocks, bound: float, device: torch.device) -> Iterator[Item]:
+    inputs, *indices = case.tensors(device)
+    parts = case.both_passes(block_attention, inputs, *indices)
+
+    @cache
+    def true() -> tuple[Tensor, ...]:
+        wide = [x.detach().double().cpu().requires_grad_() for x in inputs]
+        return case.both_passes(dense_block_attention, wide, *[x.cpu() for x in indices])
+
+    inputs_of = ("queries", "context's keys", "context's values", "rows' keys", "rows' values")
+    for index, name in enumerate(["", *[f", by the {each}" for each in inputs_of]]):
+        yield close("block drafter" + name, str(case), parts[index], partial(lambda n: true()[n], index), bound)
+
+
+def time_blocks(device: torch.device) -> Iterator[Item]:
+    """Time a layer of Qwen3-8B's sizes over 512 blocks, and the torch form, which recomputes scores group by group."""
+    case = Blocks(1, 40, 5, 6, 4, 2, 16, torch.bfloat16)
+    if device.type == "cuda":
+        case = Blocks(1, 4096, 512, 16, 32, 8, 128, torch.bfloat16)
+    inputs = case.tensors(device)
+    label = f"{case}, both passes"
+    moved = 2 * 2 * sum(x.numel() for x in inputs[0])  # read; gradient written
+    for name, form in (("block drafter", block_attention), ("block drafter, torch", dense_block_attention)):
+        yield timed(name, label, device, moved, case.both_passes, form, *inputs, capture=False)

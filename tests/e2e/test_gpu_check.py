@@ -43,7 +43,7 @@ def test_every_part_runs_without_a_gpu(tmp_path):
     assert report["git"]["commit"]
     checked = {line["kernel"] for line in report["kernels"]["correctness"]}
     assert {"choose", "draft top-m", "accept", "penalties, bias and mask", "Medusa's residual blocks"} <= checked
-    assert {"training-time test", "block verification", "typical acceptance"} <= checked
+    assert {"training-time test", "block drafter", "block verification", "typical acceptance"} <= checked
     assert {line["kernel"] for line in report["kernels"]["timings"]} >= {"choose", "accept"}
     assert {line["drafts"] for line in report["exact"]} == {"none", "head, chain", "head, tree"}
     assert all(line["ok"] for line in report["exact"])

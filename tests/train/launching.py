@@ -21,7 +21,7 @@ def on_two_processes(script: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-8000:]

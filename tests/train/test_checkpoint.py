@@ -22,12 +22,12 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **kw: Any) -> Path:
-    return checkpoint.save_checkpoint(folder, step, checkpoint.gather_trained(module, optimizer), state, **kw)
+    return checkpoint.save_checkpoint(folder, step, checkpoint.gather_trained(module, [optimizer]), state, **kw)
 
 
 def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(module))
-    checkpoint.load_trained(module, optimizer, loaded.trained)
+    checkpoint.load_trained(module, [optimizer], loaded.trained)
     checkpoint.restore_random_state(loaded.random)
     return loaded.state
 
@@ -66,7 +66,7 @@ def test_a_parameter_that_was_never_updated_is_restored_as_such(tmp_path: Path) 
     load(path, restored, restored_optimizer)
     updated = [parameter in restored_optimizer.state for parameter in checkpoint.trainable(restored).values()]
     assert updated == [name.startswith("2.") for name in checkpoint.trainable(restored)]
-    assert checkpoint.gather_trained(restored, restored_optimizer).optimizer.keys() == {
+    assert checkpoint.gather_trained(restored, [restored_optimizer]).optimizer.keys() == {
         f"2.{name}|{key}" for name in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")
     }
 

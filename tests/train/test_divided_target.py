@@ -53,16 +53,30 @@ def test_two_ranks_give_the_bits_of_one(
 ) -> None:
     divided = "engine.tensor_parallel=2"
     assert torch.equal(features_of([*settings, divided], responses), features_of(settings, responses))
-    heads = []
-    for name, more in (("whole", []), ("divided", [divided, "data.top_k=1000", "features=offline"])):
-        overrides = [*settings, f"run={name}", *more]  # data.top_k: or it would reuse the other's responses
-        assert train(compose("train", TrainConfig, overrides)) is not None
-        path = latest_checkpoint(tmp_path / name / "checkpoints")
-        assert path is not None
-        heads.append(load_file(path / "module.safetensors"))
-    for name, value in heads[0].items():
-        torch.testing.assert_close(heads[1][name].float(), value.float(), rtol=1e-3, atol=1e-4)
+    dspark = ["head=dspark", "head.num_layers=1"]  # it reads the target's embedding and LM head
+    whole, *others = (
+        trained(tmp_path, [*settings, f"run={name}", *more])
+        for name, more in (
+            ("whole", []),
+            # data.top_k: or it would reuse the other's responses
+            ("divided", [divided, "data.top_k=1000", "features=offline"]),
+            ("dspark-whole", dspark),
+            ("dspark-divided", [*dspark, divided]),
+        )
+    )
+    for one, other in ((whole, others[0]), (others[1], others[2])):
+        for name, value in one.items():
+            torch.testing.assert_close(other[name].float(), value.float(), rtol=1e-3, atol=1e-4)
     assert started_here() == []
+
+
+def trained(folder: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
+    """Train and return the tensors of the last checkpoint."""
+    result = train(compose("train", TrainConfig, overrides))
+    assert result is not None
+    path = latest_checkpoint(folder / result["run"] / "checkpoints")
+    assert path is not None
+    return load_file(path / "module.safetensors")
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

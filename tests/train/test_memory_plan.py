@@ -18,6 +18,7 @@ from models.vocab import build_draft_vocab
 from tests.train.launching import ROOT
 from train.config import TrainConfig
 from train.data.sequences import Batch
+from train.distributed.optimizers import hidden_matrices
 from train.features.online import compute_features
 from train.loop import train
 from train.planning.activations import rehearse
@@ -129,10 +130,16 @@ def test_every_copy_is_counted(settings: list[str], monkeypatch: pytest.MonkeyPa
         run_shapes = shapes(config)
         return memory_parts(config, run_shapes.target, run_shapes.head, 1000)
 
+    run_shapes = shapes(compose("train", TrainConfig, [*settings, "head=eagle"]))
+    borrowed = 2 * 4 * run_shapes.target.embed_tokens.weight.numel()  # it computes logits with the target's LM head
+    trained, frozen = parameters(run_shapes.head)
+    assert parts("head=eagle")["head and optimiser"] == 16 * trained + 4 * frozen + borrowed
     monkeypatch.setenv("WORLD_SIZE", "4")
     trained, frozen = parameters(shapes(compose("train", TrainConfig, settings)).head)
     assert parts()["head and optimiser"] == 16 * trained + 4 * frozen
     assert parts("parallel=ddp")["head and optimiser"] == 20 * trained + 4 * frozen
+    matrices = sum(matrix.numel() for matrix in hidden_matrices(shapes(compose("train", TrainConfig, settings)).head))
+    assert parts("optim=muon")["head and optimiser"] == 16 * trained + 4 * frozen - 4 * matrices
     copies = 8 * (trained + frozen) + 4 * trained  # gathered, measured and saved; a gradient
     assert parts("parallel=fsdp")["head and optimiser"] == (16 * trained + 4 * frozen) // 4 + copies
     assert parts("parallel=zero2")["head and optimiser"] == 16 * trained // 4 + copies

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from models.heads.base import Head
 from train import checkpoint
 from train.checkpoint import Trained
 from train.config import OptimConfig
+from train.distributed.optimizers import make_optimizers
 from train.objectives.base import Objective
 
 
@@ -37,13 +38,13 @@ class Replicated:
 
     def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
         self.accelerator, self.plain, self.clip = accelerator, objective, optim.clip
-        self._make_optimizer = partial(make_optimizer, objective, optim, rate, fused=self.fused_optimizer)
+        self._make_optimizers = partial(make_optimizers, objective, optim, rate, fused=self.fused_optimizer)
         self.objective: Any
-        self.optimizer: Any
+        self.optimizers: Sequence[Any]
         self._prepare()
 
     def _prepare(self) -> None:
-        self.objective, self.optimizer = self.accelerator.prepare(self.plain, self._make_optimizer())
+        self.objective, *self.optimizers = self.accelerator.prepare(self.plain, *self._make_optimizers())
 
     @property
     def head(self) -> Head:
@@ -80,33 +81,38 @@ class Replicated:
         norm = self._clip()
         if sound and math.isfinite(norm):
             self._set_rate(rate)
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         self.drop()
         return norm
 
     def drop(self) -> None:
         """Discard the gradients."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def state(self) -> Trained:
         """Return the full state. Call it on every process."""
-        return checkpoint.gather_trained(self.plain.trained, self.optimizer)
+        return checkpoint.gather_trained(self.plain.trained, self.optimizers)
 
     def load(self, state: Trained) -> None:
         """Load the full state. Call it on every process."""
-        checkpoint.load_trained(self.plain.trained, self.optimizer, state)
+        checkpoint.load_trained(self.plain.trained, self.optimizers, state)
 
     def close(self, *, together: bool) -> None:
         """Release resources after the last use. `together`: every process calls this, at the same point."""
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for group in self._groups() for parameter in group["params"]]
 
     def _clip(self) -> float:
         return float(self.accelerator.clip_grad_norm_(self._parameters(), self.clip) or 0.0)
 
     def _set_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             group["lr"] = rate * group.get("scale", 1.0)
 
 
@@ -135,7 +141,7 @@ class FullyShard(Sharded):
 
         mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
         self._sharded: Any = fully_shard(self.plain, mesh=mesh)
-        self.objective, self.optimizer = self._in_autocast, self._make_optimizer()
+        self.objective, self.optimizers = self._in_autocast, self._make_optimizers()
 
     def _in_autocast(self, *inputs: Any) -> Any:
         with self.accelerator.autocast():
@@ -210,20 +216,17 @@ class Zero(Sharded):
 
     def load(self, state: Trained) -> None:
         import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param
 
         parameters = checkpoint.trainable(self.plain.head)
         checkpoint.load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
         for name, parameter in parameters.items():
             value = state.module[name].to(self.accelerator.device)
-            safe_set_full_fp32_param(parameter, value)  # what is updated; below, what the next forward reads
+            set_full(parameter, value)  # what is updated; below, what the next forward reads
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
         self._load_optimizer(state.optimizer)
 
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         if tensors and not self._base_optimizer.state:  # ZeRO-2 creates it in its first step
             flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's partitions
             for part in flat or [part for group in self._base_optimizer.param_groups for part in group["params"]]:
@@ -235,7 +238,7 @@ class Zero(Sharded):
             for key in ("exp_avg", "exp_avg_sq"):
                 value = tensors.get(f"{name}|{key}")
                 if value is not None:
-                    safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), key)
+                    set_full(parameter, value.to(self.accelerator.device), key)
         step = next((value for key, value in tensors.items() if key.endswith("|step")), torch.tensor(0.0))
         for values in self._base_optimizer.state.values():
             values["step"] = step.clone()
@@ -250,15 +253,26 @@ PLACEMENTS: dict[str, type[Replicated]] = {
 }  # fmt: skip
 
 
-def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fused: bool) -> torch.optim.AdamW:
-    on_cpu = next(objective.head.parameters()).device.type == "cpu"
-    return torch.optim.AdamW(
-        objective.parameter_groups(),
-        lr=rate,
-        betas=(config.betas[0], config.betas[1]),
-        weight_decay=config.weight_decay,
-        fused=True if fused and on_cpu else None,  # None: torch's default for the device
-    )
+def set_full(parameter: Any, value: Tensor, key: str | None = None) -> None:
+    """Set a parameter in fp32 under DeepSpeed, or with `key` its optimiser state, from the full tensor.
+
+    ZeRO-3 pads parameters that do not divide evenly among processes, which DeepSpeed's own `safe_set_full_*` ignore.
+    """
+    from deepspeed import utils
+
+    if not hasattr(parameter, "ds_id"):  # ZeRO-2
+        if key is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+        return
+    size, ranks = parameter.ds_tensor.numel(), torch.distributed.get_world_size()
+    padded = nn.functional.pad(value.flatten(), (0, size * ranks - value.numel()))
+    part = padded.narrow(0, size * torch.distributed.get_rank(), size)
+    if key is None:
+        utils.safe_set_local_fp32_param(parameter, part)
+    else:
+        utils.safe_set_local_optimizer_state(parameter, part, key)
 
 
 def present(value: Tensor | None) -> Tensor:

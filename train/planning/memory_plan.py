@@ -14,13 +14,15 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS
 from models.heads.base import Head
+from models.heads.borrowing import BorrowingHead
 from models.heads.objectives import JointObjectiveConfig
 from models.layers import Linear
 from models.lora import linear_layers
 from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
-from train.config import WHOLE, TrainConfig
+from train.config import WHOLE, MuonConfig, TrainConfig
+from train.distributed.optimizers import hidden_matrices
 from train.features.online import feature_bytes, fits_cache
 from train.objectives import teacher
 from train.planning.activations import meta_objective, rehearse
@@ -49,7 +51,7 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     return {
         "target": target_bytes(target, config) + copies_of_target(target, config),
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
-        "head and optimiser": state_bytes(config, target, head),
+        "head and optimiser": state_bytes(config, target, head) + borrowed_bytes(target, head),
         "features": cached + feature_bytes(target, head.config.aux_layers, batch),
         "activations": activation_bytes(config, target, head),
     }
@@ -62,6 +64,8 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
     if isinstance(config.objective, JointObjectiveConfig):
         trained += adapter_parameters(target, config.objective)
     num_bytes = trained * STATE + frozen * VALUE
+    if isinstance(config.optim, MuonConfig):  # one moment, not two
+        num_bytes -= VALUE * sum(matrix.numel() for matrix in hidden_matrices(head))
     if name == "ddp":
         num_bytes += trained * VALUE  # DDP's communication buckets lie beside the gradients
     elif name not in WHOLE:
@@ -70,6 +74,14 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
         num_bytes = divided // processes() + (2 * total + trained) * VALUE
     item = target.norm.weight.element_size()
     return num_bytes + (total * item if item != VALUE else 0)  # a copy in the target's dtype during evaluation
+
+
+def borrowed_bytes(target: LlamaTarget, head: Head) -> int:
+    """Return the bytes of unpacked copies of the target's embedding and LM head, if the head uses these in place."""
+    if not isinstance(head, BorrowingHead):
+        return 0
+    weights = {target.embed_tokens.weight, target.lm_head.weight}  # one if they are tied
+    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:

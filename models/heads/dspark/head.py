@@ -52,6 +52,7 @@ class DSparkHead(DFlashHead):
     """A depth's state is the row's state, the embedding of the token before and, unless vanilla, the message."""
 
     corrects = True
+    output_layers = ("lm_head", "markov_head.markov_w2")
 
     config: DSparkConfig
 

@@ -35,6 +35,8 @@ class ShiftedRMSNorm(nn.Module):
 class MlpHead(Head):
     """Each list holds one module per depth, or one in all if weights are tied (`proj`: the first and one more)."""
 
+    output_layers = ("head",)
+
     config: MlpConfig
 
     def __init__(self, config: MlpConfig) -> None:

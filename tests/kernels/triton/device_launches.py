@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.kernels.triton.launches import attend, multiply, multiply_and_add, multiply_int4, residuals
+from tests.kernels.triton.launches import (
+    attend,
+    draft_blocks,
+    multiply,
+    multiply_and_add,
+    multiply_int4,
+    residuals,
+    unrolled,
+)
 
 ROWS = (1, 17, 33, 65, 300)  # one of each kind of tile; 300 are those of a prompt
 OUTPUTS = (4096, 28672)  # so few that each program has a multiprocessor to itself (but for 300 rows), and many
@@ -44,4 +52,6 @@ CASES = {
         for tree in (False, True)
         if dim <= 128 or not (whole and tree)
     },
+    **{f"block drafter, head size {dim}": partial(draft_blocks, dim) for dim in (64, 128, 256)},
+    "training-time test": partial(unrolled, 128),
 }

@@ -29,6 +29,7 @@ from kernels.triton import (
     verify,
 )
 from kernels.triton.attention import TritonAttention
+from kernels.triton.block_attention import RangesAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
@@ -180,6 +181,14 @@ def unrolled(dim, *, dtype=BF16, short=False):
     torch.autograd.grad(out, q, torch.empty_like(out))
 
 
+def draft_blocks(dim, *, dtype=BF16, short=False):
+    """A layer of a block drafter over 512 blocks of 16 rows, forward and backward; `short`: one block of one row."""
+    batch, T, M = (1, 1, 1) if short else (2, 4096, 512 * 16)
+    q, *keys = (empty(batch, *shape, dim, dtype=dtype) for shape in ((M, 32), (T, 8), (T, 8), (M, 8), (M, 8)))
+    out = RangesAttention.apply(q.requires_grad_(), *keys, *[empty(batch, M, dtype=torch.int32)] * 4)
+    torch.autograd.grad(out, q, torch.empty_like(out))
+
+
 CASES = {
     "choose, greedy": partial(pick, 4, 128256, 1, sampled=False),
     "choose, sampled": partial(pick, 4, 128256, 1),
@@ -271,6 +280,11 @@ CASES = {
     "training-time test, head size 256": partial(unrolled, 256),
     "training-time test, head size 128, single precision": partial(unrolled, 128, dtype=torch.float32),
     "training-time test, one slot": partial(unrolled, 128, short=True),
+    "block drafter, head size 64": partial(draft_blocks, 64, dtype=torch.float16),
+    "block drafter, head size 128": partial(draft_blocks, 128),
+    "block drafter, head size 256": partial(draft_blocks, 256),
+    "block drafter, head size 128, single precision": partial(draft_blocks, 128, dtype=torch.float32),
+    "block drafter, one row": partial(draft_blocks, 128, short=True),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)
     ),
