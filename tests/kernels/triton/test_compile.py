@@ -19,6 +19,7 @@ FLOAT_SUMS = {
         "one program per row, whose layout follows from dtype and size",
     ),
     **dict.fromkeys(("best_of_block", "best_of_row"), "the mass, for log-probabilities of drafts and for display"),
+    "walk_kernel": "one program per node; it decides what is drafted, not what is accepted",
     "exit_kernel": "one program for all chains; it decides what is drafted, not what is accepted",
     "grow_kernel": "of one number and zeros: the log-probability of a candidate at a given place",
     **dict.fromkeys(("verify_block", "entropy_of_row"), "fp64, for the rules that are not exact"),
@@ -54,7 +55,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
             "last_accepted",
         ),
         *("plan_rows", "plan_tails", "advance_kernel", "grow_kernel", "best_kernel", "exit_kernel"),
-        *("shape_kernel", "gather_kernel", "residual_silu_kernel"),
+        *("shape_kernel", "gather_kernel", "residual_silu_kernel", "walk_kernel", "two_taps_kernel"),
         *("verify_block", "entropy_of_row"),
         *("ttt_forward", "ttt_query_gradient", "ttt_key_gradient", "ttt_own_gradient"),
     }
