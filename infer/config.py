@@ -17,7 +17,7 @@ from infer.options.exported_heads import AUTO, NoHeadConfig
 from infer.options.tracker_config import TRACKERS
 from models.checks import MISSING, at_least, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
-from models.heads.config import HeadConfig
+from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
@@ -61,6 +61,8 @@ class ProposerConfig:
     # fit are proposed | beam:4x5:16: its 16 best nodes | measured: the best fixed tree of 16 nodes for the exported
     # head (Medusa) | measured:9: of 9 | a fixed tree as paths of ranks: [[0], [1], [0, 0]]
     tree: Any = CHAIN
+    # tokens of a slot that a block drafter's corrector chooses among, unless its head says how many (README)
+    candidates: int = number(CANDIDATES, low=1, high=MAX_CANDIDATES)
     draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
     draft_model_revision: str | None = None
     acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted

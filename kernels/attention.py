@@ -65,6 +65,7 @@ class DecodingAttention(PagedAttention, Protocol):
         caches: Sequence[Tensor],
         entering: Sequence[int],
         tokens: Tensor | None,
+        block: int,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers. caches: one per layer; the rest as in the decoder's call."""
         ...

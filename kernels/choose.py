@@ -111,21 +111,27 @@ def choose(
 ) -> Tensor:
     """Return the token chosen at each row: logits `[R, V]`, positions `[R]` -> `[R]` int64.
 
-    `parameters` None: every row is greedy. `token_ids` `[V]` are the target ids of the columns (a draft vocabulary), so
-    that a drafter uses the target's noise; by default columns are target ids.
+    `parameters` None: every row is greedy. `token_ids` are the target ids of the columns, so that a drafter uses the
+    target's noise: `[V]` for a draft vocabulary, `[R, V]` where each row has its own candidates; by default columns are
+    target ids.
     """
     if in_use(logits.device):
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
-    columns = _best_columns(logits, parameters, positions, token_ids)
-    return columns if token_ids is None else token_ids[columns]
+    return _tokens(_best_columns(logits, parameters, positions, token_ids)[:, None], token_ids)[:, 0]
+
+
+def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
+    """Return the target ids of columns `[R, C]`."""
+    if token_ids is None:
+        return columns
+    return token_ids[columns] if token_ids.ndim == 1 else token_ids.gather(1, columns)
 
 
 def _best_columns(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None
 ) -> Tensor:
-    parameters = parameters and parameters.by_row()
     native = _native_arguments(logits, parameters, positions, token_ids)
     if native is not None:
         lib, leading, trailing = native
@@ -147,11 +153,15 @@ def _native_arguments(
         return None
     if size % LANES or logits.dtype not in KINDS or logits.stride(1) != 1:
         return None
+    if token_ids is not None and token_ids.ndim > 1:
+        return None
     if parameters is None:
         zeros = torch.zeros(count, dtype=torch.int64)
         inputs = [torch.zeros(count), zeros, zeros, zeros, token_ids]
     else:
-        inputs = [parameters.temperature, parameters.seed_low, parameters.seed_high, positions, token_ids]
+        by_request, repeat = (parameters.temperature, parameters.seed_low, parameters.seed_high), parameters.repeat
+        by_row = by_request if repeat == 1 else (field.repeat_interleave(repeat) for field in by_request)
+        inputs = [*by_row, positions, token_ids]
     assert all(x is None or x.dtype in (torch.int64, torch.float32) for x in inputs)
     leading = [logits, *(None if x is None else x.contiguous() for x in inputs)]
     return native, leading, (count, logits.stride(0), size, KINDS[logits.dtype])
@@ -170,13 +180,40 @@ def choose_best(
         values, tokens, _ = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
         return tokens, values
     columns, values = _rank_columns(logits, parameters, positions, token_ids, count)
-    return columns if token_ids is None else token_ids[columns], values
+    return _tokens(columns, token_ids), values
+
+
+def best_columns(
+    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor, count: int
+) -> Tensor:
+    """Return the `count` columns of each row that the rule ranks first, ascending, `[R, count]` int64.
+
+    Arguments as for `choose`, with token_ids `[V]`; top-k, top-p and min-p are ignored.
+    """
+    parameters = parameters and replace(parameters, limits=NO_LIMITS)
+    if in_use(logits.device) and count <= MAX_BEST:
+        from kernels.triton import choose as gpu
+
+        return gpu.best(logits, parameters, positions, token_ids, count, as_columns=True)[1].sort(dim=1).values
+    native = _native_arguments(logits, parameters, positions, token_ids)
+    if native is None or count > MAX_BEST:
+        unrestricted = None if parameters is None else _unrestricted(parameters)
+        keys = choice_keys(logits, unrestricted, positions, token_ids).float()
+        return keys.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+    lib, leading, trailing = native
+    columns, keys = torch.empty(len(logits), count, dtype=torch.int64), torch.empty(len(logits), count)
+    lib.choose_best(*map(address, leading), columns.data_ptr(), keys.data_ptr(), None, count, *trailing)
+    return columns.sort(dim=1).values
+
+
+def _unrestricted(p: ChoiceParameters) -> ChoiceParameters:
+    """Return the parameters without top-k, top-p and min-p."""
+    return replace(p, top_k=p.top_k * 0, top_p=p.top_p * 0 + 1, min_p=p.min_p * 0, limits=NO_LIMITS)
 
 
 def _rank_columns(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    parameters = parameters and parameters.by_row()
     native = _native_arguments(logits, parameters, positions, token_ids)
     if native is not None and count <= MAX_BEST:
         lib, leading, trailing = native
@@ -187,6 +224,9 @@ def _rank_columns(
         lib.choose_best(*map(address, leading), *outputs, count, *trailing)
         return columns, keys - keys[:, :1] - masses.log()[:, None]
     keys = choice_keys(logits, parameters, positions, token_ids).float().log_softmax(-1)
+    if token_ids is not None and token_ids.ndim > 1:  # few columns
+        ordered = keys.sort(dim=1, descending=True, stable=True)
+        return ordered.indices[:, :count], ordered.values[:, :count]
     largest = keys.topk(count)
     return largest.indices, largest.values
 
@@ -203,6 +243,7 @@ def choice_keys(
     if len(sampled):
         p = parameters.rows(sampled)
         ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+        ids = ids if ids.ndim == 1 else ids[sampled]
         keys[sampled] += gumbel_noise(p.seed_low, p.seed_high, positions[sampled], ids)
     return keys
 

@@ -15,7 +15,14 @@ from kernels.cpu.decoder import NativeDecoder, supported
 from kernels.linear import PackedLinear
 from kernels.rotary import QKNorm
 
-__all__ = ["LayerParts", "NativeDecoder", "fuse_layers"]
+__all__ = ["Convolution", "LayerParts", "NativeDecoder", "fuse_layers"]
+
+
+class Convolution(NamedTuple):
+    """A convolution of a sublayer's input and output along the rows of a block (kernels/convolution.py)."""
+
+    base: Tensor  # [2, 2, H]
+    projection: PackedLinear  # [4 H / group, H], of the normed input
 
 
 class LayerParts(NamedTuple):
@@ -41,6 +48,12 @@ class LayerParts(NamedTuple):
     gelu: bool = False  # the MLP is gated by GELU instead of SiLU
     scale: float | None = None  # of attention's scores; None: 1/sqrt(D)
     rotary: int = 0  # index of the rotary table
+    attention_conv: Convolution | None = None
+    mlp_conv: Convolution | None = None
+
+    @property
+    def convolutions(self) -> tuple[Convolution, ...]:
+        return tuple(conv for conv in (self.attention_conv, self.mlp_conv) if conv is not None)
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:

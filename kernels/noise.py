@@ -44,13 +44,13 @@ def row_keys(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Return g(seed, position, v) in fp32: seeds and positions `[R]`, token_ids `[V]` -> `[R, V]`.
+    """Return g(seed, position, v) in fp32: seeds and positions `[R]`, token_ids `[V]` or `[R, V]` -> `[R, V]`.
 
     A row's key takes three rounds of `mix32` and the token id is mixed with it in two more, so neighbouring seeds,
     positions and ids give unrelated noise.
     """
     keys = row_keys(seed_low, seed_high, positions)
-    native = library() if keys.device.type == "cpu" else None
+    native = library() if keys.device.type == "cpu" and token_ids.ndim == 1 else None
     if native is None:
         return gumbel_of(noise_words(keys, token_ids))
     keys, token_ids = keys.contiguous(), token_ids.contiguous()
@@ -60,7 +60,7 @@ def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_i
 
 
 def noise_words(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return 32 random bits per row and token: keys `[R]`, token_ids `[V]` -> `[R, V]` int64."""
+    """Return 32 random bits per row and token: keys `[R]`, token_ids `[V]` or `[R, V]` -> `[R, V]` int64."""
     keys = keys[:, None]
     return mix32(((mix32(token_ids & MASK32) + keys * 0x9E3779B1) & MASK32) ^ keys)
 

@@ -65,8 +65,8 @@ class Decode(Protocol):
     """`attention.decode`, for attentions that can run all layers of a packed decoder in one call.
 
     x `[R, H]` is overwritten with the residual stream after the last layer; tokens `[R, H]` are the token embeddings
-    that a head's layer reads beside it. Returns the stream after the final norm, if there is one, and the streams
-    entering the layers `entering`.
+    that a head's layer reads beside it; `block` is the number of rows of each block, for layers with convolutions.
+    Returns the stream after the final norm, if there is one, and the streams entering the layers `entering`.
     """
 
     def __call__(
@@ -76,6 +76,7 @@ class Decode(Protocol):
         rotary: tuple[Tensor, Tensor],
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
+        block: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 
 

@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from infer.request import SpeculationStats
-from kernels.choose import NO_LIMITS, ChoiceParameters, choose
+from kernels.choose import NO_LIMITS, ChoiceParameters, choose_best
 from kernels.noise import MASK32
+from kernels.walk import make_lattice, rank_candidates
 from models.heads.base import Head
+from models.heads.block import BlockHead
+from models.heads.config import CANDIDATES
 from train.data.sequences import Batch
 from train.features.online import Features
 from train.objectives import alignment
 from train.objectives.draft_states import draft_states
+
+WALKED_ROWS = 512  # of which the candidates' rows of a corrector's table are in memory at a time
 
 
 class Sampling(NamedTuple):
@@ -44,6 +49,27 @@ class Sampling(NamedTuple):
         ).rows(rows)
 
 
+def best_drafts(
+    head: Head, state: Tensor, depth: int, parameters: ChoiceParameters | None, positions: Tensor, count: int
+) -> Tensor:
+    """Return the `count` target ids that the engine drafts first from N states `[N, S]` of a depth, `[N, count]`.
+
+    Fewer if there are no more. A corrector chooses among as many candidates as in an engine with the default
+    proposer.candidates.
+    """
+    if not (isinstance(head, BlockHead) and head.corrects):
+        count = min(count, head.config.draft_vocab_size)
+        return choose_best(head.logits(state, depth), parameters, positions, head.target_ids, count)[0]
+    parts = list[Tensor]()
+    for rows in torch.arange(len(state), device=state.device).split(WALKED_ROWS):
+        states, sampling, at = state[rows], parameters and parameters.rows(rows), positions[rows]
+        base = head.base_logits(states[:, : head.config.hidden_size])[:, None]
+        lattice = make_lattice(base, sampling, at, head.target_ids, head.num_candidates or CANDIDATES)
+        query, transition = head.query(states)[:, None], head.transition(states[:, None, : head.config.hidden_size])
+        parts.append(rank_candidates(lattice, 0, transition, query, sampling, at, count)[0][:, 0])
+    return torch.cat(parts)
+
+
 @torch.no_grad()
 def draft_matches(head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None) -> Tensor:
     """Return bool `[B, T, K]`: whether the draft of slot i at depth k equals the sequence's token t[i + 2 + k].
@@ -58,8 +84,7 @@ def draft_matches(head: Head, batch: Batch, features: Features, steps: int, samp
     parameters = sampling and sampling.parameters(owner)
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
         positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row at which the target samples t[i + 2 + step]
-        logits = head.logits(state, step).flatten(0, 1)
-        drafts = choose(logits, parameters, positions, head.target_ids)
+        drafts = best_drafts(head, state.flatten(0, 1), step, parameters, positions, 1)[:, 0]
         predicted = alignment.predicted_tokens(batch.ids, step)[:, first:]
         matches[:, first:, step] = drafts.view_as(predicted) == predicted
     return matches
@@ -73,9 +98,9 @@ def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks:
     counts, slots = [], masks.flatten(1).sum(1)
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
         mask = masks[step][:, first:]
-        best = head.logits(state[mask], step).topk(min(ranks, head.config.draft_vocab_size)).indices
         tokens = alignment.predicted_tokens(batch.ids, step)[:, first:][mask]
-        hits = (head.draft_to_target(best) == tokens[:, None]).sum(0)
+        best = best_drafts(head, state[mask], step, None, torch.zeros_like(tokens), ranks)
+        hits = (best == tokens[:, None]).sum(0)
         counts.append(torch.nn.functional.pad(hits, (0, ranks - len(hits))))
     return torch.stack(counts), slots
 

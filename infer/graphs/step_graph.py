@@ -149,7 +149,9 @@ class StepGraphs:
         if confidence is None and self._budgets == budgets:
             return
         self._budgets = list(budgets)
-        terms = exit_terms(confidence, requests, [budget.depth for budget in budgets], self._scored)
+        depths = [budget.depth for budget in budgets]
+        parallel = self.proposer is not None and self.proposer.module.parallel
+        terms = exit_terms(confidence, requests, depths, self._scored, parallel=parallel)
         self._state.set_budgets(budgets, terms, self._turn)
 
     def launch(self) -> Launched:

@@ -137,9 +137,10 @@ class PooledDecoding(PooledAttention):
         rotary: tuple[Tensor, Tensor],
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
+        block: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.layers]
-        return self._plan.decode(decoder, x, rotary, caches, entering, tokens)
+        return self._plan.decode(decoder, x, rotary, caches, entering, tokens, block)
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer

@@ -1,8 +1,7 @@
-"""Drafts with a head: chains and trees, level by level, by the head's own operations or by one C call per level.
+"""Drafts with a recurrent head: chains and trees, by the head's own operations or by one C call per level.
 
-Both loops draft the same tokens. A level of a recurrent head is one forward over the nodes that are grown. A parallel
-head has the logits of all depths after the first forward: Medusa from the target's state alone, P-EAGLE from one mask
-slot per further depth, in rows that follow the committed ones.
+Both loops draft the same tokens. A level is one forward over the nodes that are grown. Parallel heads, which have all
+levels after one forward, have loops of their own (proposers/parallel_loop.py).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from infer.speculation.tree_shapes import Children, Run, TreeShape, grow
 from kernels.choose import ChoiceParameters, choose, choose_best
 from kernels.draft import NativeChains, NativeDraft, NativeTrees
 from kernels.early_exit import Drafting
-from kernels.rows import AttentionRows, repeated
+from kernels.rows import AttentionRows
 from kernels.tree import Candidates, Picked
 from models.attention import Attention, no_attention
 from models.heads.base import Head
@@ -78,12 +77,10 @@ class TorchLoop:
 
     def __init__(self, head: Head, attend: Callable[[AttentionRows], Attention] | None) -> None:
         self._head, self._attend, self.draft_ids = head, attend, head.target_ids
-        with torch.no_grad():
-            self.mask_slot = head.mask_slot()
 
     def spare_rows(self, deepest: int) -> int:
         """Return how many spare rows a request needs for drafts of this depth."""
-        return 0 if self.mask_slot is None else deepest - 1
+        return 0
 
     def read(self, unread: Unread) -> Tensor:
         """Run the head over the unread rows; return the state of each request's last slot `[B, S]`."""
@@ -105,7 +102,7 @@ class TorchLoop:
         `adjust` may change the logits that a level chooses from.
         """
         positions = positions_from(unread.root, deepest)  # slot i drafts what the target chooses at position i + 1
-        logits_at = self._parallel(unread, deepest) if self._head.parallel else self._recurrent(unread, positions)
+        logits_at = self._logits(unread, positions)
         drafted, scores, chains = list[Tensor](), list[Tensor](), None if early_exit is None else Drafting.begin(depths)
         for level in range(deepest):
             logits, confidence = logits_at(level, drafted)
@@ -125,8 +122,7 @@ class TorchLoop:
 
     def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
         """Grow trees of this shape down to the depth `deepest`."""
-        grown = self._growing_parallel if self._head.parallel else self._growing
-        return grow(shape, deepest, unread.root, *grown(unread, deepest))
+        return grow(shape, deepest, unread.root, *self._growing(unread, deepest))
 
     def choice(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
         """Return the head's choice `[R]` (target ids), under the noise of the target's choice at the same position."""
@@ -142,9 +138,8 @@ class TorchLoop:
         attention = no_attention if self._attend is None or rows is None else self._attend(rows)
         return self._head.step(ids, state, slots, attention, depth)
 
-    # ---- the logits of each level of a chain ----------------------------------------------------------------------
-
-    def _recurrent(self, unread: Unread, positions: Tensor) -> LogitsAt:
+    def _logits(self, unread: Unread, positions: Tensor) -> LogitsAt:
+        """Return what gives the logits of each level of a chain, at positions `[levels, B]`."""
         state, after_root = self.read(unread), unread.root - unread.base
 
         def logits_at(level: int, drafted: Sequence[Tensor]) -> tuple[Tensor, None]:
@@ -155,22 +150,6 @@ class TorchLoop:
             return self._head.logits(state, level), None
 
         return logits_at
-
-    def _parallel(self, unread: Unread, deepest: int) -> LogitsAt:
-        logits = self._all_logits(unread, deepest)
-        return lambda level, _: (logits[:, level], None)
-
-    def _all_logits(self, unread: Unread, deepest: int) -> Tensor:
-        """Return a parallel head's logits `[B, deepest, Vd]`."""
-        if self.mask_slot is None:
-            return self._head.all_logits(self.read(unread), deepest)
-        assert unread.rows is not None
-        mask_id, mask_state = self.mask_slot
-        spare = torch.arange(len(unread.ids), device=unread.ids.device) > repeated(unread.ends, unread.rows.counts)
-        state = torch.where(spare[:, None], mask_state, fused(self._head, unread.features))
-        states = self._step(unread.ids.masked_fill(spare, mask_id), state, unread.slots, unread.rows, 0)
-        index = unread.ends[:, None] + torch.arange(deepest, device=unread.ids.device)
-        return self._head.logits(states[index.flatten()], 0).unflatten(0, index.shape)  # all depths share one LM head
 
     def _past(
         self, unread: Unread, start: Tensor, width: int, *, shift: int, offset: int = 0, tree_mask: Tensor | None = None
@@ -214,19 +193,6 @@ class TorchLoop:
         parameters = parameters and parameters.repeated(width)
         tokens, values = self.best(logits.flatten(0, 1), positions.repeat_interleave(width), parameters, count)
         return tokens.unflatten(0, (-1, width)), values.unflatten(0, (-1, width))
-
-    def _growing_parallel(self, unread: Unread, deepest: int) -> tuple[Children, Run]:
-        return self._shared_children(unread, self._all_logits(unread, deepest))
-
-    def _shared_children(self, unread: Unread, logits: Tensor) -> tuple[Children, Run]:
-        """All nodes of a level have the same children, whatever was drafted before; logits `[B, D, Vd]`."""
-        positions = positions_from(unread.root, logits.shape[1])
-
-        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
-            tokens, values = self.best(logits[:, level - 1], positions[level - 1], unread.parameters, fan_out)
-            return tokens[:, None], values[:, None]
-
-        return children, lambda level, picked: None
 
 
 class NativeLoop:

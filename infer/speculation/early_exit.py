@@ -16,6 +16,8 @@ from infer.request import Request
 from infer.speculation.control.confidence import FREE, MIN_CHANCE, Confidence, logit, sigmoid
 from kernels.early_exit import FIELDS, Drafting, exit_level
 
+LIKELY = 1e30  # stands for a probability in the terms: a next token is worth any price, if the one before it is kept
+
 
 def num_terms(deepest: int) -> int:
     """Return the number of terms of a chain of at most `deepest` tokens."""
@@ -23,22 +25,39 @@ def num_terms(deepest: int) -> int:
 
 
 def exit_rows(
-    confidence: Confidence | None, requests: Sequence[Request | None], depths: Sequence[int], deepest: int
+    confidence: Confidence | None,
+    requests: Sequence[Request | None],
+    depths: Sequence[int],
+    deepest: int,
+    *,
+    parallel: bool = False,
 ) -> list[list[float]]:
-    """Return the terms of the chains of these requests, `num_terms(deepest)` each."""
+    """Return the terms of the chains of these requests, `num_terms(deepest)` each.
+
+    `parallel`: all levels of the head are drafted in any case. A chain then ends where the next row does not pay, and
+    not where past rates leave little hope for a level that the head may be sure of.
+    """
     unscored = [0.0, *FREE, *[math.inf] * (2 * deepest)]  # every token is certain, and worth any price
     rows = list[list[float]]()
     for request, depth in zip(requests, depths, strict=True):
         terms = None if confidence is None or request is None else confidence.terms(request, depth, deepest)
+        if terms is not None and parallel:
+            terms[2:FIELDS] = FREE.step, FREE.level
+            terms[FIELDS + deepest :] = [LIKELY] * deepest
         rows.append(terms or unscored)
     return rows
 
 
 def exit_terms(
-    confidence: Confidence | None, requests: Sequence[Request | None], depths: Sequence[int], deepest: int
+    confidence: Confidence | None,
+    requests: Sequence[Request | None],
+    depths: Sequence[int],
+    deepest: int,
+    *,
+    parallel: bool = False,
 ) -> Tensor:
     """Return `exit_rows` as a tensor `[B, num_terms(deepest)]`, on the host."""
-    return torch.tensor(exit_rows(confidence, requests, depths, deepest))
+    return torch.tensor(exit_rows(confidence, requests, depths, deepest, parallel=parallel))
 
 
 class EarlyExit:
@@ -75,3 +94,13 @@ class HostExit:
             gains.append(max(gain, 0.0) if kept[-1] else 0.0)
         surplus = sum(gains)
         return kept, [gain > 0 and surplus >= self._rows[index][3] for index, gain in zip(active, gains, strict=True)]
+
+    def lengths(self, log_probs: Sequence[Sequence[float]], depths: Sequence[int]) -> list[int]:
+        """Return the lengths of chains of at most `depths` tokens, all of which are drafted already."""
+        lengths, active = [0] * len(depths), [row for row, depth in enumerate(depths) if depth]
+        for level in range(max(depths, default=0)):
+            kept, going = self.decide(level, [log_probs[row][level] for row in active], active)
+            for row, keep in zip(active, kept, strict=True):
+                lengths[row] += keep
+            active = [row for row, goes_on in zip(active, going, strict=True) if goes_on and depths[row] > level + 1]
+        return lengths

@@ -73,8 +73,9 @@ class NativeAttention:
         caches: Sequence[Tensor],
         entering: Sequence[int],
         tokens: Tensor | None,
+        block: int,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return decoder(x, rotary, self._arguments, caches, entering, tokens)
+        return decoder(x, rotary, self._arguments, caches, entering, tokens, block)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None

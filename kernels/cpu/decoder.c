@@ -1,7 +1,8 @@
 /* Fused decoder: a whole forward pass in one call and one parallel region. Per layer: RMSNorm, QKV projection, QK norm,
  * rotary embedding, paged attention, output projection, RMSNorm, gated MLP; then the final norm. A layer of a head may
  * read its input without a norm (EAGLE), or concatenated with a token embedding, each normed separately (EAGLE-3). The
- * outputs of attention and MLP may be normed before they are added to the residual stream (Gemma).
+ * outputs of attention and MLP may be normed before they are added to the residual stream (Gemma). The input and output of
+ * both may be convolved along the rows of a block (DFlash2); then all rows are kept.
  *
  * In the last layer every row's keys and values are written, since other rows attend to them, but the outputs of only
  * some rows may be needed: after the keys and values are written, the other rows are dropped.
@@ -78,6 +79,30 @@ static void add(const part *p, const linear_args *weights, const void *x, const 
     barrier(p);
 }
 
+/* Return the input of a sublayer: the normed rows, or with a convolution what it makes of them. */
+static const void *convolved(const part *p, const convolution *conv, const void *normed) {
+    const decoder_args *a = p->a;
+    if (!conv) return normed;
+    apply(p, conv->projection, normed, 0, a->deltas);
+    two_taps(normed, conv->base, a->deltas, a->mixed, p->first, p->end, a->block, a->hidden_size, conv->group, 0, 0, a->kind);
+    barrier(p);
+    return a->mixed;
+}
+
+/* Apply a sublayer's last linear layer and add its output, convolved if there is a convolution, to the residual stream. */
+static void add_convolved(
+    const part *p, const convolution *conv, const linear_args *weights, const void *x, const void *weight
+) {
+    const decoder_args *a = p->a;
+    if (!conv) {
+        add(p, weights, x, weight);
+        return;
+    }
+    apply(p, weights, x, 0, a->normed);
+    two_taps(a->normed, conv->base, a->deltas, a->x, p->first, p->end, a->block, a->hidden_size, conv->group, 1, 1, a->kind);
+    barrier(p);
+}
+
 /* Return attention's arguments for the rows that `rows` addresses; a row's queries, keys and values are contiguous. */
 static attention_args addressed(const part *p, const attention_args *rows, const decoder_layer *layer, void *cache) {
     const decoder_args *a = p->a;
@@ -143,18 +168,18 @@ static void work(void *data) {
     for (int64_t i = 0; i < a->count; i++) {
         const decoder_layer *layer = a->layers + i;
         if (a->entering[i]) memcpy(at(p, a->entering[i], from), at(p, a->x, from), (p->end - p->first) * row);
-        apply(p, layer->qkv, enter(p, layer), 0, a->qkv);
+        apply(p, layer->qkv, convolved(p, layer->attention_conv, enter(p, layer)), 0, a->qkv);
         write_rows(p, layer, a->caches[i]);
         if (a->kept && i == a->count - 1) {
             if (!a->kept->rows) return;
             own = keep_rows(p), rows = a->kept;
         }
         attend(p, rows, layer, a->caches[i]);
-        add(p, layer->output, a->attended, layer->attended_norm);
+        add_convolved(p, layer->attention_conv, layer->output, a->attended, layer->attended_norm);
         norm(p, layer->post_norm, a->normed);
-        apply(p, layer->gate_up, a->normed, 0, a->inner);
+        apply(p, layer->gate_up, convolved(p, layer->mlp_conv, a->normed), 0, a->inner);
         gate(p);
-        add(p, layer->down, a->gated, layer->mlp_norm);
+        add_convolved(p, layer->mlp_conv, layer->down, a->gated, layer->mlp_norm);
     }
     if (a->final_norm) norm(p, a->final_norm, a->hidden);
 }

@@ -4,6 +4,13 @@
 #include "attention.h"
 #include "linear.h"
 
+/* A convolution of a sublayer with two taps along the rows of a block (kernels/convolution.py). */
+typedef struct {
+    const void *base;             /* [2 sides, 2 taps, hidden] */
+    const linear_args *projection; /* of the normed input: what is added to the base for each group of channels */
+    int64_t group;                /* channels */
+} convolution;
+
 typedef struct {
     const void *input_norm, *post_norm;                  /* [hidden]; null input_norm: the input is not normed */
     const void *token_norm;                              /* [hidden], of the token embedding; null: none is read */
@@ -13,6 +20,7 @@ typedef struct {
     int64_t window;                                      /* 0: none */
     int64_t residual_normed;                             /* whether the normed input is the residual stream */
     int64_t rotary;                                      /* index of the table of cos and sin */
+    const convolution *attention_conv, *mlp_conv;        /* null: none */
 } decoder_layer;
 
 typedef struct {
@@ -28,11 +36,13 @@ typedef struct {
     void *x;                         /* [rows, hidden]: embeddings, on return the stream after the last layer */
     void *hidden;                    /* [rows, hidden] after the final norm; x and hidden return only the kept rows */
     void *normed; /* [rows, hidden], or [rows, 2 * hidden] if a layer has a token_norm */
+    void *deltas, *mixed; /* [rows, 4 * hidden / group], [rows, hidden]; of convolutions */
     void *qkv, *attended, *inner, *gated; /* [rows, (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
     float *scores;                   /* attention's scratch */
     uint32_t *scratch;               /* as in linear.h, for the widest of the layers */
     int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
     int64_t centred, gelu; /* as in rows.c */
+    int64_t block; /* rows of a block, for convolutions */
     float eps, scale; /* of norms; of attention's scores */
 } decoder_args;
 

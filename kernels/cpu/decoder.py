@@ -16,7 +16,7 @@ from kernels.cpu.declarations import fields
 from kernels.cpu.library import KINDS, LANES, address, library, threads
 
 if TYPE_CHECKING:
-    from kernels.decoder import LayerParts
+    from kernels.decoder import Convolution, LayerParts
     from kernels.linear import PackedLinear
 
 ALIGNED = 64  # bytes, a cache line
@@ -27,6 +27,13 @@ class Layer(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = fields("decoder_layer")
+
+
+class Convolved(ctypes.Structure):
+    """convolution of decoder.h."""
+
+    __slots__ = ()
+    _fields_ = fields("convolution")
 
 
 class Arguments(ctypes.Structure):
@@ -44,7 +51,8 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
     if not paged.supported(head_dim, dtype, layers[0].post_norm.device) or head_dim % (2 * LANES):
         return False
     for layer in layers:
-        packed = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        convolutions = layer.convolutions
+        packed = (*layer.linears, *(conv.projection for conv in convolutions))
         halves = (layer.input_norm, layer.post_norm, layer.token_norm, layer.attended_norm, layer.mlp_norm)
         norms = (*halves, *((layer.qk_norm.q, layer.qk_norm.k) if layer.qk_norm else ()))
         if any(
@@ -53,6 +61,8 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
         ):
             return False
         if any(norm is not None and norm.dtype is not dtype for norm in norms):
+            return False
+        if any(conv.base.dtype is not dtype for conv in convolutions):
             return False
         if layer.post_norm.shape[0] % LANES or layer.down.in_features % LANES:
             return False
@@ -73,6 +83,7 @@ class NativeDecoder:
         self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
         self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
         self._layers = (Layer * self.layers)()
+        self._convolutions = list[tuple[Convolved, linears.Arguments]]()
         for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
             assert layer.token_norm is None or layer.input_norm is not None
             for name in ("input_norm", "post_norm", "token_norm", "attended_norm", "mlp_norm"):
@@ -83,7 +94,13 @@ class NativeDecoder:
                 entry.q_norm, entry.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
             entry.qkv, entry.output, entry.gate_up, entry.down = map(ctypes.addressof, packed)
             entry.window, entry.rotary = layer.window or 0, layer.rotary
-        first = layers[0]
+            for name in ("attention_conv", "mlp_conv"):
+                if (conv := getattr(layer, name)) is not None:
+                    assert layer.attended_norm is None
+                    assert layer.mlp_norm is None
+                    self._convolutions.append(convolved(conv))
+                    setattr(entry, name, ctypes.addressof(self._convolutions[-1][0]))
+        first, convolutions = layers[0], [conv for layer in layers for conv in layer.convolutions]
         assert all(
             (entry.centred, entry.gelu, entry.scale) == (first.centred, first.gelu, first.scale) for entry in layers
         )
@@ -93,16 +110,19 @@ class NativeDecoder:
             first.output.in_features,
             first.gate_up.out_features,
             first.down.in_features,
+            max((conv.projection.out_features for conv in convolutions), default=0),
+            len(first.post_norm) if convolutions else 0,
         )
         self._widths, self._work = sizes, sum(entry.in_features * entry.out_features for entry in first.linears)
         natives = [entry.native for layer in layers for entry in layer.linears]
+        natives += [conv.projection.native for conv in convolutions]
         self._scratch = max(entry.scratch for entry in natives if entry is not None)
         self._arguments = Arguments(
             layers=ctypes.addressof(self._layers),
             final_norm=address(final_norm),
             count=len(layers),
             hidden_size=len(first.post_norm),
-            inner_size=sizes[-1],
+            inner_size=first.down.in_features,
             kind=KINDS[self.dtype],
             centred=first.centred,
             gelu=first.gelu,
@@ -118,20 +138,22 @@ class NativeDecoder:
         caches: Sequence[Tensor],
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
+        block: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
 
         rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several tables. tokens `[R, H]`: the token embeddings,
-        for a layer with a `token_norm`. Returns the stream after the final norm, if there is one, and the streams
-        before the layers `entering`, `[R, H]` each.
+        for a layer with a `token_norm`. `block`: the rows of each block, for layers with convolutions. Returns the
+        stream after the final norm, if there is one, and the streams before the layers `entering`, `[R, H]` each.
         """
         assert x.is_contiguous()
         assert tokens is None or tokens.is_contiguous()
+        assert block or not self._convolutions
         cos, sin = (table.contiguous() for table in rotary)
         hidden = x if self.final_norm is None else torch.empty_like(x)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
-        a.tokens = address(tokens)
+        a.tokens, a.block = address(tokens), block
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
         del keepalive
@@ -151,7 +173,7 @@ class NativeDecoder:
             threads * self._scratch * 4 if rows > 1 else 0,
         ]
         buffer, starts = allocate_aligned(sizes)
-        a.normed, a.qkv, a.attended, a.inner, a.gated, a.scores, a.scratch = starts
+        a.normed, a.qkv, a.attended, a.inner, a.gated, a.deltas, a.mixed, a.scores, a.scratch = starts
         cache_pointers = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
         stream_pointers = (ctypes.c_void_p * self.layers)()
         for layer, stream in streams.items():
@@ -170,6 +192,14 @@ def allocate_aligned(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     buffer = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
     base = buffer.data_ptr() + -buffer.data_ptr() % ALIGNED
     return buffer, [base + start for start in starts[:-1]]
+
+
+def convolved(conv: Convolution) -> tuple[Convolved, linears.Arguments]:
+    """Return what C reads of a convolution, and the weights that it points to."""
+    projection, size = linear_arguments(conv.projection), conv.base.shape[-1]
+    group = 4 * size // conv.projection.out_features
+    pointers = {"base": conv.base.data_ptr(), "projection": ctypes.addressof(projection)}
+    return Convolved(**pointers, group=group), projection
 
 
 def linear_arguments(linear: PackedLinear) -> linears.Arguments:

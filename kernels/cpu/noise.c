@@ -137,15 +137,6 @@ INLINE void choose_rows(
     }
 }
 
-/* Insert a key into the `held` keys, at most `count`, descending, after those equal to it. Return the new `held`. */
-INLINE int64_t insert(float key, int64_t column, float *keys, int64_t *columns, int64_t held, int64_t count) {
-    if (held == count && !(key > keys[count - 1])) return held;
-    int64_t place = held < count ? held++ : count - 1;
-    for (; place > 0 && key > keys[place - 1]; place--) keys[place] = keys[place - 1], columns[place] = columns[place - 1];
-    keys[place] = key, columns[place] = column;
-    return held;
-}
-
 INLINE void best_rows(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
     const int64_t *ids, int64_t *columns, float *keys, float *masses, int64_t count, int64_t rows, int64_t stride,
@@ -158,14 +149,35 @@ INLINE void best_rows(
         int64_t held = 0;
         for (int64_t v = 0; v < size; v += LANES) {
             vec value = load(logits, row * stride + v, kind);
-            if (sampled) value = value / divisor + gumbel(column_words(ids, v, key));
-            vec most = choose_lanes(value > peak, value, peak);
-            mass = mass * vec_exp(peak - most) + vec_exp(value - most);
-            peak = most;
+            if (sampled) {
+                uvec word = column_words(ids, v, key);
+                value /= divisor;
+                if (!masses && held == count && !any_above(value + most_gumbel(word), splat(keys[count - 1]))) continue;
+                value += gumbel(word);
+            }
+            if (masses) {
+                vec most = choose_lanes(value > peak, value, peak);
+                mass = mass * vec_exp(peak - most) + vec_exp(value - most);
+                peak = most;
+            }
             if (held < count || any_above(value, splat(keys[count - 1])))
                 for (int i = 0; i < LANES; i++) held = insert(value[i], v + i, keys, columns, held, count);
         }
-        masses[row] = sum_lanes(mass * vec_exp(peak - keys[0]));
+        if (masses) masses[row] = sum_lanes(mass * vec_exp(peak - keys[0]));
+    }
+}
+
+/* Turn the logits `keys` [size] of columns with these ids into keys of the same rule, for a row that is sampled. */
+void add_noise(
+    float temperature, int64_t low, int64_t high, int64_t position, const int64_t *ids, float *keys, int64_t size
+) {
+    uint32_t key = row_key(low, high, position);
+    for (int64_t i = 0; i < size; i += LANES) {
+        int64_t count = size - i < LANES ? size - i : LANES, part_ids[LANES] = {0};
+        float part[LANES] = {0};
+        memcpy(part_ids, ids + i, count * sizeof(int64_t)), memcpy(part, keys + i, count * sizeof(float));
+        store_f32(part, load_f32(part) / splat(temperature) + gumbel(column_words(part_ids, 0, key)));
+        memcpy(keys + i, part, count * sizeof(float));
     }
 }
 
@@ -183,7 +195,7 @@ void choose(
 }
 
 /* Return the `count` <= size columns that the same rule ranks first, [rows, count], and their keys; masses [rows]: sums
- * of e^(key - best key) over all keys of a row, whose last bits may differ from other implementations'. */
+ * of e^(key - best key) over all keys of a row, whose last bits may differ from other implementations', or null. */
 void choose_best(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
     const int64_t *ids, int64_t *columns, float *keys, float *masses, int64_t count, int64_t rows, int64_t stride,

@@ -49,6 +49,52 @@ void add_rows(void *x, const void *delta, int64_t count, int64_t kind) {
     BY_KIND(kind, add_elements(x, delta, count, FLOAT32), add_elements(x, delta, count, BFLOAT16))
 }
 
+INLINE float element(const void *base, int64_t index, int kind) {
+    if (kind == FLOAT32) return ((const float *)base)[index];
+    uint32_t bits = (uint32_t)((const bf16 *)base)[index] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Load the number of each channel's group, for the channels from i on. */
+INLINE vec of_groups(const void *deltas, int64_t first, int64_t i, int64_t group, int kind) {
+    vec v = splat(element(deltas, first + i / group, kind));
+    if (group % LANES)
+        for (int lane = 1; lane < LANES; lane++) v[lane] = element(deltas, first + (i + lane) / group, kind);
+    return v;
+}
+
+INLINE void two_taps_rows(
+    const void *z, const void *base, const void *deltas, void *out, int64_t first, int64_t end, int64_t block, int64_t size,
+    int64_t group, int64_t side, int64_t add, int kind
+) {
+    int64_t groups = size / group;
+    for (int64_t row = first; row < end; row++) {
+        int64_t delta = (row * 4 + side * 2) * groups;
+        for (int64_t i = 0; i < size; i += LANES) {
+            vec tap = load(base, side * 2 * size + i, kind) + of_groups(deltas, delta, i, group, kind);
+            vec sum = tap * load(z, row * size + i, kind);
+            if (row % block) {
+                tap = load(base, (side * 2 + 1) * size + i, kind) + of_groups(deltas, delta + groups, i, group, kind);
+                sum += tap * load(z, (row - 1) * size + i, kind);
+            }
+            if (add) sum = load(out, row * size + i, kind) + rounded(sum, kind);
+            store(out, row * size + i, sum, kind);
+        }
+    }
+}
+
+/* Rows `first` to `end`, exclusive, of kernels/convolution.py's two_taps: z and out [rows, size], base [2, 2, size], deltas
+ * [rows, 2, 2, size / group]. add: out += it, else out is no z. */
+void two_taps(
+    const void *z, const void *base, const void *deltas, void *out, int64_t first, int64_t end, int64_t block, int64_t size,
+    int64_t group, int64_t side, int64_t add, int64_t kind
+) {
+    BY_KIND(kind, two_taps_rows(z, base, deltas, out, first, end, block, size, group, side, add, FLOAT32),
+            two_taps_rows(z, base, deltas, out, first, end, block, size, group, side, add, BFLOAT16))
+}
+
 /* Both activations are x times a sigmoid: of x, or, for GELU's approximation by tanh, of 2 sqrt(2 / pi) (x + 0.044715 x^3). */
 INLINE void gate_mul_rows(const void *gate_up, void *out, int64_t rows, int64_t size, int kind, int gelu) {
     for (int64_t row = 0; row < rows; row++)

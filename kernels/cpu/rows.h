@@ -8,6 +8,10 @@ void rms_norm(
     const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centred
 );
 void add_rows(void *x, const void *delta, int64_t count, int64_t kind);
+void two_taps(
+    const void *z, const void *base, const void *deltas, void *out, int64_t first, int64_t end, int64_t block, int64_t size,
+    int64_t group, int64_t side, int64_t add, int64_t kind
+);
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind);
 void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind);
 void rotate(

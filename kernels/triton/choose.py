@@ -51,7 +51,8 @@ def best_of_block(
 ):  # fmt: skip
     """Find the M largest keys of each row and block and their columns, lowest column first among equals.
 
-    With MASS also the block's largest key and the sum of exp(key - largest).
+    With MASS also the block's largest key and the sum of exp(key - largest). IDS: 0 for columns that are token ids, 1
+    for ids that rows share, 2 for ids of each row.
     """
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * N + tl.arange(0, N)
@@ -65,7 +66,9 @@ def best_of_block(
             keys = tl.where(keys < tl.load(thresholds + row), MINUS_INFINITY, keys)
         if NOISE:
             key = row_key(tl.load(seeds_low + owner), tl.load(seeds_high + owner), tl.load(positions + row))
-            if IDS:
+            if IDS == 2:
+                ids = tl.load(token_ids + row * size + columns, mask=inside, other=0)
+            elif IDS == 1:
                 ids = tl.load(token_ids + columns, mask=inside, other=0)
             else:
                 ids = columns.to(tl.int64)
@@ -111,7 +114,9 @@ def best_of_row(
         column = tl.min(tl.where(remaining & (keys == value), columns, size), axis=0)
         tl.store(out + row * M + rank, value - log_mass)
         token = tl.minimum(column, size - 1).to(tl.int64)
-        if IDS:
+        if IDS == 2:
+            token = tl.load(token_ids + row * size + token)
+        elif IDS == 1:
             token = tl.load(token_ids + token)
         tl.store(out_tokens + row * M + rank, token)
 
@@ -266,17 +271,19 @@ def best(
     count: int,
     *,
     mass: bool = False,
+    as_columns: bool = False,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the `count` largest keys of each row of logits `[R, V]` and their tokens, `[R, count]` each.
 
     Ties go to the lowest column. With `mass` the log-probabilities of the tokens in place of keys, and the log-sum-exp
-    of all keys, `[R]`. Arguments as for kernels.choose.choose.
+    of all keys, `[R]`. `as_columns`: columns in place of tokens. Arguments as for kernels.choose.choose.
     """
     thresholds = None
     if parameters is not None and parameters.restricts:
         thresholds = find_thresholds(logits, parameters, block)
-    return best_columns(logits, parameters, positions, token_ids, count, thresholds, mass=mass, noise=True, block=block)
+    options = {"mass": mass, "noise": True, "block": block, "as_columns": as_columns}
+    return best_columns(logits, parameters, positions, token_ids, count, thresholds, **options)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -304,9 +311,15 @@ def best_columns(
     mass: bool,
     noise: bool,
     block: int,
+    as_columns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `best`, with precomputed thresholds `[R]` or None; without `noise` it ranks logits divided by temperature."""
+    """As `best`, with precomputed thresholds `[R]` or None; without `noise` it ranks logits divided by temperature.
+
+    `as_columns`: columns in place of tokens.
+    """
     rows, size = logits.shape
+    assert token_ids is None or token_ids.is_contiguous()
+    ids = 0 if token_ids is None else token_ids.ndim
     assert count <= size, "there are no more columns"
     assert logits.stride(1) == 1, "columns beside each other"
     blocks, device = triton.cdiv(size, block), logits.device
@@ -321,7 +334,7 @@ def best_columns(
         columns if positions is None else positions, columns if token_ids is None else token_ids,
         block_keys, columns, peaks, masses,
         M=count, N=block, SAMPLED=p is not None, RESTRICTED=thresholds is not None, NOISE=noise,
-        IDS=token_ids is not None, MASS=mass, num_warps=8, enable_fp_fusion=False,
+        IDS=ids, MASS=mass, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     keys = torch.empty(rows, count, device=device)
     tokens = torch.empty(rows, count, dtype=torch.int64, device=device)
@@ -330,7 +343,7 @@ def best_columns(
         block_keys, columns, peaks, masses, columns if token_ids is None else token_ids, keys, tokens,
         keys if log_mass is None else log_mass, blocks, blocks * count, size,
         M=count, C=triton.next_power_of_2(blocks * count), P=triton.next_power_of_2(blocks),
-        IDS=token_ids is not None, MASS=mass, num_warps=8,
+        IDS=0 if as_columns else ids, MASS=mass, num_warps=8,
     )  # fmt: skip
     return keys, tokens, log_mass
 

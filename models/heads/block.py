@@ -6,7 +6,8 @@ tokens. Row k + `first_row` of the block yields the logits of depth k, token t[i
 
 A corrector makes the logits of a depth depend on the token before it, at far less than the cost of a forward:
 `slot_state` puts what it reads of that token beside the state of the depth's row, and `corrected` changes the LM head's
-logits by it. So tokens are drafted one after another in a chain, or for every node of a tree.
+logits by it. So tokens are drafted one after another in a chain, or for every node of a tree. What is drafted is one of
+the `num_candidates` best tokens of a depth before the correction (kernels/walk.py): only these are corrected.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.walk import Transition
 from models.attention import Attention, WriteKeys
 from models.heads.borrowing import BorrowingHead
 
@@ -29,6 +31,11 @@ class BlockHead(BorrowingHead):
 
     parallel = True
     config: Any  # a HeadShape with the fields that are read here
+
+    @property
+    def num_candidates(self) -> int | None:
+        """The number of tokens that the corrector chooses among; None where the proposer's config says how many."""
+        return None
 
     @property
     def first_row(self) -> int:
@@ -70,6 +77,17 @@ class BlockHead(BorrowingHead):
         """
         return states, carried
 
+    def transition(self, states: Tensor) -> Transition:
+        """Return what scores candidates in blocks whose rows have the states `[B, D, S]`.
+
+        Without a `predecessor` in it the query of a depth is that of its `slot_state`.
+        """
+        raise AssertionError("this head corrects nothing")
+
+    def query(self, state: Tensor) -> Tensor:
+        """Return the query `[..., r]` of a depth's `slot_state`."""
+        raise AssertionError("this head corrects nothing")
+
     def base_logits(self, states: Tensor) -> Tensor:
         """Return the LM head's logits `[..., Vd]` of rows' states `[..., S]`."""
         return self.lm_head_at(0)(states)
@@ -78,12 +96,17 @@ class BlockHead(BorrowingHead):
         """Return the logits `[..., Vd]` of a depth, from those of the LM head and the state of `slot_state`."""
         return logits
 
-    def confidence(self, state: Tensor) -> Tensor | None:
+    @property
+    def predicts_acceptance(self) -> bool:
+        """Whether there is a `confidence`."""
+        return False
+
+    def confidence(self, state: Tensor) -> Tensor:
         """Return the logarithm of the probability `[...]` that the depth's token is accepted if those before it are.
 
-        None if the head does not predict it.
+        state: of `slot_state`, of which only what does not depend on `carried` is read.
         """
-        return None
+        raise AssertionError("this head predicts no acceptance")
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.corrected(self.base_logits(state[..., : self.config.hidden_size]), state)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.heads.config import CANDIDATES
 from tests.formats.plain import Target, mlp, rms, rotate
 
 
@@ -98,14 +99,19 @@ def convolved(tensors: dict[str, Tensor], name: str, x: Tensor, sublayer: Callab
 
 
 def walk(tensors: dict[str, Tensor], option: dict[str, Any], states: Tensor, lm_head: Tensor, anchor: int) -> list[int]:
-    """Take the best token of each slot, after the corrector of DSpark or DFlash2 has read the token before."""
+    """Take the best token of each slot, after the corrector of DSpark or DFlash2 has read the token before.
+
+    DSpark's chooses among the engine's number of candidates.
+    """
     token, drafted, carried = anchor, [], torch.zeros(option.get("markov_rank") or 0)
     for h in states:
         logits = lm_head @ h
-        if option.get("markov_rank"):
-            message, carried = markov_message(tensors, option["markov_head_type"], h, token, carried)
-            logits = logits + tensors["markov_head.markov_w2.weight"] @ message
         draft_id = int(logits.argmax())
+        if option.get("markov_rank"):
+            best = logits.topk(min(CANDIDATES, len(logits))).indices
+            message, carried = markov_message(tensors, option["markov_head_type"], h, token, carried)
+            corrected = logits + tensors["markov_head.markov_w2.weight"] @ message
+            draft_id = int(best[corrected[best].argmax()])
         if "selector_top_k" in option:
             best = logits.topk(option["selector_top_k"])
             projected = tensors["candidate_selector.hidden_projection.weight"] @ h

@@ -8,17 +8,19 @@ import subprocess
 import pytest
 import torch
 
-from kernels.cpu import attention, decoder, draft, linear, vocabulary
+from kernels.cpu import attention, decoder, draft, linear, vocabulary, walk
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import FLAGS, KINDS, LANES, compiler, library
 
 STRUCTURES = {
     "attention_args": (attention.Arguments, "attention.h"),
     "linear_args": (linear.Arguments, "linear.h"),
+    "convolution": (decoder.Convolved, "decoder.h"),
     "decoder_layer": (decoder.Layer, "decoder.h"),
     "decoder_args": (decoder.Arguments, "decoder.h"),
     "draft_args": (draft.Arguments, "draft.c"),
     "branch_args": (draft.Branch, "draft.c"),
+    "walk_args": (walk.Arguments, "walk.c"),
     "vocabulary_loss_args": (vocabulary.LossArguments, "vocabulary.c"),
     "vocabulary_teach_args": (vocabulary.TeachArguments, "vocabulary.c"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -304,6 +305,48 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert engine.speculator.planner.costs is costs  # with the corrections learnt from steps
     assert engine.speculator.planner.acceptance is controller.acceptance
     assert engine._head.confidence is controller.confidence
+
+
+def test_a_block_is_cut_where_its_confidence_says_that_a_row_does_not_pay(make_engine, prompts, tmp_path, monkeypatch):
+    """A head that predicts its acceptance, on texts that it knows by heart and on others; levels cost nothing."""
+    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    params = replace(GREEDY, max_tokens=60)
+    few = [prompt for prompt in prompts if len(prompt) < 100]
+    few += [prompt[::-1] for prompt in few if len(prompt) > 10]
+    engine = make_engine(proposer="none", head="dspark", max_batch=4, timer=Ticking(1e-3))
+    plain, lengths, rates = ids(engine.generate(few, params)), [], []
+    for row_s in (0.0, 0.02):
+        engine.set_proposer("head", config=ProposerConfig(name="head", adaptive=True, max_draft_tokens=4))
+        controller, table = engine.speculator.planner, engine.speculator.planner.costs.table
+        steps = (Curve((0.0, 1.0), (0.2, 0.2 + row_s)),) * len(table.batches)
+        drafts = {"head": (Curve((1.0, 2.0), (0.01, 0.01)),) * len(table.batches)}
+        controller.costs = CostModel(replace(table, steps=steps, drafts=drafts, reads={}))
+        made_up = partial(with_seconds, controller.record_step, 0.2, row_s)  # whatever this machine takes
+        verified, record_draft = list[VerifiedDraft](), controller.record_draft
+        controller.record_step = made_up
+        controller.record_draft = lambda *parts, kept=verified, call=record_draft: (
+            kept.append(parts[-1]),
+            call(*parts),
+        )
+        for _ in range(3):
+            assert ids(engine.generate(few, params)) == plain
+        assert engine.stats.proposer_failures == 0
+        by_confidence, by_history = engine.stats.forecast.errors
+        assert by_confidence < by_history
+        drafted = [draft.depth for draft in verified if draft.depth]
+        rates.append(sum(len(draft.path) for draft in verified) / sum(drafted))
+        lengths.append(drafted)
+    free, priced = lengths
+    assert sum(free) / len(free) > 3.5  # whole blocks, but at the end of a text
+    assert set(priced) == {1, 2, 3, 4}
+    assert sum(priced) / len(priced) < 3
+    assert rates[1] > 1.1 * rates[0]  # what was left out would have been wrong
+    assert engine.stats.forecast.bias == pytest.approx(1.0, abs=0.15)  # as many are accepted as expected
+
+
+def with_seconds(record_step, step_s: float, row_s: float, batch: int, rows: int, drafting, seconds: float) -> None:
+    """Record a step with made-up durations."""
+    record_step(batch, rows, 0.01 if rows > batch else 0.0, step_s + row_s * rows + 0.01 * (rows > batch))
 
 
 def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, prompts, tmp_path, monkeypatch, capfd):

@@ -12,6 +12,9 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
+from infer.speculation.proposers import block_loop
+from kernels import walk
+from kernels.walk import rank_candidates
 from models.attention import CausalAttention
 from models.heads.files import load_head, save_head
 from models.targets import load_target
@@ -22,7 +25,7 @@ STEPS = 5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant):
+def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant, monkeypatch):
     target = load_target(str(tiny_target_folder))
     head = make_head(target, variant)
     steps = min(STEPS, head.config.max_depth or STEPS)
@@ -50,17 +53,29 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
         rounds.append((len(requests[0].tokens) - 2, []))
         return real_propose(requests, budgets)
 
-    def forced_choice(logits, positions, parameters):
+    def forced_token(position, logits):
         first, seen = rounds[-1]
-        tokens = []
-        for row, position in zip(logits, positions.tolist(), strict=True):
-            assert position == first + len(seen) + 1
-            right = sequence[position + 1]
-            tokens.append(right if len(seen) < len(rounds) % (steps + 1) else (right + 1) % 384)
-            seen.append(row.clone())
-        return torch.tensor(tokens)
+        assert position == first + len(seen) + 1
+        right = sequence[position + 1]
+        token = right if len(seen) < len(rounds) % (steps + 1) else (right + 1) % 384
+        seen.append(logits)
+        return token
+
+    def forced_choice(logits, positions, parameters):
+        pairs = zip(positions.tolist(), logits.clone(), strict=True)
+        return torch.tensor([forced_token(position, row) for position, row in pairs])
+
+    def forced_rank(lattice, slot, transition, query, parameters, positions, count):
+        every = lattice.column.shape[-1]
+        tokens, values = rank_candidates(lattice, slot, transition, query, parameters, positions, every)
+        column = torch.searchsorted(served_head.target_ids, tokens[0, 0])
+        logits = torch.full((len(served_head.target_ids),), -torch.inf).scatter(0, column, values[0, 0])
+        return torch.tensor([[[forced_token(int(positions), logits)]]]), values[..., :1]
 
     proposer.propose, proposer.loop.choice = propose, forced_choice
+    for module in (walk, block_loop):
+        monkeypatch.setattr(module, "rank_candidates", forced_rank)
+    monkeypatch.setattr(walk, "fused_walk", lambda *parts: None)  # which would choose the tokens itself
     proposer._native = None  # which would choose the tokens itself; its drafts are the same (test_levels.py)
     (completion,) = engine.generate([prompt], params)
     assert prompt + completion.token_ids == sequence
@@ -77,7 +92,10 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
             # the tokens drafted before it must equal the forced tokens of training, unless the head never reads them
             if depth <= number % (steps + 1) or (head.parallel and not head.corrects):
                 expected, ruled_out = trained[depth][first], logits == -torch.inf
-                assert torch.equal(ruled_out, expected == -torch.inf)
+                if head.corrects:  # log-probabilities among the candidates
+                    expected = expected.masked_fill(ruled_out, -torch.inf) if head.num_candidates is None else expected
+                    assert torch.equal(ruled_out, expected == -torch.inf)
+                    expected, logits = expected.log_softmax(-1), logits.log_softmax(-1)
                 expected, logits = expected[~ruled_out], logits[~ruled_out]
                 assert (logits - expected).abs().max() / expected.abs().max() < 1e-5, f"slot {first}, step {depth}"
                 compared[depth] += 1

@@ -21,6 +21,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.budget import Budget
+from infer.speculation.draft_loop import Chains
 from infer.speculation.proposers.head import HeadProposer
 from models.attention import CausalAttention, WriteKeys
 from models.config import LAST
@@ -281,10 +282,15 @@ def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
             drafted.append(len(requests[0].tokens) - 2)
         return real(requests, budgets)
 
-    wrong = torch.tensor([383])
+    chain = proposer.loop.chain
+
+    def wrong(*args: Any) -> Chains:
+        chains = chain(*args)
+        return chains._replace(token=torch.full_like(chains.token, 383))
+
     monkeypatch.setattr(proposer, "propose", propose)
-    monkeypatch.setattr(proposer, "_native", None)  # which chooses tokens by itself
-    monkeypatch.setattr(proposer.loop, "choice", lambda logits, positions, parameters: wrong.expand(len(logits)))
+    monkeypatch.setattr(proposer, "_native", None)
+    monkeypatch.setattr(proposer.loop, "chain", wrong)
     (completion,) = engine.generate([ids[~assistant].tolist()], GREEDY)
     engine.set_proposer("none")
     assert completion.token_ids == ids[assistant].tolist()

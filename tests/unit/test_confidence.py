@@ -180,3 +180,45 @@ def test_a_device_decides_as_the_host(monkeypatch, priced, switch):
             if not active:
                 break
     assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True)})
+
+
+def test_a_parallel_heads_chain_ends_where_the_next_row_does_not_pay():
+    """All levels are drafted in any case: neither their price nor past rates end a chain that the head is sure of."""
+    request, certain, doubtful = make_request(), math.log(0.95), math.log(0.2)
+    confidence = Confidence(AcceptanceModel({"head": [0.9, 0.05, 0.05, 0.05]}))  # later tokens were hardly ever right
+    confidence._weights[False] = 0.0, 1.0, 0.0  # the drafter's probabilities count alone
+    confidence.prices = Prices(row=0.3, step=0.4, level=0.5)
+
+    def length(values: list[float], *, parallel: bool) -> int:
+        rows = exit_rows(confidence, [request], [DEPTH], DEPTH, parallel=parallel)
+        lengths = HostExit(rows).lengths([values], [DEPTH])
+        terms = exit_terms(confidence, [request], [DEPTH], DEPTH, parallel=parallel)
+        assert torch.equal(terms, torch.tensor(rows))
+        depths = torch.tensor([DEPTH])
+        chains = Drafting.begin(depths)
+        for level, value in enumerate(values):
+            chains = EarlyExit(terms)(level, torch.tensor([value]), chains, depths)
+        assert chains.length.tolist() == lengths
+        return lengths[0]
+
+    assert length([certain] * DEPTH, parallel=True) == DEPTH
+    assert length([certain] * DEPTH, parallel=False) == 1
+    assert length([certain, certain, doubtful, certain], parallel=True) == 2
+    assert length([doubtful] * DEPTH, parallel=True) == 1  # the first token is always kept
+    confidence.prices = Prices(row=0.0, step=0.4, level=0.5)
+    assert length([doubtful] * DEPTH, parallel=True) == DEPTH  # rows are free
+    unscored = make_request(acceptance="block", temperature=1.0)
+    assert HostExit(exit_rows(confidence, [unscored], [2], DEPTH, parallel=True)).lengths([[doubtful] * 4], [2]) == [2]
+
+
+def test_lengths_of_a_batch_are_those_of_its_chains():
+    rng, requests = random.Random(3), [make_request(str(row)) for row in range(5)]
+    confidence = Confidence(AcceptanceModel())
+    confidence.prices = Prices(row=0.2, step=0.0, level=0.0)
+    depths, values = [0, 1, 2, 3, 4], [[math.log(rng.uniform(0.3, 1.0)) for _ in range(DEPTH)] for _ in range(5)]
+    lengths = HostExit(exit_rows(confidence, requests, depths, DEPTH, parallel=True)).lengths(values, depths)
+    for row in range(5):
+        rows = exit_rows(confidence, [requests[row]], [depths[row]], DEPTH, parallel=True)
+        assert HostExit(rows).lengths([values[row]], [depths[row]]) == [lengths[row]]
+    assert lengths[0] == 0
+    assert all(length <= depth for length, depth in zip(lengths, depths, strict=True))

@@ -29,8 +29,8 @@ class DFlash2Objective(BlockObjective):
             missing = (candidates != label).all(-1)
             last = torch.where(missing, label[:, 0], candidates[:, -1])
             candidates = torch.cat([candidates[:, :-1], last[:, None]], dim=-1)
-            query = states[..., head.config.hidden_size :]
-            scores = base.gather(-1, candidates) + head.candidate_selector.scores(query, candidates).float()
+            scores = head.candidate_selector.scores(head.query(states), candidates).float()
+            scores = base.gather(-1, candidates) + scores
             place = (candidates == label).int().argmax(-1)
             place = torch.where(teacher.label < 0, -1, place)
             selected = F.cross_entropy(scores, place, reduction="none", ignore_index=-1)

@@ -29,6 +29,7 @@ from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
 from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.block_loop import BlockLoop
+from infer.speculation.proposers.parallel_loop import ParallelLoop
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
@@ -108,8 +109,9 @@ class HeadProposer(Proposer):
             self.attach(pool)
             return self
         copy_packed(self._head, before._head)
-        if (mask_slot := before._head.mask_slot()) is not None:
-            assert before.loop.mask_slot is not None
+        if isinstance(before.loop, ParallelLoop) and before.loop.mask_slot is not None:
+            mask_slot = before._head.mask_slot()
+            assert mask_slot is not None
             before.loop.mask_slot[1].copy_(mask_slot[1])
         return before
 
@@ -120,11 +122,14 @@ class HeadProposer(Proposer):
         if max_depth is not None and depth > max_depth:
             key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
             raise ValueError(f"{key}: this {self._head.name} head drafts {max_depth} tokens at most, not {depth}")
-        if isinstance(shape, StaticShape) and shape.widest > len(self.draft_ids):
-            raise ValueError(
-                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {len(self.draft_ids)} tokens"
-            )
-        self.shape = shape
+        choices = len(self.draft_ids)
+        if isinstance(self._head, BlockHead) and self._head.corrects:
+            choices = min(choices, self._head.num_candidates or config.candidates)
+        if isinstance(shape, StaticShape) and shape.widest > choices:
+            raise ValueError(f"proposer.tree: rank {shape.widest - 1}: the head drafts from {choices} tokens")
+        self.shape, self._candidates = shape, config.candidates
+        if isinstance(loop := getattr(self, "loop", None), BlockLoop):
+            loop.candidates = config.candidates
 
     def attach(self, pool: KVPool) -> None:
         self._pool, attention, attend = pool, self._head.attention, None
@@ -139,9 +144,9 @@ class HeadProposer(Proposer):
         if isinstance(self._head, BlockHead):
             assert attend is not None
             write = partial(pool.layers.writer, first_layer=self._first_layer)
-            self.loop = BlockLoop(self._head, attend, write)
+            self.loop = BlockLoop(self._head, attend, write, self._candidates)
         else:
-            self.loop = TorchLoop(self._head, attend)
+            self.loop = (ParallelLoop if self._head.parallel else TorchLoop)(self._head, attend)
         caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.kv_layers)]
         parts = None if self._head.parallel else self._head.draft_parts()
         if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in caches):
@@ -252,7 +257,8 @@ class HeadProposer(Proposer):
         depths = [budget.depth for budget in budgets]
         deepest, limits = max(depths), upload(depths, self.draft_ids.device)
         confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
-        exits = None if confidence is None else exit_rows(confidence, requests, depths, deepest)
+        parallel = self._head.parallel
+        exits = None if confidence is None else exit_rows(confidence, requests, depths, deepest, parallel=parallel)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
         adjusted = any(r.constraint is not None or r.params.acceptance == "block" for r in requests)
@@ -264,9 +270,9 @@ class HeadProposer(Proposer):
                 draft_probs.setdefault(row, []).append(probs)
             return logits
 
-        native = None if adjusted else self._native_for(unread)
-        if native is not None:
-            chains = native.chain(unread, limits, deepest, None if exits is None else HostExit(exits))
+        whole = self.loop if isinstance(self.loop, ParallelLoop) else self._native_for(unread)
+        if whole is not None and not adjusted:
+            chains = whole.chain(unread, limits, deepest, None if exits is None else HostExit(exits))
         else:
             terms = None if exits is None else upload(exits, limits.device, torch.float32)
             early_exit = None if terms is None else EarlyExit(terms, on_host=True)

@@ -107,7 +107,7 @@ class DFlashHead(BlockHead):
             packed = self.fc.packed is not None
             decode = self._fused_decoder.over(attentions[kinds[0]], self.layers, self.norm, packed=packed)
             if decode:
-                return decode(x, rotary)[0]
+                return decode(x, rotary, block=rows)[0]
         for module, causal in zip(self.layers, kinds, strict=True):
             x = self.run_layer(module, x, rotary, attentions[causal], rows)
         return self.norm(x)

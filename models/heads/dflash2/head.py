@@ -7,19 +7,21 @@ was chosen before; all other tokens are ruled out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.convolution import INPUT, OUTPUT, two_taps
+from kernels.decoder import Convolution, LayerParts
+from kernels.walk import Transition
 from models.attention import Attention
 from models.heads.dflash.head import DFlashHead, Rotary
 from models.heads.dflash2.config import TAPS, DFlash2Config
 from models.layers import Linear
 from models.targets.llama import DecoderLayer, LlamaTarget
-
-INPUT, OUTPUT = 0, 1  # sides of a sublayer
 
 
 class BlockConvolution(nn.Module):
@@ -27,20 +29,18 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, size: int, group: int) -> None:
         super().__init__()
-        self.group = group
         self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, size))
         self.kernel_projection = Linear(size, 2 * TAPS * size // group, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the kernels `[..., sides, taps, H]` for the normed input x `[..., H]` of a sublayer."""
-        delta = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
-        return self.base_kernel + delta.repeat_interleave(self.group, dim=-1)
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor], rows: int) -> Tensor:
+        """Convolve the normed input x `[..., H]` of a sublayer and its output, in blocks of `rows` rows each."""
+        deltas = self.kernel_projection(x)
+        out = sublayer(two_taps(x, self.base_kernel, deltas, INPUT, rows))
+        return two_taps(out, self.base_kernel, deltas, OUTPUT, rows)
 
-
-def convolve(z: Tensor, kernels: Tensor, side: int, rows: int) -> Tensor:
-    """Return the convolution of z `[..., H]`, blocks of `rows` rows each, before the first of which there is zero."""
-    before = F.pad(z.reshape(-1, rows, z.shape[-1])[:, :-1], (0, 0, 1, 0)).view(z.shape)
-    return kernels[..., side, 0, :] * z + kernels[..., side, 1, :] * before
+    def parts(self) -> Convolution | None:
+        packed = self.kernel_projection.packed
+        return None if packed is None else Convolution(self.base_kernel, packed)
 
 
 class DFlash2Layer(DecoderLayer):
@@ -50,15 +50,18 @@ class DFlash2Layer(DecoderLayer):
         self.mlp_conv = BlockConvolution(config.hidden_size, config.conv_group_size)
 
     def run(self, x: Tensor, rotary: Rotary, attention: Attention, rows: int) -> Tensor:
-        normed = self.input_layernorm(x)
-        kernels = self.attention_conv(normed)
-        attended = self.self_attn(convolve(normed, kernels, INPUT, rows), rotary, attention)
-        normed, x = self.post_attention_layernorm.add(x, convolve(attended, kernels, OUTPUT, rows))
-        kernels = self.mlp_conv(normed)
-        return x + convolve(self.mlp(convolve(normed, kernels, INPUT, rows)), kernels, OUTPUT, rows)
+        def attend(z: Tensor) -> Tensor:
+            return self.self_attn(z, rotary, attention)
 
-    def parts(self) -> None:
-        """No kernel runs such a layer whole."""
+        attended = self.attention_conv(self.input_layernorm(x), attend, rows)
+        normed, x = self.post_attention_layernorm.add(x, attended)
+        return x + self.mlp_conv(normed, self.mlp, rows)
+
+    def parts(self) -> LayerParts | None:
+        convolutions = self.attention_conv.parts(), self.mlp_conv.parts()
+        if (parts := super().parts()) is None or None in convolutions:
+            return None
+        return parts._replace(attention_conv=convolutions[0], mlp_conv=convolutions[1])
 
 
 class CandidateSelector(nn.Module):
@@ -101,11 +104,23 @@ class DFlash2Head(DFlashHead):
     def slot_state(self, states: Tensor, before: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         return torch.cat([states, self.candidate_selector.query(states, before)], dim=-1), carried
 
+    @property
+    def num_candidates(self) -> int:
+        return self.config.selector_top_k
+
+    def transition(self, states: Tensor) -> Transition:
+        selector = self.candidate_selector
+        return Transition(
+            selector.successor_codebook, selector.predecessor_codebook, selector.hidden_projection(states)
+        )
+
+    def query(self, state: Tensor) -> Tensor:
+        return state[..., self.config.hidden_size :]
+
     def candidate_scores(self, logits: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the best draft ids of the LM head's logits `[..., Vd]`, and their scores, `[..., K]` each."""
         best = logits.topk(self.config.selector_top_k, dim=-1)
-        query = state[..., self.config.hidden_size :]
-        return best.indices, best.values + self.candidate_selector.scores(query, best.indices)
+        return best.indices, best.values + self.candidate_selector.scores(self.query(state), best.indices)
 
     def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
         candidates, scores = self.candidate_scores(logits, state)

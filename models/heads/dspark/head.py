@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.walk import Transition
 from models.heads.dflash.head import DFlashHead
 from models.heads.dspark.config import DSparkConfig
 from models.layers import Embedding, Linear
@@ -25,7 +26,7 @@ class MarkovHead(nn.Module):
         rank, size, self.kind = config.markov_rank, config.hidden_size, config.markov_head_type
         self.rank = rank
         self.markov_w1 = Embedding(config.vocab_size, rank)
-        self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)  # not packed: drafts read single rows
         if self.kind == "gated":
             self.gate_proj = Linear(size + rank, rank)
         elif self.kind == "rnn":
@@ -73,12 +74,21 @@ class DSparkHead(DFlashHead):
         parts = [states, embedded] if message is embedded else [states, embedded, message]
         return torch.cat(parts, dim=-1), carried
 
-    def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
-        return logits + self.markov_head.markov_w2(state[..., -self.markov_head.rank :])
+    def transition(self, states: Tensor) -> Transition:
+        markov = self.markov_head
+        return Transition(markov.markov_w2.weight, markov.markov_w1.weight if markov.kind == "vanilla" else None)
 
-    def confidence(self, state: Tensor) -> Tensor | None:
-        if not self.config.enable_confidence_head:
-            return None
+    def query(self, state: Tensor) -> Tensor:
+        return state[..., -self.markov_head.rank :]
+
+    def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
+        return logits + self.markov_head.markov_w2(self.query(state))
+
+    @property
+    def predicts_acceptance(self) -> bool:
+        return self.config.enable_confidence_head
+
+    def confidence(self, state: Tensor) -> Tensor:
         proj = self.confidence_head.proj
         return F.logsigmoid(proj(state[..., : proj.in_features]).float()).squeeze(-1)
 

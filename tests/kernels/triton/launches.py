@@ -19,6 +19,7 @@ from kernels.triton import (
     acceptance,
     advance,
     choose,
+    convolution,
     early_exit,
     elementwise,
     gather,
@@ -27,6 +28,7 @@ from kernels.triton import (
     shape,
     tree,
     verify,
+    walk,
 )
 from kernels.triton.attention import TritonAttention
 from kernels.triton.block_attention import RangesAttention
@@ -34,6 +36,7 @@ from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
 from kernels.triton.ttt_attention import TttAttention
+from kernels.walk import Lattice, Transition
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -104,6 +107,28 @@ def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
     choose.best_columns(
         empty(rows, size), parameters, index, ids, count, thresholds, mass=drafting, noise=True, block=choose.BLOCK
     )
+
+
+def stroll(rows, width, levels, count, *, sampled=True, given=False, size=64, rank=256):
+    """Walk over the candidates of blocks of `levels` slots; `given`: the nodes' queries are."""
+    ids = empty(rows, levels, size, dtype=torch.int64)
+    lattice = Lattice(ids, ids, empty(rows, levels, size, dtype=torch.float32))
+    table, before = empty(32000, rank), empty(rows, width, dtype=torch.int64)
+    transition = Transition(table, None if given else table, None if given else empty(rows, levels, rank))
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    parameters = ChoiceParameters(number, index, number, number, index, index, NO_LIMITS) if sampled else None
+    query = empty(rows, width, rank) if given else None
+    walk.walk(
+        lattice, transition, None if given else before, query, parameters, index, first=0, levels=levels, count=count
+    )
+
+
+def pick_among(rows, size):
+    """Choose from candidates of each row."""
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    parameters = ChoiceParameters(number, index, number, number, index, index, NO_LIMITS)
+    ids = empty(rows, size, dtype=torch.int64)
+    choose.best(empty(rows, size, dtype=torch.float32), parameters, index, ids, 1, mass=True)
 
 
 def thresholds(limits, dtype=BF16):
@@ -194,6 +219,13 @@ CASES = {
     "choose, sampled": partial(pick, 4, 128256, 1),
     "choose, among the likeliest": partial(pick, 4, 262144, 1, restricted=True),
     "draft the 16 best": partial(pick, 4, 32000, 16, drafting=True),
+    "find 64 candidates": partial(pick, 56, 128256, 64),
+    "choose among candidates": partial(pick_among, 4, 64),
+    "walk along chains": partial(stroll, 8, 1, 7, 1),
+    "walk along a chain, greedy": partial(stroll, 1, 1, 1, 1, sampled=False, size=1, rank=1),
+    "walk along a level of trees": partial(stroll, 8, 4, 1, 4, given=True),
+    "convolution": lambda: convolution.two_taps(empty(40, 4096), empty(2, 2, 4096), empty(40, 1024), 0, 8),
+    "convolution, 1 row": lambda: convolution.two_taps(empty(1, 16), empty(2, 2, 16), empty(1, 64), 1, 1),
     "top-k and top-p": partial(thresholds, Limits()),
     "top-p, fp32": partial(thresholds, NO_LIMITS._replace(top_p=True), torch.float32),
     "min-p": partial(thresholds, NO_LIMITS._replace(min_p=True)),
