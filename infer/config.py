@@ -22,7 +22,7 @@ from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
 
-WEIGHTS = ("same", "int8", "fp8", "int4")
+QUANTISED = ("int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 
@@ -100,9 +100,12 @@ class EngineConfig:
     max_rows: int | None = None  # rows of one target forward: drafts and prefill chunks together; null: 512
     prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
     exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
-    # the target's linear layers: "int8", "fp8" or "int4" (by group), which change the output
-    weights: str = choice("same", *WEIGHTS)
-    head_weights: str = choice("same", *WEIGHTS)  # the same for a head's; changes what is drafted, never the output
+    # the target's linear layers. same: as published, those of a GGUF file in their blocks where a kernel reads them
+    # (native: or an error), else in model.dtype, like all with widened; int8, fp8, int4 (by group) quantise anew, which
+    # changes the output
+    weights: str = choice("same", "same", "native", "widened", *QUANTISED)
+    # a head's linear layers; changes what is drafted, never the output
+    head_weights: str = choice("same", "same", *QUANTISED)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
     # CPU threads of a step, all ranks together; null: one or torch's default, as measured
@@ -126,7 +129,8 @@ class EngineConfig:
 
     @property
     def weight_format(self) -> WeightFormat:
-        return cast("WeightFormat", self.weights)
+        """To what the target's linear layers are quantised; those in blocks are packed before."""
+        return cast("WeightFormat", self.weights if self.weights in QUANTISED else "same")
 
     @property
     def head_format(self) -> WeightFormat:

@@ -12,13 +12,16 @@ separate operations; on a CUDA device they take no launch of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.linear import NativeLinear, supported
+from kernels.blocks import BlockMatrix
+from kernels.cpu.blocks import block_segments
+from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
 from kernels.elementwise import gelu_mul, silu_mul
 from kernels.quantise import WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
@@ -31,19 +34,30 @@ Gate = Literal["silu", "gelu"]
 class PackedLinear:
     """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
+    A BlockMatrix stays in its blocks (kernels/blocks.py); `reads_blocks` must be true of its parts.
+
     `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py). Where no kernel reads these
     (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are dequantised again, which saves no memory.
-    Raises ValueError for int4 if no group size divides K.
+    Raises ValueError for int4 if no group size divides K, and for a damaged block.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = True, weight_format: WeightFormat = "same"
+        self,
+        weight: Tensor | BlockMatrix,
+        bias: Tensor | None = None,
+        *,
+        exact: bool = True,
+        weight_format: WeightFormat = "same",
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias, self._exact, self._scale = bias, exact, None
-        self.weight_format = weight_format
-        self._triton = in_use(weight.device) and (exact or weight_format != "same")
+        self.narrow = weight_format != "same" or isinstance(weight, BlockMatrix)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
+        self._triton = False
+        if isinstance(weight, BlockMatrix):
+            self._pack_native(block_segments(weight), bias, weight.dtype)
+            return
+        self._triton = in_use(weight.device) and (exact or weight_format != "same")
         dtype, device = weight.dtype, weight.device
         native = not self._triton and supported(self.in_features, dtype, device, weight_format)
         scale = None
@@ -54,8 +68,12 @@ class PackedLinear:
             elif not native:
                 weight = widen(weight, scale).to(dtype)
         if native:
-            self.native = NativeLinear(weight, scale, bias, weight_format, dtype)
-            self.bytes = self.native.bytes
+            if weight_format == "same":
+                segment = dense_segment(weight)
+            else:
+                assert scale is not None
+                segment = quantised_segment(weight, scale, weight_format)
+            self._pack_native([segment], bias, dtype)
             return
         self._onednn = not self._triton and device.type == "cpu" and dtype in ONEDNN
         if self._onednn:
@@ -63,6 +81,16 @@ class PackedLinear:
         else:
             self._weight = weight.contiguous() if self._triton else weight
         self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
+
+    def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.native = NativeLinear(segments, self.in_features, bias, dtype)
+        self.bytes = self.native.bytes
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """How kernels in C find the weights stored, from first output to last; empty for other kernels."""
+        segments = [] if self.native is None else self.native.segments
+        return tuple(f"{segment.weight_format} {segment.scales}" for segment in segments)
 
     def copy_(self, other: PackedLinear) -> None:
         """Overwrite the weight by that of a layer of the same shape and format, packed in the same process.
@@ -80,7 +108,7 @@ class PackedLinear:
 
     def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]` as it was passed in; None if it is quantised."""
-        if self.weight_format != "same":
+        if self.narrow:
             return None
         if self.native is not None:
             return self.native.unpacked_weight()
@@ -95,6 +123,11 @@ class PackedLinear:
         else:
             out = self._rows_onednn(rows) if self._onednn else self._rows_blocked(rows)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def weight_rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` int64 `[R]` of a weight that is one part in blocks, `[R, K]`, each value rounded once."""
+        assert self.native is not None
+        return self.native.weight_rows(ids)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual `[..., N]` + this layer's output for x `[..., K]`."""

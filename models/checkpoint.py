@@ -67,6 +67,15 @@ def fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+def block_formats(checkpoint: Path) -> dict[str, str]:
+    """Return the formats of matrices that are stored in blocks, each with the first tensor in it; none in a folder."""
+    if not is_gguf(checkpoint):
+        return {}
+    from models.gguf.file import open_gguf
+
+    return open_gguf(checkpoint).block_formats()
+
+
 def stated_dtype(checkpoint: Path) -> torch.dtype:
     """Return `dtype`, formerly `torch_dtype`, of a folder's config.json, or float32; bfloat16 for a .gguf file.
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.blocks import BlockMatrix
 from kernels.elementwise import add_rms_norm, gelu_mul, rms_norm, silu_mul
 from kernels.linear import Gate, PackedLinear
 from kernels.quantise import WeightFormat
@@ -28,6 +29,11 @@ class Linear(nn.Linear):
         bias = None if self.bias is None else self.bias.detach()
         self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def pack_blocks(self, matrix: BlockMatrix) -> None:
+        """Take a weight `[N, K]` that is stored in blocks, and stays so. Raises ValueError for a damaged block."""
+        self.packed = PackedLinear(matrix, None if self.bias is None else self.bias.detach())
+        self.weight = nn.Parameter(torch.empty(0, dtype=matrix.dtype), requires_grad=False)
 
     def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]`, packed or not; None if it was packed in fewer bits."""
@@ -64,6 +70,22 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         pass
+
+
+class PackedEmbedding(nn.Module):
+    """A token embedding `[V, H]` in blocks, read row by row from a packed matrix, which may be the LM head's too."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed = packed
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised matrix `[V, H]`, made anew, for heads that read or copy their target's embedding."""
+        return self.packed.weight_rows(torch.arange(self.packed.out_features))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.packed.weight_rows(ids.reshape(-1)).view(*ids.shape, -1)
 
 
 def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:

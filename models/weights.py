@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from kernels.blocks import BlockRows
 from models.config import read_json
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,13 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._sources)
+
+    def blocks(self, name: str) -> BlockRows | None:
+        """Return a matrix as it is stored, if that is in blocks; nothing is read yet."""
+        return None
+
+    def release(self) -> None:
+        """Give up what was read of memory-mapped files; it can be read again."""
 
 
 class LazyTensors(NamedTensors):

@@ -23,14 +23,43 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
 }
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
+RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+# factors of a block's scale, and of what is added to its weights, for weights of a standard deviation of one
+SCALES: dict[Kind, tuple[float, float | None]] = {
+    Kind.Q4_0: (0.22, None),
+    Kind.Q4_1: (0.22, -1.6),
+    Kind.Q5_0: (0.11, None),
+    Kind.Q5_1: (0.11, -1.7),
+    Kind.Q8_0: (0.013, None),
+    Kind.Q4_K: (0.005, 0.035),
+    Kind.Q5_K: (0.0025, 0.035),
+    Kind.Q6_K: (0.0007, None),
+}
 Change = Callable[[gguf.GGUFWriter], None]
+
+
+def random_blocks(kind: Kind, rows: int, columns: int, deviation: float, seed: int = 0) -> np.ndarray:
+    """Return random rows in blocks, uint8 `[rows, bytes]`, whose weights have about this standard deviation."""
+    generator, (block, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[kind]
+    raw = generator.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    scale, offset = SCALES[kind]
+    factors = np.abs(generator.normal(1, 0.2, (rows, columns // block))) * deviation
+
+    def write(place: int, factor: float) -> None:
+        raw[..., place : place + 2] = (factors * factor).astype(np.float16).view(np.uint8).reshape(*factors.shape, 2)
+
+    write(raw.shape[-1] - 2 if kind is Kind.Q6_K else 0, scale)
+    if offset is not None:
+        write(2, offset)
+    return raw.reshape(rows, -1)
 
 
 def write_gguf(
     folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
 ) -> dict[str, torch.Tensor]:
     """Write matrices in `kinds` by turns and all else in fp32; `change` may add keys. Return the dequantised tensors
-    of the file, with the names and in the layout of the folder.
+    of the file, with the names and in the layout of the folder. The package cannot quantise to kinds with K in their
+    name: their weights are random.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -54,7 +83,10 @@ def write_gguf(
         if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             value = value + 1
         kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
-        raw = quants.quantize(value, kind)
+        if kind in RANDOM:
+            raw = random_blocks(kind, *value.shape, float(value.std()), seed=turn)
+        else:
+            raw = quants.quantize(value, kind)
         restored = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
         if heads:
             restored = restored.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)

@@ -293,6 +293,8 @@ class TrainConfig:
                 f"optim=muon: orthogonalises whole matrices, and parallel={self.parallel.name} divides them among "
                 f"processes; use parallel={' or '.join(WHOLE)}, or optim=adamw"
             )
+        if self.engine.weights == "native":
+            raise ValueError("engine.weights=native: is for serving; training reads the target in model.dtype")
         if self.features.target == "sharded":
             self._check_sharded()
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
@@ -336,7 +338,7 @@ class TrainConfig:
             raise ValueError(
                 f"{start} of which parallel=single has one; use parallel=ddp under torchrun, or engine.tensor_parallel="
             )
-        if self.engine.weights != "same":
+        if self.engine.weight_format != "same":
             raise ValueError(f"{start} in its own dtype; use engine.weights=same, or features.target=whole")
         if self.engine.graphs == "on":
             raise ValueError(f"{start} which the host leads; use engine.graphs=auto")
@@ -367,7 +369,7 @@ class TrainConfig:
                 f"features.top_k={top_k}: saves the last hidden state, which head={head.name} reads itself; it is for "
                 f"head={' or '.join(suitable)}"
             )
-        if self.trains_target and (self.engine.tensor_parallel > 1 or self.engine.weights != "same"):
+        if self.trains_target and (self.engine.tensor_parallel > 1 or self.engine.weight_format != "same"):
             raise ValueError(
                 f"objective={objective.name}: trains the target too, which must be whole and in its own dtype; use "
                 "engine.tensor_parallel=1 engine.weights=same"

@@ -16,8 +16,10 @@ from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
+from infer.options.stored_weights import why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
+from models.checkpoint import block_formats
 from models.heads.config import HeadConfig
 from models.tokenizer import Tokenizer
 
@@ -57,9 +59,27 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
         ("KV pool", f"{pages} pages of {size} tokens"),
         ("steps", str(engine.sizes)),
+        *describe_weights(engine),
         *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
+
+
+def describe_weights(engine: Engine) -> Sequence[Row]:
+    """Return how weights are stored that the checkpoint holds in blocks (GGUF), and why if they were dequantised."""
+    target, weights = engine.target, engine.config.weights
+    formats = ", ".join(sorted(block_formats(target.folder)))
+    if not formats:
+        return []
+    if target.block_formats:
+        return [("weights", f"{formats} as published, in panels of 64 outputs")]
+    text = f"{formats}, dequantised to {str(engine.dtype).removeprefix('torch.')}"
+    if weights not in ("same", "widened"):
+        return [("weights", f"{text}, then quantised to {weights}")]
+    if weights == "widened":
+        return [("weights", text)]
+    divided = engine.config.tensor_parallel > 1
+    return [("weights", f"{text}: {why_widened(target.folder, engine.dtype, engine.device, divided=divided)}")]
 
 
 def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:

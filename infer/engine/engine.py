@@ -143,7 +143,7 @@ class Engine:
         model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
         engine = engine or EngineConfig()
         with ranks_of(model, engine) as ranks:
-            parts = load_parts(model, head, proposer, output_dir=output_dir, ranks=ranks)
+            parts = load_parts(model, head, proposer, output_dir=output_dir, weights=engine.weights, ranks=ranks)
             return cls(
                 parts.target,
                 tokenizer=parts.tokenizer,

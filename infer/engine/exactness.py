@@ -25,7 +25,7 @@ def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
     Also checks tensor-parallel splits, if there are several ranks. Raises ValueError if a check fails.
     """
     dtype, device = shard.dtype, shard.device
-    shapes = {(linear.in_features, linear.out_features): linear for linear in shard.linears}.values()
+    shapes = {(linear.in_features, linear.out_features, linear.formats): linear for linear in shard.linears}.values()
     results = []
     for count in {threads.few, threads.many}:
         with cpu_threads(count):

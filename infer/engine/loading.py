@@ -10,6 +10,7 @@ import torch
 from infer.config import ModelConfig, ProposerConfig
 from infer.options.exported_heads import choose_head, head_folder, is_head, read_head_config
 from infer.options.model_names import read_model, read_option
+from infer.options.stored_weights import reads_native
 from infer.parallel.comm import Ranks
 from infer.speculation.measured_tree import rank_accuracy, resolve_tree
 from models.checkpoint import stated_dtype
@@ -46,12 +47,13 @@ def load_parts(
     proposer: ProposerConfig,
     *,
     output_dir: str,
+    weights: str = "same",
     ranks: Ranks | None = None,
 ) -> Parts:
     """Load the parts of an engine. Raises ValueError for a missing device and for checkpoints that do not fit together.
 
     With `proposer=auto` a head that was never exported is no error: another proposer drafts. With `ranks` the target is
-    rank 0's shard.
+    rank 0's shard. `weights` as in `engine.weights`.
     """
     device, dtype = ranks.device if ranks else resolve_device(model.device), resolve_dtype(model)
     if device.index is not None:
@@ -64,7 +66,8 @@ def load_parts(
     if proposer.draft_model is not None:
         drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
         resolve_checkpoint(drafter.path_or_hub_id, drafter.revision, weights=False)
-    target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, part=part)
+    path, native = model.path_or_hub_id, reads_native(model, weights, dtype, device, divided=part is not None)
+    target = load_target(path, revision=model.revision, dtype=dtype, device=device, part=part, native=native)
     tokenizer = Tokenizer.load(target.folder)
     loaded_head, priors, loaded_draft = None, dict[str, list[float]](), None
     if head is not None and folder is not None:
@@ -74,9 +77,8 @@ def load_parts(
         proposer = resolve_tree(proposer, folder)
         priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
     if drafter is not None:
-        assert proposer.draft_model is not None
         loaded_draft = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
-        check_same_tokenizer(tokenizer, Tokenizer.load(loaded_draft.folder), proposer.draft_model)
+        check_same_tokenizer(tokenizer, Tokenizer.load(loaded_draft.folder), drafter.path)
     return Parts(target, tokenizer, loaded_head, loaded_draft, proposer, priors)
 
 

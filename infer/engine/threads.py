@@ -124,10 +124,8 @@ class Threads:
                 if looks >= MIN_LOOKS and max(times.values()) > PLAINLY * min(times.values()):
                     break
             taken += sum(times.values())
-            present, other = (
-                self.plan.count(rows),
-                1 if self.plan.count(rows) == self._max_threads else self._max_threads,
-            )
+            present = self.plan.count(rows)
+            other = 1 if present == self._max_threads else self._max_threads
             faster = times[other] < CLEARLY * times[present]
             counts.append(other if faster and self.admit(other) else present)
         self.plan = ThreadPlan(*counts)

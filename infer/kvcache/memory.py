@@ -14,7 +14,7 @@ from infer.config import EngineConfig
 from infer.kvcache.tensors import LayerShape, kv_dtype
 from infer.options.engine_sizes import EngineSizes
 from models.config import TargetConfig
-from models.layers import Linear
+from models.layers import Linear, PackedEmbedding
 
 MIB = 2**20
 SPARE = 0.1  # share of free memory left for everything that is not planned here
@@ -78,7 +78,7 @@ def weight_bytes(*modules: nn.Module) -> int:
     seen: dict[int, int] = {}
     for module in modules:
         for child in module.modules():
-            if isinstance(child, Linear) and child.packed is not None:
+            if isinstance(child, (Linear, PackedEmbedding)) and child.packed is not None:
                 seen[id(child.packed)] = child.packed.bytes
             for parameter in child.parameters(recurse=False):
                 seen[parameter.data_ptr()] = parameter.numel() * parameter.element_size()

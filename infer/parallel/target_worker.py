@@ -30,7 +30,7 @@ class Shard:
         self.target = target
         pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
-        weight = target.embedding_weight
+        weight = target.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.kv_dtype = kv_dtype(kv, self.dtype)
         _, kv_heads, head_dim = target.heads

@@ -170,7 +170,7 @@ class NativeDecoder:
         sizes = [
             *(rows * width * self.dtype.itemsize for width in self._widths),
             threads * self._attention_scratch(attention.longest) * 4,
-            threads * self._scratch * 4 if rows > 1 else 0,
+            threads * linears.scratch_rows(rows) * self._scratch * 4,
         ]
         buffer, starts = allocate_aligned(sizes)
         a.normed, a.qkv, a.attended, a.inner, a.gated, a.deltas, a.mixed, a.scores, a.scratch = starts

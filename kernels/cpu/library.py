@@ -26,7 +26,7 @@ from kernels.cpu.declarations import SOURCES, functions
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 LANES = 16  # floats per vector of vec.h; sizes that are no multiple of it use torch
 SWITCH = "HEADWAY_CPU_KERNELS"
-BUILD_TIMEOUT_S = 120
+BUILD_TIMEOUT_S = 600  # some ten seconds on an idle machine
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 log = logging.getLogger(__name__)

@@ -1,45 +1,16 @@
-/* y = x Wᵀ + b. Weights of 4 and 8 bits are read as stored and widened in registers; those of 16 and 32 bits have the
- * dtype of x. This is the vector implementation; on a processor with matrix tiles, linear_tiles.c computes the layers
- * that it supports.
+/* y = x Wᵀ + b. Weights of 16 and 32 bits have the dtype of x. Those of 4 to 8 bits are read as stored and widened
+ * (linear_narrow.c). This is the vector implementation; on a processor with matrix tiles, linear_tiles.c computes the
+ * layers that it supports. Outputs whose weights are stored in different formats are computed one format after another.
  *
- * The sum of an output runs along K in the same order for any number of rows: within each group of weights that share a
- * scale, from first to last; then over the groups' sums, each times its scale. Without scales it is one sum from first
- * to last.
+ * The sum of an output runs along K in one order for any number of rows: here from first to last.
  */
+#include "linear_narrow.h"
 #include "linear_tiles.h"
 #include "panels.h"
 #include "threads.h"
 #include "widen.h"
 
-#define MOST_ROWS 6 /* of a tile */
-#define WIDE_ROWS 12 /* if nothing is widened: their sums fit the registers, and one pass over the weights is enough */
-
-/* part[r][v] += the products of x[r], from k on, and the weights in one word per output. */
-INLINE void add_word(
-    const linear_args *a, vec part[][VECTORS], const uint32_t *words, int64_t row, int64_t k, int rows, int format, int x_kind
-) {
-    int held = held_by(format);
-    for (int v = 0; v < VECTORS; v++) {
-        uvec word = load_words(words + v * LANES);
-#ifdef __AVX512BF16__
-        if (x_kind == BFLOAT16) {
-            for (int place = 0; place < held; place += 2) {
-                __m512bh w = widen_pair(word, place, format);
-                for (int r = 0; r < rows; r++) {
-                    int32_t pair;
-                    memcpy(&pair, (const bf16 *)a->x + (row + r) * a->inputs + k + place, sizeof pair);
-                    part[r][v] = (vec)_mm512_dpbf16_ps((__m512)part[r][v], (__m512bh)_mm512_set1_epi32(pair), w);
-                }
-            }
-            continue;
-        }
-#endif
-        for (int place = 0; place < held; place++) {
-            vec w = widen(word, place, format);
-            for (int r = 0; r < rows; r++) part[r][v] += ((const float *)a->x)[(row + r) * a->inputs + k + place] * w;
-        }
-    }
-}
+#define WIDE_ROWS 12 /* of a tile: their sums fit the registers, and one pass over the weights is enough */
 
 INLINE void answer_kind(
     const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int vectors, int kind
@@ -47,7 +18,7 @@ INLINE void answer_kind(
     size_t element = kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = 0; v < vectors; v++) {
-            int64_t output = (panel * vectors + v) * LANES, to = (row + r) * a->outputs + output, left = a->outputs - output;
+            int64_t output = (panel * vectors + v) * LANES, to = (row + r) * a->stride + output, left = a->outputs - output;
             if (left <= 0) break;
             vec y = load_f32(sums + (r * vectors + v) * LANES);
             if (a->bias) y += load_f32(a->bias + output);
@@ -76,28 +47,6 @@ void linear_answer(const linear_args *a, int64_t row, int64_t panel, int64_t row
         answer_kind(a, row, panel, rows, sums, WIDE_VECTORS, FLOAT32);
     else
         answer_kind(a, row, panel, rows, sums, WIDE_VECTORS, BFLOAT16);
-}
-
-INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int format, int x_kind) {
-    int held = held_by(format);
-    const uint32_t *words = a->words + panel * (a->inputs / held) * PANEL;
-    const float *scale = a->scale + panel * (a->inputs / a->group) * PANEL;
-    vec total[MOST_ROWS][VECTORS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) total[r][v] = splat(0.0f);
-    for (int64_t first = 0; first < a->inputs; first += a->group, scale += PANEL) {
-        vec part[MOST_ROWS][VECTORS];
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) part[r][v] = splat(0.0f);
-        for (int64_t k = first; k < first + a->group; k += held, words += PANEL)
-            add_word(a, part, words, row, k, rows, format, x_kind);
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECTORS; v++) total[r][v] += part[r][v] * load_f32(scale + v * LANES);
-    }
-    float sums[MOST_ROWS * PANEL];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) store_f32(sums + r * PANEL + v * LANES, total[r][v]);
-    linear_answer(a, row, panel, rows, sums, VECTORS);
 }
 
 /* sums[r][v] += the dot products of the pair x[r] and the pairs w[v]. */
@@ -204,12 +153,7 @@ static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64
     const uint32_t *x = (const uint32_t *)a->x + row * steps;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t first = part(count, t, tiles), rows = part(count, t + 1, tiles) - first;
-        uint32_t *own = to + first * steps;
-        for (int64_t k = 0; k < steps; k += LANES) {
-            int64_t end = k + LANES < steps ? k + LANES : steps;
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t i = k; i < end; i++) own[i * rows + r] = x[(first + r) * steps + i];
-        }
+        pack_tile(x + first * steps, rows, rows, steps, to + first * steps);
     }
     return tiles;
 }
@@ -218,7 +162,7 @@ static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64
 static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel) {
     int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
     int64_t blocks = (a->rows + PACKED_ROWS - 1) / PACKED_ROWS;
-    uint32_t *scratch = a->scratch + self * PACKED_ROWS * steps;
+    uint32_t *scratch = a->scratch + self * scratch_rows(a) * steps;
     const uint32_t *packed = a->rows > 1 ? scratch : a->x; /* a single row already has the layout of a tile */
     float held[PACKED_ROWS * WIDE_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
@@ -241,47 +185,34 @@ static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, 
     }
 }
 
-#define ROWS(n, format, x_kind) \
-    for (; row + n <= a->rows; row += n) tile(a, panel, row, n, format, x_kind);
-#define CASE(format, x_kind) \
-    case format * 2 + x_kind: \
-        ROWS(6, format, x_kind) ROWS(4, format, x_kind) ROWS(2, format, x_kind) ROWS(1, format, x_kind) \
-        break;
+/* Compute part `index` of a thread for each, without the outputs of `next`, as thread `self`. */
+static void own_share(const linear_args *a, int64_t self, int64_t index) {
+    int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
+    int64_t first = part(panels, index, a->threads), end = part(panels, index + 1, a->threads);
+    if (takes_tiles(a))
+        tile_share(a, first, end);
+    else if (a->format == WIDE)
+        wide_share(a, self, first, end);
+    else
+        narrow_share(a, self, first, end);
+}
 
 void linear_share(const linear_args *a, int64_t self) {
-    int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
-    int64_t first = part(panels, self, a->threads), end = part(panels, self + 1, a->threads);
-    if (takes_tiles(a)) {
-        tile_share(a, first, end);
-        return;
-    }
-    if (a->format == WIDE) {
-        wide_share(a, self, first, end);
-        return;
-    }
-    for (int64_t panel = first; panel < end; panel++) {
-        int64_t row = 0;
-        switch (a->format * 2 + a->x_kind) {
-            CASE(INT4, FLOAT32) CASE(INT8, FLOAT32) CASE(FP8, FLOAT32)
-#ifdef __AVX512BF16__
-            CASE(INT4, BFLOAT16) CASE(INT8, BFLOAT16) CASE(FP8, BFLOAT16)
-#endif
-        }
+    own_share(a, self, self);
+    size_t size = a->out_kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
+    int64_t turn = 1; /* threads take turns at the larger part */
+    for (const linear_args *other = a->next; other; other = other->next, turn++) {
+        linear_args own = *other;
+        own.x = a->x, own.out = (char *)a->out + own.column * size;
+        own.residual = a->residual ? (const char *)a->residual + own.column * size : 0;
+        own.rows = a->rows, own.threads = a->threads, own.scratch = a->scratch;
+        own_share(&own, self, (self + turn) % a->threads);
     }
 }
 
 static void work(void *data) {
     const linear_args *a = data;
     linear_share(a, this_thread(a->threads));
-}
-
-/* Return whether x may be bf16 with weights of 4 or 8 bits; if not, the caller widens it. */
-int linear_takes_bf16(void) {
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
 }
 
 /* Return whether weights in the dtype of x are supported: only where the sums of a tile fit the registers. */

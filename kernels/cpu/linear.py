@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +16,11 @@ from kernels.cpu.library import KINDS, address, library, threads
 from kernels.cpu.memory import zeros
 from kernels.quantise import NarrowFormat, WeightFormat
 
-FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # as in linear.c
+# of the words, as in widen.h, and of the scales, as in scales.h
+FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}
+SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3, "super_scale": 4}
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
-PACKED_ROWS = 96  # rows that a thread processes at once with unquantised weights
+PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
 
 
@@ -31,49 +36,59 @@ def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_form
     return lib is not None and (weight_format != "same" or bool(lib.linear_takes_wide()))
 
 
+class Segment(NamedTuple):
+    """Outputs of a layer whose weights are stored in one format, packed for linear.c."""
+
+    words: Tensor  # int32 [panels, words of a row, 64 or 32]
+    scale: Tensor | None
+    outputs: int
+    group: int  # weights that share a scale
+    weight_format: str  # of FORMATS
+    scales: str = "float_scale"  # of SCALES
+
+
 class NativeLinear:
-    """A linear layer for rows of `dtype`.
+    """A linear layer of `inputs` for rows of `dtype`, whose outputs are those of its segments in order."""
 
-    With a scale, `stored` `[N, K]` and `scale` `[N]` or `[N, K / group]` are the output of `quantise`; without one,
-    `stored` is the weight in `dtype`.
-    """
-
-    def __init__(
-        self,
-        stored: Tensor,
-        scale: Tensor | None,
-        bias: Tensor | None,
-        weight_format: WeightFormat,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], inputs: int, bias: Tensor | None, dtype: torch.dtype) -> None:
         lib = library()
         assert lib is not None
         self._call = lib.linear
-        self.dtype, (self._outputs, self._inputs) = dtype, stored.shape
-        widened = weight_format != "same" and not lib.linear_takes_bf16()
-        self._x_dtype = torch.float32 if widened else dtype
-        self._scale, groups = None, 1
-        if weight_format == "same":
-            self._words = wide_panels(stored)
-        else:
-            assert scale is not None
-            scale = scale.view(self._outputs, -1)
-            self._words, self._scale, groups = packed(stored, weight_format), panels(scale), scale.shape[1]
-        self._bias = None if bias is None else panels(bias.float()[:, None])
-        self.scratch = 0 if weight_format != "same" else PACKED_ROWS * self._words.shape[1]  # words per thread
-        self._fixed = {
-            "words": self._words.data_ptr(),
-            "scale": address(self._scale),
-            "bias": address(self._bias),
-            "inputs": self._inputs,
-            "outputs": self._outputs,
-            "group": self._inputs // groups,
-            "format": FORMATS[weight_format],
-            "x_kind": KINDS[self._x_dtype],
-            "out_kind": KINDS[dtype],
-        }
+        self.segments, self.dtype, self._inputs = segments, dtype, inputs
+        self._outputs = sum(segment.outputs for segment in segments)
+        narrow = segments[0].weight_format != "same"
+        self._x_dtype = torch.float32 if narrow and not lib.linear_takes_bf16() else dtype
+        ends = list(accumulate((segment.outputs for segment in segments), initial=0))
+        self._biases = [
+            None if bias is None else panels(bias[first:end, None].float()) for first, end in pairwise(ends)
+        ]
+        # words per row and thread: x and, with scales, its sum over each group
+        words = inputs * self._x_dtype.itemsize // 4
+        self.scratch = words + max(inputs // each.group if narrow else 0 for each in segments)
+        first, *others = (
+            {
+                "words": segment.words.data_ptr(),
+                "scale": address(segment.scale),
+                "bias": address(bias_panels),
+                "inputs": inputs,
+                "outputs": segment.outputs,
+                "group": segment.group,
+                "format": FORMATS[segment.weight_format],
+                "scales": SCALES[segment.scales],
+                "x_kind": KINDS[self._x_dtype],
+                "out_kind": KINDS[dtype],
+                "stride": self._outputs,
+                "column": column,
+            }
+            for segment, bias_panels, column in zip(segments, self._biases, ends, strict=False)
+        )
+        self._others, after = list[Arguments](), 0
+        for other in reversed(others):
+            self._others.append(Arguments(**other, next=after))
+            after = ctypes.addressof(self._others[-1])
+        self._fixed = {**first, "next": after}
         self._arguments = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
-        self.bytes = 4 * (self._words.numel() + (self._scale.numel() if self._scale is not None else 0))
+        self.bytes = sum(t.nbytes for each in segments for t in (each.words, each.scale) if t is not None)
 
     @property
     def arguments(self) -> Arguments | None:
@@ -82,15 +97,18 @@ class NativeLinear:
 
     def copy_(self, other: NativeLinear) -> None:
         """Overwrite the weights by those of a layer of the same shape and format. Addresses stay."""
-        pairs = (self._words, other._words), (self._scale, other._scale), (self._bias, other._bias)
-        for mine, theirs in pairs:
-            if mine is not None and theirs is not None:
-                mine.copy_(theirs)
+        pairs = list(zip(self._biases, other._biases, strict=True))
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            pairs += [(mine.words, theirs.words), (mine.scale, theirs.scale)]
+        for to, source in pairs:
+            if to is not None and source is not None:
+                to.copy_(source)
 
     def unpacked_weight(self) -> Tensor:
         """Return the weight `[N, K]` as it was passed in; only for weights without a scale."""
-        assert self._scale is None
-        words = self._words.transpose(1, 2).flatten(0, 1)[: self._outputs]
+        (segment,) = self.segments
+        assert segment.scale is None
+        words = segment.words.transpose(1, 2).flatten(0, 1)[: self._outputs]
         return words.contiguous().view(self.dtype)
 
     def threads(self, rows: int) -> int:
@@ -98,7 +116,7 @@ class NativeLinear:
 
     def room(self, rows: int) -> int:
         """Return the number of scratch words that a call with this many rows needs."""
-        return self.threads(rows) * self.scratch if rows > 1 else 0
+        return self.threads(rows) * scratch_rows(rows) * self.scratch
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Apply the layer: `[R, K]` -> `[R, N]`."""
@@ -110,6 +128,33 @@ class NativeLinear:
         args.scratch = scratch.data_ptr()
         self._call(ctypes.addressof(args))
         return out
+
+    def weight_rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` int64 `[R]` of a weight in blocks, `[R, K]`, each value rounded once. One segment only."""
+        lib, (segment,) = library(), self.segments
+        assert lib is not None
+        assert segment.scales != "float_scale"
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self._inputs, dtype=self.dtype)
+        lib.blocks_gather(ctypes.addressof(self._arguments), ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+
+def scratch_rows(rows: int) -> int:
+    """Return for how many rows a thread needs scratch: tiles are filled up."""
+    return min(rows + -rows % FILLED_ROWS, PACKED_ROWS)
+
+
+def dense_segment(weight: Tensor) -> Segment:
+    """Pack a weight `[N, K]` in the dtype of the rows."""
+    return Segment(wide_panels(weight), None, *weight.shape, "same")
+
+
+def quantised_segment(stored: Tensor, scale: Tensor, weight_format: NarrowFormat) -> Segment:
+    """Pack the output of `quantise`: `stored` `[N, K]`, `scale` `[N]` or `[N, K / group]`."""
+    scale = scale.view(len(stored), -1)
+    group = stored.shape[1] // scale.shape[1]
+    return Segment(packed(stored, weight_format), panels(scale), len(stored), group, weight_format)
 
 
 def panels(values: Tensor, size: int = PANEL) -> Tensor:
@@ -129,7 +174,7 @@ def wide_panels(weight: Tensor) -> Tensor:
 
 
 def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:
-    """Pack 8-bit `[N, K]` -> words `[N / 64, K / per_word, 64]` int32, `per_word` in each, in pairs (linear.c)."""
+    """Pack 8-bit `[N, K]` -> words `[N / 64, K / per_word, 64]` int32, `per_word` in each, in pairs (widen.h)."""
     bits = 4 if weight_format == "int4" else 8
     per_word = 32 // bits
     out = zeros((-(-len(stored) // PANEL), stored.shape[1] // per_word, PANEL), torch.int32)

@@ -6,7 +6,7 @@
  * piece of a panel at a time, once for all rows.
  */
 #include "linear_tiles.h"
-#include "panels.h"
+#include "scales.h"
 #include "widen.h"
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <sys/syscall.h>
@@ -116,7 +116,7 @@ INLINE __m512 raised(__m512i words, int byte) {
 
 /* Return what widen_pair does, times 1 / UNIT. Shifts wait for one port, so bytes are shuffled if that is as good. */
 INLINE __m512i raised_pair(uvec words, int place, int format) {
-    if (format != INT8) return (__m512i)widen_pair(words, place, format);
+    if (format != INT8) return (__m512i)widen_pair((piece){words}, place, format);
     __m512i low = (__m512i)raised((__m512i)words, place / 2), high = (__m512i)raised((__m512i)words, place / 2 + 2);
     return _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, from_bytes(2, 3, NONE, NONE));
 }
@@ -187,7 +187,7 @@ INLINE void narrow_share(const linear_args *a, int64_t first_panel, int64_t end_
         int64_t tiles = (rows + TILE - 1) / TILE, most = (rows + tiles - 1) / tiles;
         for (int64_t panel = first_panel; panel < end_panel; panel++) {
             const uint32_t *words = a->words + panel * (a->inputs / held) * PANEL;
-            const float *scale = a->scale + panel * (a->inputs / a->group) * PANEL;
+            const float *scale = (const float *)a->scale + panel * (a->inputs / a->group) * PANEL;
             for (int64_t group = 0; group < a->inputs; group += a->group, scale += PANEL) {
                 for (int64_t k = 0; k < a->group; k += PIECE * held) {
                     int64_t count = a->group - k < PIECE * held ? (a->group - k) / held : PIECE;
@@ -221,7 +221,7 @@ void tile_share(const linear_args *a, int64_t first, int64_t end) {
 }
 
 int takes_tiles(const linear_args *a) {
-    return tiles_allowed && a->x_kind == BFLOAT16 && a->group % (2 * TILE) == 0;
+    return tiles_allowed && a->x_kind == BFLOAT16 && a->group % (2 * TILE) == 0 && a->scales == FLOAT_SCALE;
 }
 
 int linear_tiles(int wanted) {

@@ -1,6 +1,9 @@
-/* Widening of 4- and 8-bit weights, a 32-bit word of each of sixteen outputs at a time. The weights of a word form
- * pairs: the first of each pair is in the low half of the word, the second in the high half. So one shift by the pair's
- * place yields both halves of an operand of the bf16 dot product.
+/* Widening of weights of 4 to 8 bits, in words of 32 bits, sixteen outputs at a time. The weights of a word form pairs:
+ * the first of each pair is in the low half of the word, the second in the high half. So one shift by the pair's place
+ * yields both halves of an operand of the bf16 dot product.
+ *
+ * A unit is the fewest words that hold whole weights. Weights of 5 and 6 bits have their four low bits in words like
+ * those of INT4; the last word of a unit holds the upper bits of all its weights, in pairs too.
  */
 #ifndef HEADWAY_WIDEN_H
 #define HEADWAY_WIDEN_H
@@ -10,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3 };
+enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3, UINT4 = 4, INT5 = 5, UINT5 = 6, INT6 = 7 };
 
 INLINE uvec load_words(const uint32_t *p) {
     uvec w;
@@ -18,30 +21,79 @@ INLINE uvec load_words(const uint32_t *p) {
     return w;
 }
 
-/* Return the number of weights in a word. */
-INLINE int held_by(int format) { return format == INT4 ? 8 : 4; }
+/* Return the number of weights in a word, their upper bits aside. */
+INLINE int held_by(int format) { return format == INT8 || format == FP8 ? 4 : 8; }
+
+/* Return how many bits of a weight are in the last word of its unit. */
+INLINE int upper_bits(int format) { return format == INT5 || format == UINT5 ? 1 : format == INT6 ? 2 : 0; }
+
+/* Return the number of words of a unit without its last one, if that holds upper bits. */
+INLINE int low_words(int format) { return upper_bits(format) ? 4 / upper_bits(format) : 1; }
+
+INLINE int unit_words(int format) { return low_words(format) + (upper_bits(format) > 0); }
+
+INLINE int unit_weights(int format) { return low_words(format) * held_by(format); }
+
+/* A word of each of sixteen outputs and, from bit 0 of both halves on, the upper bits of its weights. */
+typedef struct {
+    uvec low, upper;
+} piece;
+
+/* Return word `index` of a unit, whose words of one output are `stride` apart. */
+INLINE piece load_piece(const uint32_t *unit, int64_t stride, int index, int format) {
+    piece p = {load_words(unit + index * stride), {0}};
+    if (upper_bits(format)) p.upper = load_words(unit + low_words(format) * stride) >> (4 * upper_bits(format) * index);
+    return p;
+}
 
 /* Return the weight at `place` of every word. Format and place are constants after unrolling. */
-INLINE vec widen(uvec words, int place, int format) {
-    if (format == INT4) return __builtin_convertvector((ivec)(words << (28 - 4 * (place / 2) - 16 * (place % 2))) >> 28, vec);
-    int shift = 8 * (place / 2) + 16 * (place % 2);
-    if (format == INT8) return __builtin_convertvector((ivec)(words << (24 - shift)) >> 24, vec);
-    uvec byte = words >> shift; /* e4m3: read with the exponent of fp32, it is 2^120 times too small */
-    return (vec)((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
+INLINE vec widen(piece p, int place, int format) {
+    int pair = place / 2, half = 16 * (place % 2);
+    if (format == INT4) return __builtin_convertvector((ivec)(p.low << (28 - 4 * pair - half)) >> 28, vec);
+    if (format == INT8) return __builtin_convertvector((ivec)(p.low << (24 - 8 * pair - half)) >> 24, vec);
+    if (format == FP8) {
+        uvec byte = p.low >> (8 * pair + half); /* e4m3: read with the exponent of fp32, it is 2^120 times too small */
+        return (vec)((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f;
+    }
+    uvec bits = p.low >> (4 * pair + half) & 15;
+    if (format == UINT4) return __builtin_convertvector((ivec)bits, vec);
+    bits |= (p.upper >> (upper_bits(format) * pair + half) & (upper_bits(format) == 1 ? 1 : 3)) << 4;
+    return __builtin_convertvector((ivec)bits - (format == INT5 ? 16 : format == INT6 ? 32 : 0), vec);
 }
 
 #ifdef __AVX512BF16__
-/* bf16 of -8 to 7 by nibble; in the table twice, since the instruction below reads five bits. */
-#define NIBBLES 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80
+/* bf16 of integers: 0 to 15, 16 to 31, -8 to -1, -16 to -1, and -32 to -17. */
+#define FROM_0 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170
+#define FROM_16 0x4180, 0x4188, 0x4190, 0x4198, 0x41a0, 0x41a8, 0x41b0, 0x41b8, 0x41c0, 0x41c8, 0x41d0, 0x41d8, 0x41e0, 0x41e8, 0x41f0, 0x41f8
+#define TO_MINUS_1 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80
+#define FROM_MINUS_16 0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, TO_MINUS_1
+#define FROM_MINUS_32 0xc200, 0xc1f8, 0xc1f0, 0xc1e8, 0xc1e0, 0xc1d8, 0xc1d0, 0xc1c8, 0xc1c0, 0xc1b8, 0xc1b0, 0xc1a8, 0xc1a0, 0xc198, 0xc190, 0xc188
+#define NIBBLES 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, TO_MINUS_1
 typedef uint16_t table __attribute__((vector_size(64)));
 
-/* Return the weights at `place` and `place` + 1 of every word, in bf16, which represents all 8-bit weights exactly. */
-INLINE __m512bh widen_pair(uvec words, int place, int format) {
+/* Return the weights at `place` and `place` + 1 of every word, in bf16, which represents all 8-bit weights exactly. The
+ * instruction that looks up 32 values reads five bits, so a table of 16 is doubled. */
+INLINE __m512bh widen_pair(piece p, int place, int format) {
+    if (format == INT8 || format == FP8)
+        return (__m512bh)((uvec)widen(p, place, format) >> 16 | (uvec)widen(p, place + 1, format));
+    uvec index = p.low >> (2 * place);
     if (format == INT4) {
         const table nibbles = {NIBBLES, NIBBLES};
-        return (__m512bh)_mm512_permutexvar_epi16((__m512i)(words >> (2 * place)), (__m512i)nibbles);
+        return (__m512bh)_mm512_permutexvar_epi16((__m512i)index, (__m512i)nibbles);
     }
-    return (__m512bh)((uvec)widen(words, place, format) >> 16 | (uvec)widen(words, place + 1, format));
+    if (format == UINT4) {
+        const table nibbles = {FROM_0, FROM_0};
+        return (__m512bh)_mm512_permutexvar_epi16((__m512i)index, (__m512i)nibbles);
+    }
+    int up = 4 - upper_bits(format) * (place / 2); /* from the bit pair's place to above the four low bits */
+    uvec upper = up >= 0 ? p.upper << up : p.upper >> -up;
+    index = (index & 0x000f000f) | (upper & ~0x000f000fu);
+    if (format == INT6) {
+        const table lower = {FROM_MINUS_32, FROM_MINUS_16}, higher = {FROM_0, FROM_16};
+        return (__m512bh)_mm512_permutex2var_epi16((__m512i)lower, (__m512i)index, (__m512i)higher);
+    }
+    const table offset = {FROM_0, FROM_16}, centred = {FROM_MINUS_16, FROM_0};
+    return (__m512bh)_mm512_permutexvar_epi16((__m512i)index, (__m512i)(format == INT5 ? centred : offset));
 }
 #endif
 

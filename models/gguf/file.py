@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kernels.blocks import FORMATS, BlockRows
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -101,6 +104,31 @@ class GgufFile:
             raw = np.frombuffer(self._bytes, np.uint8, count * block_bytes, offset + first * block_bytes)
             values[first * block : (first + count) * block] = torch.from_numpy(widen(raw, info.kind))
         return values.view(shape)
+
+    def blocks(self, name: str, *, index: int | None = None) -> BlockRows | None:
+        """Return a matrix as it is in the mapped file, of a stack only that at `index`; None if it is not in blocks."""
+        info = self.tensors[name]
+        rows, size, offset = math.prod(info.shape[:-1]), info.size, info.offset
+        if info.kind.name not in FORMATS or len(info.shape) < 2:
+            return None
+        if index is not None:
+            rows, size = rows // info.shape[0], size // info.shape[0]
+            offset += index * size
+        raw = np.frombuffer(self._bytes, np.uint8, size, offset)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            data = torch.from_numpy(raw).view(rows, -1)
+        return BlockRows(info.kind.name, data, source=f"{self.path}: {name}", offset=offset)
+
+    def block_formats(self) -> dict[str, str]:
+        """Return the formats of matrices that are stored in blocks, each with the first tensor in it."""
+        blocks = [(info.kind.name, name) for name, info in self.tensors.items() if GGML_QUANT_SIZES[info.kind][0] > 1]
+        return dict(reversed(blocks))
+
+    def release(self) -> None:
+        """Give up the pages of the file that were read. They stay in the system's cache while that has room."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def samples(self, size: int) -> Iterator[bytes]:
         """Yield the header, then up to `size` bytes from the beginning, the middle and the end of the tensors' data."""

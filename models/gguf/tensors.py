@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kernels.blocks import BlockRows
 from models.gguf.config import ARCHITECTURE, ROPE_FREQS
 from models.gguf.file import GgufFile
 from models.weights import NamedTensors, Rows
@@ -95,6 +97,21 @@ class GgufTensors(NamedTensors):
         self._advance_progress()
         row_range = None if self._rows is None else self._rows(name, len(value))
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
+
+    def blocks(self, name: str) -> BlockRows | None:
+        tensor, expert, change = self._sources[name]
+        rows = self._file.blocks(tensor, index=expert)
+        if rows is None:
+            return None
+        self._advance_progress()
+        order = None if change is None else change(torch.arange(len(rows.data)))
+        row_range = None if self._rows is None else self._rows(name, len(rows.data))
+        if row_range is not None:
+            order = (torch.arange(len(rows.data)) if order is None else order)[slice(*row_range)]
+        return replace(rows, order=order)
+
+    def release(self) -> None:
+        self._file.release()
 
     def _advance_progress(self) -> None:
         if not self._progress:

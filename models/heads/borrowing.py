@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from kernels.quantise import WeightFormat
 from models.heads.base import Head
-from models.layers import Linear
+from models.layers import Linear, PackedEmbedding
 from models.targets.llama import LlamaTarget
 
 
 class Borrowed:
     """The target's LM head and embedding: shared, never copied with the head."""
 
-    def __init__(self, lm_head: Linear, embedding: Tensor) -> None:
-        self.lm_head, self.embedding = lm_head, embedding
+    def __init__(self, lm_head: Linear, embedding: Tensor | PackedEmbedding) -> None:
+        self.lm_head, self._embedding = lm_head, embedding
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        return self._embedding.weight if isinstance(self._embedding, PackedEmbedding) else self._embedding
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:
         return self
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Borrowed:
         """Return it in the dtype or on the device that `change` sets; itself where that changes nothing."""
-        embedding = change(self.embedding)
-        if embedding is self.embedding:
+        if isinstance(self._embedding, PackedEmbedding):
+            return self  # in blocks, it stays as it is
+        embedding = change(self._embedding)
+        if embedding is self._embedding:
             return self
         assert self.lm_head.packed is None, "a packed LM head stays as it is"
-        tied = self.lm_head.weight is self.embedding
+        tied = self.lm_head.weight is self._embedding
         lm_head = Linear(*reversed(self.lm_head.weight.shape), bias=False, device="meta")
         weight = embedding if tied else change(self.lm_head.weight)
         lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)
@@ -56,7 +63,10 @@ class BorrowingHead(Head):
         return self._borrowed
 
     def borrow(self, target: LlamaTarget) -> None:
-        self._borrowed = Borrowed(target.lm_head, target.embedding_weight)
+        embedding = target.embed_tokens
+        self._borrowed = Borrowed(
+            target.lm_head, embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
+        )
 
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
         """Pack the linear layers and, for a format with fewer bits than the target's, a copy of its LM head.

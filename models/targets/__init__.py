@@ -6,15 +6,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kernels.blocks import BlockMatrix
+from kernels.linear import PackedLinear
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
 from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
+from models.layers import Linear, PackedEmbedding
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.gemma3 import Gemma3Target
@@ -26,7 +29,7 @@ from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
 from models.targets.zero3 import Exchange, ShardedLayers
-from models.weights import allocate, load_into
+from models.weights import NamedTensors, allocate, load_into
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Gemma3ForCausalLM": Gemma3Target,
@@ -154,12 +157,14 @@ def load_target(
     part: Part | None = None,
     exchange: Exchange | None = None,
     layers: Sequence[int] | None = None,
+    native: bool = False,
 ) -> LlamaTarget:
     """Load a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
     With `part`, loads this tensor parallel rank's part, and reads no more than that of a split tensor. With `exchange`,
     keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
-    these; the others stay on the meta device. A quantised checkpoint is widened (models/quantised/).
+    these; the others stay on the meta device. A quantised checkpoint is widened (models/quantised/). With `native`, the
+    matrices that it stores in blocks stay in them, ready for serving: kernels.blocks.reads_blocks must be true of them.
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part).to(dtype)
@@ -171,6 +176,8 @@ def load_target(
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
+    stored = take_blocks(target, tensors, layout) if native else {}
+    names -= {part for name in stored for part in layout.pop(name)}
     present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
     for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
         allocate(module, device)
@@ -178,7 +185,7 @@ def load_target(
     names -= {part for name in absent for part in layout.pop(name)}
     if config.tie_word_embeddings:
         row_range = part and part.rows(LM_HEAD, config.vocab_size)
-        embedding = target.embed_tokens.weight
+        embedding = cast(nn.Parameter, target.embed_tokens.weight)
         target.lm_head.weight = embedding if row_range is None else nn.Parameter(embedding[row_range[0] : row_range[1]])
         layout.pop(LM_HEAD, None)
         if shared == LM_HEAD:
@@ -186,9 +193,49 @@ def load_target(
         else:
             names.discard(LM_HEAD)  # some exporters write the tied copy as well
     load_into(target, tensors, layout, source=str(folder), names=names)
+    if isinstance(tensors, NamedTensors) and stored:
+        pack_blocks(target, stored)
+        tensors.release()
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     target.end_tokens = read_end_tokens(folder)
     return target.eval().requires_grad_(False)
+
+
+def take_blocks(
+    target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]]
+) -> dict[str, BlockMatrix]:
+    """Return the matrices that are stored in blocks, all of their parts, by parameter, and empty these parameters.
+
+    Raises ValueError for a matrix of another shape than the parameter.
+    """
+    assert isinstance(tensors, NamedTensors)
+    stored: dict[str, BlockMatrix] = {}
+    for name, parts in layout.items():
+        blocks = [rows for part in parts if part in tensors and (rows := tensors.blocks(part)) is not None]
+        if not name.endswith(".weight") or len(blocks) < len(parts):
+            continue
+        module = target.get_submodule(name.removesuffix(".weight"))
+        weight = cast(Tensor, module.weight)
+        matrix = BlockMatrix(blocks, weight.dtype)
+        if matrix.shape != tuple(weight.shape):
+            raise ValueError(f"{blocks[0].source} {list(matrix.shape)}: expected {list(weight.shape)} in all")
+        module.weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        stored[name] = matrix
+    return stored
+
+
+def pack_blocks(target: LlamaTarget, stored: Mapping[str, BlockMatrix]) -> None:
+    """Pack what `take_blocks` returned. A tied LM head is the embedding's memory."""
+    for name, matrix in stored.items():
+        module = target.get_submodule(name.removesuffix(".weight"))
+        if isinstance(module, Linear):
+            module.pack_blocks(matrix)
+            continue
+        assert module is target.embed_tokens
+        target.embed_tokens = PackedEmbedding(PackedLinear(matrix))
+        if target.config.tie_word_embeddings:
+            target.lm_head.packed = target.embed_tokens.packed
+    target.block_formats = tuple(sorted({part.block_format for matrix in stored.values() for part in matrix.parts}))
 
 
 def share_layers(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
@@ -21,7 +20,7 @@ from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
 from models.config import LAST, TargetConfig
 from models.fused_decoder import FusedDecoder, parts_of
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
 from models.targets.zero3 import ShardedLayers
 from models.weights import merged_parts
 
@@ -108,6 +107,7 @@ class LlamaTarget(nn.Module):
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # the local path of the checkpoint
     fingerprint: str = ""
+    block_formats: tuple[str, ...] = ()  # of weights that stay in blocks as published (kernels/blocks.py)
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ class LlamaTarget(nn.Module):
         self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
         self._fused_decoder = FusedDecoder()
         self.shares: ShardedLayers | None = None  # if the layers are sharded (ZeRO-3)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens: Embedding | PackedEmbedding = Embedding(config.vocab_size, config.hidden_size)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotaries = [RotaryEmbedding(rope, config.head_dim, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, centred=config.centred_norms)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
 
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
@@ -182,7 +182,7 @@ class LlamaTarget(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the first layer's input. Some families scale it; the factor is rounded to the dtype as in HF."""
-        x = F.embedding(ids, self.embed_tokens.weight)
+        x = self.embed_tokens(ids)
         factor = self.config.embedding_scale
         return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
 

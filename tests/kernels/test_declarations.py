@@ -8,7 +8,8 @@ import subprocess
 import pytest
 import torch
 
-from kernels.cpu import attention, decoder, draft, linear, vocabulary, walk
+from kernels.blocks import FORMATS
+from kernels.cpu import attention, blocks, decoder, draft, linear, vocabulary, walk
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import FLAGS, KINDS, LANES, compiler, library
 
@@ -16,6 +17,7 @@ STRUCTURES = {
     "attention_args": (attention.Arguments, "attention.h"),
     "linear_args": (linear.Arguments, "linear.h"),
     "convolution": (decoder.Convolved, "decoder.h"),
+    "blocks_args": (blocks.Arguments, "blocks.c"),
     "decoder_layer": (decoder.Layer, "decoder.h"),
     "decoder_args": (decoder.Arguments, "decoder.h"),
     "draft_args": (draft.Arguments, "draft.c"),
@@ -63,11 +65,14 @@ def test_the_compiler_lays_out_what_ctypes_lays_out(name):
 
 @needs_compiler
 def test_constants_are_those_of_c():
-    sizes = {"LANES": LANES, "PANEL": linear.PANEL, "WIDE_PANEL": linear.WIDE_PANEL, "PACKED_ROWS": linear.PACKED_ROWS}
+    names = ("PANEL", "WIDE_PANEL", "PACKED_ROWS", "FILLED_ROWS")
+    sizes = {"LANES": LANES, **{name: getattr(linear, name) for name in names}}
     kinds = {"FLOAT32": KINDS[torch.float32], "BFLOAT16": KINDS[torch.bfloat16]}
     formats = {"WIDE" if name == "same" else name.upper(): value for name, value in linear.FORMATS.items()}
-    expressions = [f"{name} == {value}" for name, value in (sizes | kinds | formats).items()]
-    assert compiles(asserting(expressions, "panels.h", "widen.h"))
+    scales = {name.upper(): value for name, value in linear.SCALES.items()}
+    kept = {name: index for index, name in enumerate(FORMATS)}
+    expressions = [f"{name} == {value}" for name, value in (sizes | kinds | formats | scales | kept).items()]
+    assert compiles(asserting(expressions, "blocks.c"))
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

@@ -6,20 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 
 from infer.kvcache.tensors import KVLayers, LayerShape, PooledAttention
 from infer.parallel.target_worker import Shard
+from kernels.blocks import BlockMatrix, BlockRows
 from kernels.cpu.library import library
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import LAST, ExpertsConfig, RopeConfig, TargetConfig
 from models.fused_decoder import FusedDecoder
 from models.heads import HEADS
-from models.layers import pack
+from models.layers import Linear, pack
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from tests.drafts import checked_tree
+from tests.gguf_writing import random_blocks
 
 PAGE, LENGTH, LAYERS = 16, 90, 3
 PLAIN = TargetConfig(
@@ -142,6 +145,34 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
             cache.zero_()
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
     assert outputs[0][0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["biases", "gemma"])
+def test_weights_in_blocks_of_several_formats_give_the_bits_of_the_operations_too(name, dtype, threads, monkeypatch):
+    config = replace(CONFIGS[name], hidden_size=96, intermediate_size=160)
+    target = make(config).to(dtype)
+    for layer in (module for module in target.modules() if isinstance(module, Linear)):
+        parts = zip(("Q4_1", "Q8_0", "Q5_0"), split_sizes(layer.out_features), strict=True)
+        layer.pack_blocks(BlockMatrix([make_blocks(kind, rows, layer.in_features) for kind, rows in parts], dtype))
+    shard, tokens, outputs = Shard(target), tokens_of(config), []
+    shard.allocate(2 * (LENGTH // PAGE + 6), PAGE)
+    if fused_decoder(target) is None:
+        pytest.skip(f"no kernel reads weights in blocks for rows of {dtype} on this processor")
+    for fused, count in ((True, 1), (True, 2), (False, 2)):
+        threads(count)
+        if not fused:
+            monkeypatch.setattr("infer.kvcache.tensors.attention_class_for", lambda plan: PooledAttention)
+        outputs.append(forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:]))
+    assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
+
+
+def split_sizes(outputs):
+    return outputs // 2, outputs // 4, outputs - outputs // 2 - outputs // 4
+
+
+def make_blocks(kind, rows, inputs):
+    return BlockRows(kind, torch.from_numpy(random_blocks(Kind[kind], rows, inputs, inputs**-0.5, rows)))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])

@@ -47,9 +47,9 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     assert 0 < (full - narrow).abs().max() < {"int8": 0.05, "int4": 0.5}[weights] * full.abs().max()
 
 
-@pytest.mark.parametrize("key", ["weights", "head_weights"])
-def test_an_unknown_format_is_an_error(key):
-    with pytest.raises(ValueError, match=f"engine.{key}=int3: must be one of same, int8, fp8, int4"):
+@pytest.mark.parametrize(("key", "kept"), [("weights", "same, native, widened"), ("head_weights", "same")])
+def test_an_unknown_format_is_an_error(key, kept):
+    with pytest.raises(ValueError, match=f"engine.{key}=int3: must be one of {kept}, int8, fp8, int4"):
         EngineConfig(**{key: "int3"})
 
 

@@ -38,7 +38,8 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
 def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     """Return all that the sequences of both splits depend on. `source` identifies the prompts and their content."""
     engine, data = config.engine, asdict(config.data)
-    changing = {key: getattr(engine, key) for key in ("weights", "kv_dtype") if getattr(engine, key) != "same"}
+    bits = {"weights": engine.weight_format, "kv_dtype": engine.kv_dtype}
+    changing = {key: value for key, value in bits.items() if value != "same"}
     return {
         "target": target.fingerprint,
         **tokenizer_record(tokenizer),

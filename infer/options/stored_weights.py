@@ -1,0 +1,42 @@
+"""Whether a target's weights are served in the blocks in which its checkpoint stores them (`engine.weights`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from infer.config import ModelConfig
+from kernels.blocks import FORMATS, reads_blocks
+from models.checkpoint import block_formats
+from models.targets import resolve_checkpoint
+
+
+def reads_native(
+    model: ModelConfig, weights: str, dtype: torch.dtype, device: torch.device, *, divided: bool = False
+) -> bool:
+    """Return whether the target's weights stay in their blocks; `divided`: among ranks.
+
+    Raises ValueError if they must, and cannot.
+    """
+    if weights not in ("same", "native"):
+        return False
+    reason = why_widened(resolve_checkpoint(model.path_or_hub_id, model.revision), dtype, device, divided=divided)
+    if weights == "native" and reason is not None:
+        raise ValueError(f"engine.weights=native: {reason}; engine.weights=same serves what is there")
+    return reason is None
+
+
+def why_widened(checkpoint: Path, dtype: torch.dtype, device: torch.device, *, divided: bool) -> str | None:
+    """Return why a checkpoint's weights cannot stay in blocks, None if they can."""
+    formats = block_formats(checkpoint)
+    if not formats:
+        return f"{checkpoint} holds no weights in blocks, as GGUF files do"
+    if divided:
+        return "weights in blocks are not divided among ranks"
+    unread = {name: tensor for name, tensor in formats.items() if not reads_blocks(name, dtype, device)}
+    if not unread:
+        return None
+    name, tensor = next(iter(unread.items()))
+    kernels = f"no kernel reads {name} ({tensor}) for {str(dtype).removeprefix('torch.')} on {device.type}"
+    return kernels if name in FORMATS else f"{kernels}; only {', '.join(FORMATS)} can stay"

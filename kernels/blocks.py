@@ -1,0 +1,63 @@
+"""Matrices in blocks of 4- to 8-bit weights, as GGUF files store them (ggml's formats), kept as published.
+
+A weight is scale * q, or scale * q + offset, with q an integer of the block: the number that the format defines, which
+the package `gguf` rounds once, to fp32. Nothing is quantised again. A kernel reads a matrix as a linear layer or by
+rows (`PackedLinear`, `weight_rows`); both read the same memory, which holds as many bits per weight as the file, in
+another order (kernels/cpu/blocks.c). Where `reads_blocks` returns False, the caller dequantises the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import KINDS, library
+
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
+BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
+BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Rows of a matrix in one format. `data` uint8 `[N, bytes of a row]`, usually a view of a memory-mapped file.
+
+    `order` int64 `[M]`: which of the N rows, in which order; None: all. `source` and `offset` are for messages: the
+    name of the matrix, and the place of `data` in its file.
+    """
+
+    block_format: str
+    data: Tensor
+    order: Tensor | None = None
+    source: str = "a matrix in blocks"
+    offset: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.data) if self.order is None else len(self.order)
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[1] // BLOCK_BYTES[self.block_format] * BLOCK[self.block_format]
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """A matrix `[N, K]` of several parts below one another, for rows of `dtype`. Parts may differ in their format."""
+
+    parts: Sequence[BlockRows]
+    dtype: torch.dtype
+    device = torch.device("cpu")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        (inputs,) = {part.inputs for part in self.parts}
+        return sum(part.count for part in self.parts), inputs
+
+
+def reads_blocks(block_format: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a kernel reads this format for rows of `dtype`."""
+    return block_format in FORMATS and dtype in KINDS and device.type == "cpu" and library() is not None

@@ -1,0 +1,72 @@
+#include "scales.h"
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+/* Widen finite fp16, denormal numbers included. */
+INLINE vec load_half(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    __m256 halves[2] = {
+        _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))
+    };
+    vec v;
+    memcpy(&v, halves, sizeof v);
+    return v;
+#else
+    hvec h;
+    memcpy(&h, p, sizeof h);
+    uvec u = __builtin_convertvector(h, uvec);
+    return (vec)((u & 0x7fff) << 13 | (u & 0x8000) << 16) * 0x1p112f; /* read with the exponent of fp32 */
+#endif
+}
+
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef int8_t signed16 __attribute__((vector_size(16)));
+
+INLINE vec load_bytes(const uint8_t *p) {
+    bytes16 b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, vec);
+}
+
+INLINE vec load_signed(const int8_t *p) {
+    signed16 b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, vec);
+}
+
+const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int64_t count, float *to) {
+    int64_t index = panel * (a->inputs / a->group) + first, step = scale_step(a->scales);
+    const char *stored = a->scale;
+    switch (a->scales) {
+        case FLOAT_SCALE: return (const float *)a->scale + index * PANEL;
+        case HALF_SCALE:
+        case HALF_OFFSET:
+            for (int64_t i = 0; i < count * step; i += LANES)
+                store_f32(to + i, load_half((const uint16_t *)stored + index * step + i));
+            return to;
+        case SUPER_OFFSET: {
+            const uint8_t *super = (const uint8_t *)stored + index / OFFSET_GROUPS * OFFSET_BYTES;
+            const uint8_t *own = super + 4 * PANEL + index % OFFSET_GROUPS * step;
+            const uint16_t *factors = (const uint16_t *)super;
+            for (int v = 0; v < 2 * PANEL; v += LANES) {
+                vec factor = v < PANEL ? load_half(factors + v) : -load_half(factors + v);
+                for (int64_t g = 0; g < count; g++)
+                    store_f32(to + g * step + v, factor * load_bytes(own + g * step + v));
+            }
+            return to;
+        }
+        default: {
+            const char *super = stored + index / SCALE_GROUPS * SCALE_BYTES;
+            const int8_t *own = (const int8_t *)super + 2 * PANEL + index % SCALE_GROUPS * PANEL;
+            for (int v = 0; v < PANEL; v += LANES) {
+                vec factor = load_half((const uint16_t *)super + v);
+                for (int64_t g = 0; g < count; g++)
+                    store_f32(to + g * step + v, factor * load_signed(own + g * step + v));
+            }
+            return to;
+        }
+    }
+}

@@ -1,0 +1,35 @@
+/* Scales of groups of weights: w = scale * q, or scale * q + offset, q being the integer that the words hold. Each kind
+ * is stored with as many bits as in the files that have it; nothing here is rounded.
+ *
+ * FLOAT_SCALE   `[panels, groups, 64]` fp32
+ * HALF_SCALE    `[panels, groups, 64]` fp16                            (Q4_0, Q5_0, Q8_0)
+ * HALF_OFFSET   `[panels, groups, 2, 64]` fp16: scales, then offsets   (Q4_1, Q5_1)
+ * SUPER_OFFSET  `[panels, groups / 8]` superblocks                     (Q4_K, Q5_K)
+ * SUPER_SCALE   `[panels, groups / 16]` superblocks                    (Q6_K)
+ *
+ * A superblock begins with fp16 factors of its scales and, in SUPER_OFFSET, of its offsets, whose sign is reversed. It
+ * goes on with 8-bit integers for each of its groups: the scales of the 64 outputs and, in SUPER_OFFSET, their offsets.
+ */
+#ifndef HEADWAY_SCALES_H
+#define HEADWAY_SCALES_H
+
+#include "panels.h"
+
+enum { FLOAT_SCALE = 0, HALF_SCALE = 1, HALF_OFFSET = 2, SUPER_OFFSET = 3, SUPER_SCALE = 4 };
+
+#define OFFSET_GROUPS 8 /* of a superblock */
+#define OFFSET_BYTES (4 * PANEL + 2 * OFFSET_GROUPS * PANEL)
+#define SCALE_GROUPS 16
+#define SCALE_BYTES (2 * PANEL + SCALE_GROUPS * PANEL)
+#define SCALE_BATCH 8 /* groups: a divisor of those of a superblock */
+
+INLINE int has_offsets(int64_t scales) { return scales == HALF_OFFSET || scales == SUPER_OFFSET; }
+
+/* Return the number of floats that `load_scales` returns for a group. */
+INLINE int64_t scale_step(int64_t scales) { return has_offsets(scales) ? 2 * PANEL : PANEL; }
+
+/* Return the scales of `count` groups of a panel from `first` on, up to SCALE_BATCH and all of one superblock: the scales
+ * `[64]` of each group and, if there are any, its offsets `[64]`. They are in `to`, or where they are stored. */
+const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int64_t count, float *to);
+
+#endif

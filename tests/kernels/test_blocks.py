@@ -1,0 +1,149 @@
+"""Matrices in blocks: their weights are exactly those of the package gguf; the layers match float64, row by row."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+
+from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows, reads_blocks
+from kernels.cpu import library as building
+from kernels.cpu.library import SWITCH, library
+from kernels.linear import PackedLinear
+from tests.gguf_writing import random_blocks
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+LARGEST = 1.04  # of the file's size: K scales of 6 bits become bytes
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+
+
+def make(name, rows, columns, seed=0):
+    """Return random rows in blocks, and their weights in fp32 as the package dequantises them."""
+    raw = random_blocks(Kind[name], rows, columns, columns**-0.5, seed)
+    return BlockRows(name, torch.from_numpy(raw)), torch.from_numpy(quants.dequantize(raw, Kind[name]).copy())
+
+
+def states(rows, columns, dtype):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def error(actual, x, weight, bias=None):
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    return ((actual.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_is_exactly_the_packages(name):
+    rows, weight = make(name, 150, 512)
+    ids = torch.tensor([149, 0, 63, 64, 7, 7])
+    for dtype in DTYPES:
+        linear = PackedLinear(BlockMatrix([rows], dtype))
+        assert torch.equal(linear.weight_rows(ids), weight[ids].to(dtype))
+        assert linear.unpacked_weight() is None
+    assert weight.std() == pytest.approx(512**-0.5, rel=0.6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(name, dtype, threads):
+    rows, weight = make(name, 200, 768)
+    bias, x = torch.randn(200, generator=torch.Generator().manual_seed(5)).to(dtype), states(512, 768, dtype)
+    linear = PackedLinear(BlockMatrix([rows], dtype), bias)
+    expected = linear(x)
+    assert error(expected, x, weight, bias) < TOLERANCE[dtype]
+    for count in (1, 2):
+        threads(count)
+        for width in (*range(1, 20), 95, 96, 97, 200, 511):
+            assert torch.equal(linear(x[:width]), expected[:width]), (count, width)
+            assert torch.equal(linear(x[-width:]), expected[-width:]), (count, width)
+    assert torch.equal(linear(x.view(2, 256, 768)), expected.view(2, 256, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_several_formats_are_computed_as_layers_of_their_own(dtype, threads):
+    sizes = {"Q4_1": 40, "Q8_0": 70, "Q6_K": 24, "Q4_K": 130}
+    parts = {name: make(name, count, 256, index) for index, (name, count) in enumerate(sizes.items())}
+    bias = torch.randn(sum(sizes.values()), generator=torch.Generator().manual_seed(6)).to(dtype)
+    merged, x = PackedLinear(BlockMatrix([rows for rows, _ in parts.values()], dtype), bias), states(100, 256, dtype)
+    ends = [0, *np.cumsum(list(sizes.values())).tolist()]
+    alone = [
+        PackedLinear(BlockMatrix([rows], dtype), bias[first:end])(x)
+        for (rows, _), (first, end) in zip(parts.values(), pairwise(ends), strict=True)
+    ]
+    for count, width in ((1, 1), (2, 1), (2, 100), (1, 7)):
+        threads(count)
+        assert torch.equal(merged(x[:width]), torch.cat(alone, dim=1)[:width])
+
+
+def test_parts_of_one_format_are_joined_and_rows_reordered():
+    order = torch.randperm(90, generator=torch.Generator().manual_seed(1))[:50]
+    (first, weight), (second, other) = make("Q5_0", 90, 64), make("Q5_0", 33, 64, seed=1)
+    matrix = BlockMatrix([BlockRows("Q5_0", first.data, order), second], torch.float32)
+    linear = PackedLinear(matrix)
+    assert matrix.shape == (83, 64)
+    assert torch.equal(linear.weight_rows(torch.arange(83)), torch.cat([weight[order], other]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_takes_the_memory_of_the_file(name):
+    rows, _ = make(name, 256, 1024)
+    packed, stored = PackedLinear(BlockMatrix([rows], torch.bfloat16)).bytes, rows.data.numel()
+    assert stored <= packed <= stored * LARGEST
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_damaged_block_is_an_error_that_names_matrix_and_place(name, value, threads):
+    threads(2)
+    rows, _ = make(name, 100, 512)
+    size, blocks = BLOCK_BYTES[name], 512 // BLOCK[name]
+    place = (57 * blocks + 1) * size
+    scale = place + (size - 2 if name == "Q6_K" else 0)
+    rows.data.view(-1)[scale : scale + 2] = torch.from_numpy(np.array([value], np.float16).view(np.uint8))
+    damaged = BlockRows(name, rows.data, source="a.gguf: blk.0.x", offset=1000)
+    with pytest.raises(ValueError, match=rf"a\.gguf: blk\.0\.x: damaged: the {name} block at byte {1000 + place:,} "):
+        PackedLinear(BlockMatrix([damaged], torch.float32))
+
+
+def test_what_no_kernel_reads(monkeypatch):
+    assert reads_blocks("Q4_0", torch.bfloat16, CPU)
+    assert not reads_blocks("IQ4_XS", torch.bfloat16, CPU)
+    assert not reads_blocks("Q4_0", torch.float16, CPU)
+    assert not reads_blocks("Q4_0", torch.bfloat16, torch.device("cuda"))
+    library.cache_clear()
+    monkeypatch.setenv(SWITCH, "torch")
+    assert not reads_blocks("Q4_0", torch.bfloat16, CPU)
+    library.cache_clear()
+
+
+@pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64"])
+def test_other_processors_give_the_same_weights_and_match_float64(processor, monkeypatch, tmp_path):
+    """AVX2 and no more than SSE2, compiled for them and run here."""
+    if building.platform.machine() != "x86_64":
+        pytest.skip("not an x86 processor")
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, f"-march={processor}", "-O1"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.cache_clear()
+    try:
+        for name in FORMATS:
+            rows, weight = make(name, 70, 256)
+            for dtype in DTYPES:
+                linear, x = PackedLinear(BlockMatrix([rows], dtype)), states(9, 256, dtype)
+                assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
+                assert error(linear(x), x, weight) < TOLERANCE[dtype]
+                assert torch.equal(linear(x[:1]), linear(x)[:1])
+    finally:
+        library.cache_clear()

@@ -1,0 +1,124 @@
+"""Targets whose weights stay in a GGUF file's blocks: logits, memory, tied matrices, and when that is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from infer.config import EngineConfig, ModelConfig
+from infer.console.card import describe_weights
+from infer.engine import Engine
+from infer.kvcache.memory import weight_bytes
+from infer.options.stored_weights import reads_native
+from kernels.blocks import BLOCK_BYTES
+from kernels.cpu.library import library
+from models.attention import CausalAttention
+from models.gguf.file import GgufFile
+from models.layers import PackedEmbedding
+from models.targets import load_target
+from tests.gguf_writing import write_gguf
+from tests.unit.reference import relative_error
+
+IDS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(3))
+CPU = torch.device("cpu")
+LEGACY = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0)
+MIXED = (Kind.Q4_K, Kind.Q6_K, Kind.Q5_K, Kind.Q8_0, Kind.F16)
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+
+
+@pytest.fixture(scope="module")
+def write(make_target_folder, tmp_path_factory):
+    """Return `write(kinds, **config)`: the file of a small target."""
+    written = {}
+
+    def make(kinds, **config):
+        key = (kinds, *config.items())
+        if key not in written:
+            sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128}
+            written[key] = tmp_path_factory.mktemp("file") / "tiny.gguf"
+            write_gguf(make_target_folder(seed=2, **sizes, **config), written[key], kinds, tokenizer=False)
+        return written[key]
+
+    return make
+
+
+def logits(target):
+    with torch.no_grad():
+        out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
+        return target.logits(out.hidden)
+
+
+@pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("kinds", [LEGACY, MIXED])
+def test_logits_are_those_of_the_dequantised_target(write, kinds, config):
+    file = str(write(kinds, **config))
+    native, widened = load_target(file, native=True), load_target(file)
+    assert native.block_formats
+    assert not widened.block_formats
+    assert relative_error(logits(native), logits(widened)) < 1e-5
+    assert torch.equal(native.embed(IDS), widened.embed(IDS))
+    assert torch.equal(native.embedding_weight, widened.embedding_weight)
+    assert native.fingerprint == widened.fingerprint
+
+
+def test_a_tied_lm_head_is_the_embeddings_memory(write):
+    file = write((Kind.Q5_1,), tie_word_embeddings=True)
+    target = load_target(str(file), native=True, dtype=torch.bfloat16)
+    assert isinstance(target.embed_tokens, PackedEmbedding)
+    assert target.embed_tokens.packed is target.lm_head.packed
+    stored = GgufFile(file)
+    blocks = sum(info.size for info in stored.tensors.values() if info.kind.name in BLOCK_BYTES)
+    norms = sum(2 * info.shape[0] for info in stored.tensors.values() if info.kind is Kind.F32)
+    assert weight_bytes(target) == blocks + norms
+
+
+def test_the_default_packs_what_kernels_read_and_the_card_says_so(write, monkeypatch):
+    def load(kinds, weights="same"):
+        model = ModelConfig(name="tiny", path=str(write(kinds)), dtype="float32")
+        return Engine.load(model, proposer="none", engine=EngineConfig(weights=weights, max_tokens_in_cache=128))
+
+    monkeypatch.setattr("infer.engine.loading.Tokenizer.load", lambda folder: None)
+    for weights, text in (
+        ("same", "Q4_0 as published, in panels of 64 outputs"),
+        ("native", "Q4_0 as published, in panels of 64 outputs"),
+        ("widened", "Q4_0, dequantised to float32"),
+        ("int8", "Q4_0, dequantised to float32, then quantised to int8"),
+    ):
+        assert describe_weights(load((Kind.Q4_0,), weights)) == [("weights", text)]
+    engine = load((Kind.F16,))
+    assert describe_weights(engine) == []
+    assert not engine.target.block_formats
+    ((_, text),) = describe_weights(load((Kind.TQ1_0, Kind.Q4_0)))
+    assert "dequantised to float32: no kernel reads TQ1_0 (" in text
+
+
+def test_what_cannot_stay_in_blocks_is_an_error_only_if_it_must(write):
+    model = ModelConfig(name="tiny", path=str(write((Kind.Q4_0,))))
+    assert reads_native(model, "native", torch.bfloat16, CPU)
+    assert not reads_native(model, "int4", torch.bfloat16, CPU)
+    for dtype, device, divided, message in (
+        (torch.float16, CPU, False, r"no kernel reads Q4_0 \(\S+\) for float16 on cpu"),
+        (torch.bfloat16, torch.device("cuda"), False, r"no kernel reads Q4_0 \(\S+\) for bfloat16 on cuda"),
+        (torch.bfloat16, CPU, True, "not divided among ranks"),
+    ):
+        assert not reads_native(model, "same", dtype, device, divided=divided)
+        with pytest.raises(ValueError, match=f"engine.weights=native: .*{message}"):
+            reads_native(model, "native", dtype, device, divided=divided)
+    floats = ModelConfig(name="tiny", path=str(write((Kind.F16,))))
+    with pytest.raises(ValueError, match="holds no weights in blocks"):
+        reads_native(floats, "native", torch.bfloat16, CPU)
+
+
+def test_a_damaged_block_is_an_error_that_names_tensor_and_place(write, tmp_path):
+    content, info = bytearray(write((Kind.Q8_0,)).read_bytes()), GgufFile(write((Kind.Q8_0,))).tensors
+    place = info["blk.1.ffn_down.weight"].offset + 5 * BLOCK_BYTES["Q8_0"]
+    content[place : place + 2] = np.array([np.inf], np.float16).tobytes()
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"damaged\.gguf: blk\.1\.ffn_down\.weight: .* Q8_0 block at byte {place:,} "):
+        load_target(str(damaged), native=True)
+    damaged.write_bytes(content[:-100])
+    with pytest.raises(ValueError, match=r"damaged\.gguf: cut off: \S+ ends at byte [\d,]+ and the file has"):
+        load_target(str(damaged), native=True)
