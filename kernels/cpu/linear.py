@@ -147,7 +147,8 @@ def scratch_rows(rows: int) -> int:
 
 def dense_segment(weight: Tensor) -> Segment:
     """Pack a weight `[N, K]` in the dtype of the rows."""
-    return Segment(wide_panels(weight), None, *weight.shape, "same")
+    outputs, inputs = weight.shape
+    return Segment(wide_panels(weight), None, outputs, inputs, "same")
 
 
 def quantised_segment(stored: Tensor, scale: Tensor, weight_format: NarrowFormat) -> Segment:
