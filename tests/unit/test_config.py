@@ -198,11 +198,14 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("train", ["objective.reduction=mean"], "objective.reduction=mean: must be one of token, sequence"),
         ("train", ["optim.betas=[0.9]"], "optim.betas=[0.9]: must be two numbers"),
         ("train", ["optim=muon", "optim.momentum=1"], "optim.momentum=1.0: must be 0 to below 1"),
-        ("train", ["optim=muon", "parallel=zero2"], "optim=muon: orthogonalises whole matrices, and parallel=zero2"),
-        (
-            "train",
-            ["optim=muon", "parallel=fsdp"],
-            "divides them among processes; use parallel=single or ddp, or optim=",
+        *(
+            (
+                "train",
+                ["optim=muon", f"parallel={mode}"],
+                f"optim=muon: orthogonalises whole matrices, and parallel={mode} divides them among processes; use "
+                "parallel=single or ddp, or optim=adamw",
+            )
+            for mode in ("fsdp", "zero2", "zero3")
         ),
         ("train", ["data.temperatures=[]"], "data.temperatures=[]: give at least one"),
     ],
