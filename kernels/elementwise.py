@@ -8,6 +8,7 @@ gradients, on other devices, and for odd sizes or mixed dtypes.
 from __future__ import annotations
 
 import ctypes
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from kernels.cpu.library import KINDS, LANES, library
 from kernels.triton import INTERPRETED, in_use
+
+Gate = Literal["silu", "gelu"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
@@ -79,24 +82,25 @@ def embed_norm_gelu(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[..., 2 I]`, gate and up concatenated -> silu(gate) * up `[..., I]`."""
-    return _gate_mul(gate_up, gelu=False)
+    return gate_mul(gate_up, "silu")
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """As `silu_mul`, with the tanh approximation of GELU (arXiv 1606.08415) in place of SiLU."""
-    return _gate_mul(gate_up, gelu=True)
+    return gate_mul(gate_up, "gelu")
 
 
-def _gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    size = gate_up.shape[-1] // 2
+def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
+    """As `silu_mul` or `gelu_mul`."""
+    gelu, size = gate == "gelu", gate_up.shape[-1] // 2
     native = _native(size, gate_up)
     if native is None:
         if _in_triton(gate_up):
             from kernels.triton import elementwise as gpu
 
             return gpu.gate_mul(_rows(gate_up), gelu=gelu).view(*gate_up.shape[:-1], size)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+        left, right = gate_up.chunk(2, dim=-1)
+        return (F.gelu(left, approximate="tanh") if gelu else F.silu(left)) * right
     gate_up = gate_up.contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     call = native.gelu_mul if gelu else native.silu_mul

@@ -13,7 +13,6 @@ separate operations; on a CUDA device they take no launch of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +21,12 @@ from torch import Tensor
 from kernels.blocks import BlockMatrix
 from kernels.cpu.blocks import block_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
-from kernels.elementwise import gelu_mul, silu_mul
+from kernels.elementwise import Gate, gate_mul
 from kernels.quantise import WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
 ONEDNN = (torch.float32, torch.bfloat16)
-Gate = Literal["silu", "gelu"]
 
 
 class PackedLinear:
@@ -137,9 +135,9 @@ class PackedLinear:
         return self._rows_triton(x.reshape(-1, self.in_features), residual=before).view(residual.shape)
 
     def gated(self, x: Tensor, gate: Gate) -> Tensor:
-        """Return `silu_mul` or `gelu_mul` of this layer's output for x `[..., K]`: `[..., N / 2]`."""
+        """Return `gate_mul` of this layer's output for x `[..., K]`: `[..., N / 2]`."""
         if not self._triton:
-            return gelu_mul(self(x)) if gate == "gelu" else silu_mul(self(x))
+            return gate_mul(self(x), gate)
         out = self._rows_triton(x.reshape(-1, self.in_features), gate=gate)
         return out.view(*x.shape[:-1], self.out_features // 2)
 

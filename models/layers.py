@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.blocks import BlockMatrix
-from kernels.elementwise import add_rms_norm, gelu_mul, rms_norm, silu_mul
-from kernels.linear import Gate, PackedLinear
+from kernels.elementwise import Gate, add_rms_norm, gate_mul, rms_norm
+from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat
 from models.config import RopeConfig
 
@@ -57,9 +57,7 @@ class Linear(nn.Linear):
     def gated(self, input: Tensor, gate: Gate) -> Tensor:
         """Return the activated first half of y, times its second half."""
         packed = self.fusible
-        if packed is not None:
-            return packed.gated(input, gate)
-        return gelu_mul(self(input)) if gate == "gelu" else silu_mul(self(input))
+        return gate_mul(self(input), gate) if packed is None else packed.gated(input, gate)
 
 
 class Embedding(nn.Embedding):

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.linear import Gate
+from kernels.elementwise import Gate
 from kernels.triton import INTERPRET
 from kernels.triton.dependent import dependent, follow, prefetch
 from kernels.triton.device import Limits, limits
