@@ -10,7 +10,7 @@ from torch import Tensor
 from infer.engine.threads import ThreadPlan, cpu_threads
 from infer.parallel.target_worker import Shard
 from kernels.attention import assert_rows_independent, plan_attention
-from kernels.elementwise import gelu_mul, silu_mul
+from kernels.elementwise import Gate, gate_mul
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE
@@ -69,9 +69,11 @@ def probe_division(shard: Shard, threads: int) -> None:
         return lambda sizes: _attention(sizes, group, config.head_dim, width, length, shard)
 
     probes = [(f"a linear layer of {size} inputs", linear(size), parts) for size, parts in divided]
-    gate_mul = silu_mul if config.activation == "silu" else gelu_mul
+    activation: Gate = "silu" if config.activation == "silu" else "gelu"
     probes += [
-        ("an MLP's activation", lambda sizes: _gated(gate_mul, sizes, shard.dtype, shard.device), p) for p in inner if p
+        ("an MLP's activation", lambda sizes: _gated(activation, sizes, shard.dtype, shard.device), p)
+        for p in inner
+        if p
     ]
     probes += [
         ("attention", attention(width, keys), heads) for width, keys in ((1, 9), (8, 9), (1, length), (8, length))
@@ -95,12 +97,10 @@ def _linear(in_features: int, sizes: Sequence[int], dtype: torch.dtype, device: 
     return torch.cat([PackedLinear(few[rows])(x) for rows in parts], dim=-1)
 
 
-def _gated(
-    gate_mul: Callable[[Tensor], Tensor], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _gated(activation: Gate, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     gate, up = torch.randn(2, 3, sum(sizes), generator=torch.Generator().manual_seed(0)).to(device, dtype)
     pairs = zip(gate.split(list(sizes), -1), up.split(list(sizes), -1), strict=True)
-    return torch.cat([gate_mul(torch.cat(pair, dim=-1)) for pair in pairs], dim=-1)
+    return torch.cat([gate_mul(torch.cat(pair, dim=-1), activation) for pair in pairs], dim=-1)
 
 
 def _attention(kv_heads: Sequence[int], group: int, dim: int, width: int, length: int, shard: Shard) -> Tensor:
