@@ -1,6 +1,7 @@
 """A few decoder layers of an 8B target as a step runs them, with kernels that wait for the one ahead and without.
 
-The time of a layer is what a step of few rows consists of: that of LAYERS layers, by their number.
+The time of a layer is what a step of few rows consists of: that of LAYERS layers, by their number. Two do in the
+interpreter.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ class Layers:
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         config = config_of("llama3.1-8b" if device.type == "cuda" else "tiny")
-        config = replace(config, num_layers=LAYERS, vocab_size=1024, tie_word_embeddings=False)
+        self.count = count = LAYERS if device.type == "cuda" else 2
+        config = replace(config, num_layers=count, vocab_size=1024, tie_word_embeddings=False)
         self._target = randomised(LlamaTarget, config, dtype, device)
         pack(self._target)
         context = CONTEXT if device.type == "cuda" else 40
-        pages, shapes = -(-context // PAGE), [LayerShape(config.num_kv_heads, config.head_dim)] * LAYERS
+        pages, shapes = -(-context // PAGE), [LayerShape(config.num_kv_heads, config.head_dim)] * count
         pool = partial(KVLayers, num_pages=pages, page_size=PAGE, dtype=dtype, device=device)
-        self._kv = pool(shapes, tree_layers=LAYERS)
+        self._kv = pool(shapes, tree_layers=count)
         generator = torch.Generator(device).manual_seed(1)
         for cache in self._kv.caches:
             cache.normal_(generator=generator)
@@ -59,7 +61,7 @@ class Layers:
         self._rows = AttentionRows.blocks(table, [context - rows], [rows], page_size=PAGE)
         linears = [module for module in self._target.layers.modules() if isinstance(module, Linear)]
         self.moved = sum(linear.packed.bytes for linear in linears if linear.packed is not None)
-        self.moved += 2 * LAYERS * context * config.num_kv_heads * config.head_dim * dtype.itemsize
+        self.moved += 2 * count * context * config.num_kv_heads * config.head_dim * dtype.itemsize
 
     @torch.no_grad()
     def run(self, pdl: bool = True) -> Tensor:
@@ -100,4 +102,4 @@ def compare(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ite
 def time(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Item]:
     layers = Layers(rows, dtype, device)
     for name, pdl in ((KERNEL, True), (f"{KERNEL}, ordinary launches", False)):
-        yield timed(name, f"{LAYERS} layers, {rows} rows, {dtype}", device, layers.moved, layers.run, pdl)
+        yield timed(name, f"{layers.count} layers, {rows} rows, {dtype}", device, layers.moved, layers.run, pdl)

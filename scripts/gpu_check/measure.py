@@ -93,10 +93,9 @@ class Timing:
 
     def line(self) -> dict[str, Any]:
         entry = {"kernel": self.kernel, "case": self.case, "bytes": self.moved}
+        begin = time.perf_counter()
         self.launch()
         if self.device.type != "cuda":
-            begin = time.perf_counter()
-            self.launch()
             return entry | {"ms": 1000 * (time.perf_counter() - begin)}
         launched = median_ms(self.launch, self.device)
         entry |= {"ms": launched, "launched_ms": launched, "graph": self.capture}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import train_time
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,8 +46,11 @@ def test_two_ways_to_train_a_head_are_timed(tiny_target_folder: Path, tmp_path: 
         (["steps=2", "minutes=null"], "error: steps=2: give more than 2, which warm up"),
     ],
 )
-def test_what_training_does_not_take_is_refused_with_no_traceback(overrides: list[str], message: str) -> None:
-    result = time_heads(*overrides)
-    assert result.returncode == 2
-    assert result.stderr.startswith(message)
-    assert len(result.stderr.splitlines()) == 1
+def test_what_training_does_not_take_is_refused_with_no_traceback(
+    overrides: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["scripts/train_time.py", *overrides])
+    assert train_time.main() == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(message)
+    assert len(errors.splitlines()) == 1

@@ -62,8 +62,13 @@ def count_prefilled(engine):
     return counted
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ENGINES),
+        *((name, torch.bfloat16) for name in ("none", "head chain", "head tree", "p-eagle head chain", "combined")),
+    ],
+)
 def test_hits_and_misses_answer_alike(make_engine, expected, name, dtype):
     engine = make_engine(dtype, page_size=PAGE, max_batch=3, **ENGINES[name])
     prompts = make_prompts()

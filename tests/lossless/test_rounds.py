@@ -54,10 +54,17 @@ def rounds(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("proposer", "head"),
-    [("none", EAGLE3), *(("head", head) for head in (EAGLE3, "eagle", "mlp", "p-eagle, one layer", "dspark"))],
+    ("dtype", "proposer", "head"),
+    [
+        *(
+            (dtype, *drafts)
+            for dtype in (torch.float32, torch.bfloat16)
+            for drafts in (("none", EAGLE3), ("head", EAGLE3))
+        ),
+        *((torch.float32, "head", head) for head in ("eagle", "p-eagle, one layer")),
+        *((torch.bfloat16, "head", head) for head in ("mlp", "dspark")),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer, head):
     """With overlap the token ids, the drafted and the accepted tokens are the same as without it."""
     engine = make_small_engine(dtype, proposer, head=head, max_batch=6, **AHEAD)

@@ -21,9 +21,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "batch"),
+    [  # every pair of two
+        (torch.float32, "wide", 8),
+        (torch.bfloat16, "wide", 1),
+        (torch.float32, "few nodes", 1),
+        (torch.bfloat16, "few nodes", 8),
+        (torch.float32, "fixed", 8),
+        (torch.bfloat16, "fixed", 1),
+    ],
+)
 def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
     engine = make_engine(dtype, "head", shape=SHAPES[shape], max_batch=batch)
     subset = slice(1, None, 2) if batch == 1 else slice(None)  # one at a time they take long
@@ -62,15 +70,15 @@ def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kern
         assert accepted > len(subset) * 6  # the draft model is the target itself
 
 
-@pytest.mark.parametrize("shape", ["wide", "fixed"])
+@pytest.mark.parametrize(("shape", "params"), [("wide", SAMPLED), ("fixed", GREEDY)])
 @pytest.mark.parametrize("head", ONE_OF_EACH)
-def test_trees_of_every_head(make_engine, prompts, expected, head, shape):
+def test_trees_of_every_head(make_engine, prompts, expected, head, shape, params):
+    """Both shapes with both parameters: `test_head_trees`."""
     engine = make_engine(head=head, shape=SHAPES[shape], max_batch=8, max_tokens_in_cache=512)
-    for params in (GREEDY, SAMPLED):
-        completions = engine.generate(prompts, params)
-        assert ids(completions) == expected[torch.float32, params]
-        stats = [completion.stats for completion in completions]
-        assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
+    completions = engine.generate(prompts, params)
+    assert ids(completions) == expected[torch.float32, params]
+    stats = [completion.stats for completion in completions]
+    assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
     engine._pool.invariants([])
 
 

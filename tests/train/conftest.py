@@ -19,7 +19,7 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from tests.heads import memorise
-from tests.train.running import SETTINGS
+from tests.train.running import SETTINGS, leave_out_plots
 from tests.unit.reference import randomise_biases_and_norms
 from train.data.sequences import Sequences
 
@@ -59,6 +59,17 @@ def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     randomise_biases_and_norms(folder)
     return folder
+
+
+@pytest.fixture
+def plots() -> None:
+    """Runs of a test that names this fixture write their plots, for which others are not looked at."""
+
+
+@pytest.fixture(autouse=True)
+def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "plots" not in request.fixturenames:
+        leave_out_plots(monkeypatch)
 
 
 @pytest.fixture

@@ -11,12 +11,14 @@ import os
 import sys
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.cli import compose
 from infer.parallel.process_end import run_process
+from tests.train.running import leave_out_plots
 from train.config import TrainConfig
 from train.distributed.strategies import Zero
 from train.features.online import Features
@@ -63,6 +65,7 @@ def poisoned(training_run: Run, **options: Any) -> StepResult:
 
 def main() -> None:
     train.loop.release = forget
+    leave_out_plots(pytest.MonkeyPatch())
     closed = []
     Zero.close = lambda current, *, together: (closed.append(together), REAL_CLOSE(current, together=together))[1]
     modes, *settings = sys.argv[1:]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -30,6 +31,11 @@ def run(settings: list[str], *more: str) -> dict[str, Any]:
     result = train(compose("train", TrainConfig, [*settings, *more]), [*settings, *more])
     assert result is not None
     return result
+
+
+def leave_out_plots(patch: pytest.MonkeyPatch) -> None:
+    """Let runs of this process draw nothing, as without matplotlib: to draw takes half a second for each."""
+    patch.setattr("train.publishing.publish.draw_plots", lambda *_: [])
 
 
 def start(settings: list[str]) -> subprocess.Popen[str]:

@@ -9,6 +9,7 @@ import gc
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 
@@ -17,6 +18,7 @@ from infer.cli import compose
 from infer.parallel.process_end import run_process
 from infer.request import SamplingParams
 from models.targets import load_target
+from tests.train.running import leave_out_plots
 from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, outputs_of
 from train.config import TrainConfig
 from train.distributed.exchange import ProcessExchange
@@ -61,6 +63,7 @@ def main() -> None:
     torch.save({"held": num_bytes, "found": features, "answers": token_ids}, Path(folder) / f"rank-{rank}.pt")
     engine.close()
     train.loop.release = forget
+    leave_out_plots(pytest.MonkeyPatch())
     forget(accelerator)
     for name, more in (
         ("whole", []),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from infer.cli import compose
 from tests.train.launching import on_two_processes
 from tests.train.modes_worker import HEADS, TORN, poisoned
+from tests.train.running import leave_out_plots
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
 from train.distributed.parallel import zero_settings
@@ -34,10 +35,11 @@ def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     """Return the folder of runs named HEAD-MODE and HEAD-single; those with `-bad` skip updates."""
     folder = tmp_path_factory.mktemp("outputs")
     common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={folder}"]
-    for head, settings in HEADS.items():
-        single = [*common, *settings, f"run={head}-single", "batch_size=8"]
-        assert train(compose("train", TrainConfig, single)) is not None
     with pytest.MonkeyPatch.context() as patch:
+        leave_out_plots(patch)
+        for head, settings in HEADS.items():
+            single = [*common, *settings, f"run={head}-single", "batch_size=8"]
+            assert train(compose("train", TrainConfig, single)) is not None
         patch.setattr(Run, "_forward_backward", poisoned)
         bad = [*common, "run=eagle3-single-bad", "batch_size=8", "steps=4"]
         assert train(compose("train", TrainConfig, bad)) is not None

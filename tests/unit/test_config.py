@@ -47,6 +47,7 @@ ENTRY_POINTS = {
 }
 
 
+PAIRED = ("head", "model")
 REFUSED = (("train", "head", "none"), ("eval", "head", "none"), ("train", "head", "auto"))
 
 
@@ -55,26 +56,61 @@ def options() -> list[tuple[str, str, str]]:
     return [(c, group, option) for c in sorted(COMMANDS) for group, names in groups_of(c).items() for option in names]
 
 
+def composed() -> list[tuple[str, dict[str, str]]]:
+    """Return (command, option by group): every option of a command once, each model together with a head."""
+    cases = []
+    for command in sorted(COMMANDS):
+        groups = groups_of(command)
+        heads, models = ([name for name in groups[group] if (command, group, name) not in REFUSED] for group in PAIRED)
+        for index in range(max(len(heads), len(models))):
+            cases.append((command, {"model": models[index % len(models)], "head": heads[index % len(heads)]}))
+        cases += [(command, {group: name}) for group, names in groups.items() if group not in PAIRED for name in names]
+    return cases
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command: str) -> None:
     assert type(compose(command, COMMANDS[command])) is COMMANDS[command]
 
 
-@pytest.mark.parametrize(("command", "group", "option"), options())
+def read_back() -> list[tuple[str, dict[str, str]]]:
+    """Return of `composed()` the first case of every group of a command, and the first of every option."""
+    of_commands, of_options, cases = set[tuple[str, str]](), set[tuple[str, str]](), []
+    for command, chosen in composed():
+        if not (chosen.items() <= of_options and {(command, group) for group in chosen} <= of_commands):
+            cases.append((command, chosen))
+        of_options |= set(chosen.items())
+        of_commands |= {(command, group) for group in chosen}
+    return cases
+
+
+READ_BACK = read_back()
+
+
+def name_of(value: Any) -> str | None:
+    return ", ".join(value.values()) if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(("command", "chosen"), composed(), ids=name_of)
 def test_options_compose_under_their_own_name_and_read_back_equal(
-    command: str, group: str, option: str, tmp_path: Path
+    command: str, chosen: dict[str, str], tmp_path: Path
 ) -> None:
-    path = [] if (group, option) == ("head", "none") else ["head.path=x"]
-    overrides = [f"{group}={option}", *REQUIRED_OVERRIDES.get(f"{group}/{option}", []), *path, "engine.threads=1"]
-    if (command, group, option) in REFUSED:
-        with pytest.raises(ValueError, match=rf"head={option}: (training|an evaluation) needs a head"):
-            compose(command, COMMANDS[command], overrides)
-        return
+    overrides = [f"{group}={option}" for group, option in chosen.items()]
+    overrides += [more for item in chosen.items() for more in REQUIRED_OVERRIDES.get("/".join(item), [])]
+    overrides += ["engine.threads=1"] + ([] if chosen.get("head") == "none" else ["head.path=x"])
     config: Any = compose(command, COMMANDS[command], overrides)
-    if group != "experiment" and hasattr(getattr(config, group), "name"):
-        assert getattr(config, group).name == option
-    save_config(config, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml", COMMANDS[command], SCHEMAS) == config
+    for group, option in chosen.items():
+        if group != "experiment" and hasattr(getattr(config, group), "name"):
+            assert getattr(config, group).name == option
+    if (command, chosen) in READ_BACK:
+        save_config(config, tmp_path / "config.yaml")
+        assert load_config(tmp_path / "config.yaml", COMMANDS[command], SCHEMAS) == config
+
+
+@pytest.mark.parametrize(("command", "group", "option"), REFUSED)
+def test_where_a_head_is_needed(command: str, group: str, option: str) -> None:
+    with pytest.raises(ValueError, match=rf"head={option}: (training|an evaluation) needs a head"):
+        compose(command, COMMANDS[command], [f"{group}={option}"])
 
 
 def test_every_file_is_reachable() -> None:
@@ -91,13 +127,6 @@ def test_every_group_file_is_held_to_a_schema() -> None:
             base = yaml.safe_load((Path(CONF) / file).read_text())["defaults"]
             assert len(base) == 1, file
             assert base[0].removeprefix("base_") in SCHEMAS[group], file
-
-
-@pytest.mark.parametrize("model", [f.split("/")[1][:-5] for f in FILES if f.startswith("model/")])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_model_goes_with_the_head(command: str, model: str) -> None:
-    config = compose(command, COMMANDS[command], [f"model={model}", "head=eagle3"])
-    assert (config.model.name, config.head.name) == (model, "eagle3")
 
 
 def golden_keys() -> str:

@@ -120,7 +120,7 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
         drafting = ProposerConfig(name="auto", tree="beam:3x3")
         engine = Engine(target, head=head, proposer=proposer, config=small, proposer_config=drafting)
         for seed, temperature in ((0, 0.0), (7, 0.8)):
-            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, temperature=temperature)
+            params = SamplingParams(max_tokens=24, ignore_eos=True, seed=seed, temperature=temperature)
             completions = engine.generate(prompts, params)
             token_ids[proposer, seed] = [completion.token_ids for completion in completions]
             if proposer == "head":

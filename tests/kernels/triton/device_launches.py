@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from kernels.triton import device
+from kernels.triton.device import HOPPER
 from tests.kernels.triton.launches import (
     attend,
     draft_blocks,
@@ -15,28 +18,25 @@ from tests.kernels.triton.launches import (
 )
 
 ROWS = (1, 17, 33, 65, 300)  # one of each kind of tile; 300 are those of a prompt
-OUTPUTS = (4096, 28672)  # so few that each program has a multiprocessor to itself (but for 300 rows), and many
+FEW, MANY = 4096, 28672  # outputs: so few that each program has a multiprocessor to itself (but for 300 rows), and many
 FORMATS = {"16 bits": multiply, "int8": partial(multiply, weight_format="int8"), "int4": multiply_int4}
+LINEAR = [  # what precedes an epilogue is the same with each: all tiles without one, the smallest and the largest with
+    *((name, rows, FEW, "") for name in FORMATS for rows in ROWS),
+    *(("16 bits", rows, MANY, "") for rows in ROWS),
+    *((name, rows, MANY, ", activated") for name in FORMATS for rows in (1, 65, 300)),
+    *(("16 bits", rows, FEW, ", activated") for rows in (17, 33)),
+    *((name, rows, FEW, ", added") for name in FORMATS for rows in (17, 300)),
+]
+EPILOGUES: dict[str, Callable[..., Callable[[], None]]] = {
+    "": lambda launch, rows, outputs: partial(launch, rows, outputs=outputs),
+    ", activated": lambda launch, rows, outputs: partial(launch, rows, outputs=outputs, gate="silu"),
+    ", added": lambda launch, rows, outputs: partial(multiply_and_add, rows, launch, outputs),
+}
 
 CASES = {
     **{
-        f"linear, {rows} rows, {outputs} outputs, {name}": partial(launch, rows, outputs=outputs)
-        for name, launch in FORMATS.items()
-        for outputs in OUTPUTS
-        for rows in ROWS
-    },
-    **{
-        f"linear, {rows} rows, {outputs} outputs, {name}, activated": partial(
-            launch, rows, outputs=outputs, gate="silu"
-        )
-        for name, launch in FORMATS.items()
-        for outputs in OUTPUTS
-        for rows in ROWS
-    },
-    **{
-        f"linear, {rows} rows, 4096 outputs, {name}, added": partial(multiply_and_add, rows, launch)
-        for name, launch in FORMATS.items()
-        for rows in ROWS
+        f"linear, {rows} rows, {outputs} outputs, {name}{epilogue}": EPILOGUES[epilogue](FORMATS[name], rows, outputs)
+        for name, rows, outputs, epilogue in LINEAR
     },
     **{
         f"linear, {rows} rows, 4096 outputs, int4 in small groups": partial(multiply_int4, rows, group=32)
@@ -52,6 +52,7 @@ CASES = {
         for tree in (False, True)
         if dim <= 128 or not (whole and tree)
     },
-    **{f"block drafter, head size {dim}": partial(draft_blocks, dim) for dim in (64, 128, 256)},
-    "training-time test": partial(unrolled, 128),
 }
+if device.without_gpu is not HOPPER:  # launches.py has Hopper's
+    CASES |= {f"block drafter, head size {dim}": partial(draft_blocks, dim) for dim in (64, 128, 256)}
+    CASES["training-time test"] = partial(unrolled, 128)

@@ -81,6 +81,7 @@ def test_only_the_limits_that_rows_may_use_are_searched(dtype, limits):
     used = Limits(*limits)
     rows = [(t, k * used.top_k, p if used.top_p else 1.0, m * used.min_p)
             for t in (0.0, 0.6) for k in (0, 7) for p in (1.0, 0.8) for m in (0.0, 0.05)]  # fmt: skip
+    rows = list(dict.fromkeys(rows))  # a limit that is not used has one value
     parameters = replace(rows_of(rows), limits=used).repeated(2)
     logits = torch.randn(2 * len(rows), V, generator=torch.Generator().manual_seed(3)) * 4
     logits[::3, ::5] = -torch.inf
