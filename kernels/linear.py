@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.blocks import BlockMatrix
+from kernels.blocks import BLOCK_FORMATS, BlockMatrix, in_blocks
 from kernels.cpu.blocks import block_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
 from kernels.elementwise import Gate, gate_mul
@@ -34,9 +34,10 @@ class PackedLinear:
 
     A BlockMatrix stays in its blocks (kernels/blocks.py); `reads_blocks` must be true of its parts.
 
-    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py). Where no kernel reads these
-    (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are dequantised again, which saves no memory.
-    Raises ValueError for int4 if no group size divides K, and for a damaged block.
+    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py), q8_0 to q4_0 in ggml's
+    blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
+    dequantised again, which saves no memory.
+    Raises ValueError if no group or block size divides K, for blocks on a GPU, and for a damaged block.
     """
 
     def __init__(
@@ -52,6 +53,9 @@ class PackedLinear:
         self.narrow = weight_format != "same" or isinstance(weight, BlockMatrix)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
         self._triton = False
+        if weight_format in BLOCK_FORMATS:
+            assert isinstance(weight, Tensor)
+            weight, weight_format = in_blocks(weight, weight_format), "same"
         if isinstance(weight, BlockMatrix):
             self._pack_native(block_segments(weight), bias, weight.dtype)
             return
