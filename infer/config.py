@@ -20,7 +20,7 @@ from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
 if TYPE_CHECKING:
-    from kernels.quantise import WeightFormat
+    from kernels.quantise import TargetFormat, WeightFormat
 
 QUANTISED = ("int8", "fp8", "int4")
 BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16
@@ -129,9 +129,9 @@ class EngineConfig:
             )
 
     @property
-    def weight_format(self) -> WeightFormat:
+    def weight_format(self) -> TargetFormat:
         """To what the target's linear layers are quantised; those in blocks are packed before."""
-        return cast("WeightFormat", self.weights if self.weights in QUANTISED else "same")
+        return cast("TargetFormat", self.weights if self.weights in QUANTISED else "same")
 
     @property
     def head_format(self) -> WeightFormat:
