@@ -25,6 +25,7 @@ from models.heads.eagle3.config import Eagle3Config
 from models.heads.files import check_exported, load_head
 from models.targets import load_target
 from scripts import convert
+from scripts.gguf_files import gguf_of_head
 from tests.formats.sources import SOURCES
 from tests.formats.test_round_trips import DTYPES, eagle3_configs, random_checkpoint
 from tests.gguf_writing import _llama3_factors, write_gguf
@@ -309,6 +310,17 @@ def test_rows_that_are_no_whole_blocks_are_an_error(tmp_path):
         ValueError, match="--dtype q4_0: blk.0.ffn_down.weight has rows of 150, no multiple of a block of"
     ):
         write_checkpoint(FORM, random_checkpoint("eagle3", config, 0, torch.float32), tmp_path / "x.gguf", dtype="q4_0")
+
+
+def test_comparisons_keep_a_converted_head(tmp_path, tiny_target_folder):
+    checkpoint = source(tmp_path)
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "ours").mkdir()
+    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours")
+    files = [gguf_of_head(tmp_path / "peers", tmp_path / "ours", tiny_target_folder, "bfloat16") for _ in range(2)]
+    assert files[0] == files[1] == next((tmp_path / "peers" / "gguf").iterdir())
+    back = read_checkpoint(FORM, files[0]).tensors
+    assert torch.equal(back["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16())
 
 
 def test_it_is_served_as_the_head_that_it_was(tmp_path, capsys, tiny_target_folder):
