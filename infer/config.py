@@ -20,9 +20,10 @@ from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
 if TYPE_CHECKING:
-    from kernels.quantise import WeightFormat
+    from kernels.quantise import TargetFormat, WeightFormat
 
 QUANTISED = ("int8", "fp8", "int4")
+BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 
@@ -104,8 +105,8 @@ class EngineConfig:
     # (native: or an error), else in model.dtype, like all with widened; int8, fp8, int4 (by group) quantise anew, which
     # changes the output
     weights: str = choice("same", "same", "native", "widened", *QUANTISED)
-    # a head's linear layers; changes what is drafted, never the output
-    head_weights: str = choice("same", "same", *QUANTISED)
+    # a head's linear layers, in blocks (q8_0, ...) on a CPU only; changes what is drafted, never the output
+    head_weights: str = choice("same", "same", *QUANTISED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
     # CPU threads of a step, all ranks together; null: one or torch's default, as measured
@@ -128,9 +129,9 @@ class EngineConfig:
             )
 
     @property
-    def weight_format(self) -> WeightFormat:
+    def weight_format(self) -> TargetFormat:
         """To what the target's linear layers are quantised; those in blocks are packed before."""
-        return cast("WeightFormat", self.weights if self.weights in QUANTISED else "same")
+        return cast("TargetFormat", self.weights if self.weights in QUANTISED else "same")
 
     @property
     def head_format(self) -> WeightFormat:

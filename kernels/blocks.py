@@ -4,21 +4,26 @@ A weight is scale * q, or scale * q + offset, with q an integer of the block: th
 the package `gguf` rounds once, to fp32. Nothing is quantised again. A kernel reads a matrix as a linear layer or by
 rows (`PackedLinear`, `weight_rows`); both read the same memory, which holds as many bits per weight as the file, in
 another order (kernels/cpu/blocks.c). Where `reads_blocks` returns False, the caller dequantises the matrix.
+
+A head's weights can be quantised into such blocks, with the rounding of ggml's reference, which is the package's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, library
+from kernels.quantise import BlockFormat
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+BLOCK_FORMATS: tuple[BlockFormat, ...] = get_args(BlockFormat)
 
 
 @dataclass(frozen=True)
@@ -61,3 +66,44 @@ class BlockMatrix:
 def reads_blocks(block_format: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads this format for rows of `dtype`."""
     return block_format in FORMATS and dtype in KINDS and device.type == "cpu" and library() is not None
+
+
+def in_blocks(weight: Tensor, block_format: BlockFormat) -> BlockMatrix | Tensor:
+    """Quantise a head's weight `[N, K]`. What no kernel of a CPU reads is dequantised again, to the weight's dtype.
+
+    Raises ValueError on another device without a kernel, and as `quantise_blocks` does.
+    """
+    key, readable = (
+        f"engine.head_weights={block_format}",
+        reads_blocks(block_format.upper(), weight.dtype, weight.device),
+    )
+    if not readable and weight.device.type != "cpu":
+        raise ValueError(f"{key}: no kernel reads it on {weight.device.type}; use engine.head_weights=int8 or int4")
+    try:
+        rows = quantise_blocks(weight, block_format)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}; use engine.head_weights=int8") from error
+    return BlockMatrix([rows], weight.dtype) if readable else dequantise_blocks(rows).to(weight.dtype)
+
+
+def quantise_blocks(weight: Tensor, block_format: BlockFormat) -> BlockRows:
+    """Quantise a matrix `[N, K]`. Raises ValueError if K is no multiple of 32, or a weight is beyond fp16's range."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    name, size = block_format.upper(), BLOCK[block_format.upper()]
+    if weight.shape[1] % size:
+        raise ValueError(f"a linear layer has {weight.shape[1]} inputs, no multiple of a block of {size}")
+    largest = weight.abs().amax().item()
+    if not largest <= torch.finfo(torch.float16).max:
+        raise ValueError(f"a weight of {largest:.3g} is beyond the range of fp16, which scales and offsets have")
+    data = quantize(weight.float().contiguous().numpy(), GGMLQuantizationType[name])
+    return BlockRows(name, torch.from_numpy(data))
+
+
+def dequantise_blocks(rows: BlockRows) -> Tensor:
+    """Return all N weights of `rows`, whatever their order, in fp32 `[N, K]`."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(rows.data.numpy(), GGMLQuantizationType[rows.block_format]))

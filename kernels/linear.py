@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.blocks import BlockMatrix
+from kernels.blocks import BLOCK_FORMATS, BlockMatrix, in_blocks
 from kernels.cpu.blocks import block_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
 from kernels.elementwise import Gate, gate_mul
-from kernels.quantise import WeightFormat, pack_nibbles, quantise, widen
+from kernels.quantise import NARROW_FORMATS, WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
@@ -34,9 +34,10 @@ class PackedLinear:
 
     A BlockMatrix stays in its blocks (kernels/blocks.py); `reads_blocks` must be true of its parts.
 
-    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py). Where no kernel reads these
-    (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are dequantised again, which saves no memory.
-    Raises ValueError for int4 if no group size divides K, and for a damaged block.
+    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py), q8_0 to q4_0 in ggml's
+    blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
+    dequantised again, which saves no memory.
+    Raises ValueError if no group or block size divides K, for blocks on a GPU, and for a damaged block.
     """
 
     def __init__(
@@ -52,25 +53,29 @@ class PackedLinear:
         self.narrow = weight_format != "same" or isinstance(weight, BlockMatrix)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
         self._triton = False
+        if weight_format in BLOCK_FORMATS:
+            assert isinstance(weight, Tensor)
+            weight = in_blocks(weight, weight_format)
         if isinstance(weight, BlockMatrix):
             self._pack_native(block_segments(weight), bias, weight.dtype)
             return
-        self._triton = in_use(weight.device) and (exact or weight_format != "same")
+        narrow = weight_format if weight_format in NARROW_FORMATS else None
+        self._triton = in_use(weight.device) and (exact or narrow is not None)
         dtype, device = weight.dtype, weight.device
-        native = not self._triton and supported(self.in_features, dtype, device, weight_format)
+        native = not self._triton and supported(self.in_features, dtype, device, narrow or "same")
         scale = None
-        if weight_format != "same":
-            weight, scale = quantise(weight, weight_format)
+        if narrow is not None:
+            weight, scale = quantise(weight, narrow)
             if self._triton:
-                weight, self._scale = (pack_nibbles(weight) if weight_format == "int4" else weight), scale
+                weight, self._scale = (pack_nibbles(weight) if narrow == "int4" else weight), scale
             elif not native:
                 weight = widen(weight, scale).to(dtype)
         if native:
-            if weight_format == "same":
+            if narrow is None:
                 segment = dense_segment(weight)
             else:
                 assert scale is not None
-                segment = quantised_segment(weight, scale, weight_format)
+                segment = quantised_segment(weight, scale, narrow)
             self._pack_native([segment], bias, dtype)
             return
         self._onednn = not self._triton and device.type == "cpu" and dtype in ONEDNN

@@ -1,18 +1,22 @@
 """Quantised weights in 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
 
 Scales are per output feature (int8, fp8) or, for int4, which is too coarse for one scale per row, per group of
-neighbouring weights in a row.
+neighbouring weights in a row. ggml's blocks of 32 weights, the other formats of WeightFormat, are quantised in
+kernels/blocks.py.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 NarrowFormat = Literal["int8", "fp8", "int4"]
-WeightFormat = Literal["same", "int8", "fp8", "int4"]
+BlockFormat = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+TargetFormat = Literal["same"] | NarrowFormat
+WeightFormat = TargetFormat | BlockFormat  # of a head
+NARROW_FORMATS: tuple[NarrowFormat, ...] = get_args(NarrowFormat)
 LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
 GROUPS = (128, 64, 32)  # the first that divides a row

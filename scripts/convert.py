@@ -3,6 +3,7 @@
     python scripts/convert.py --from safeailab-eagle3 --to headway --verifier models/demo IN OUT
     python scripts/convert.py --from medusa --to vllm-medusa --allow-pickle IN OUT
     python scripts/convert.py --from auto --to speculators --dry-run IN OUT
+    python scripts/convert.py --from auto --to llama.cpp --dtype q8_0 --verifier TARGET.gguf IN OUT.gguf
 
 OUT must not exist yet and is written atomically, after the written files have been read back and compared.
 """
@@ -24,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kernels.blocks import BLOCK_FORMATS
 from models.checkpoint import fingerprint
 from models.formats.conversion import (
     FORMATS,
@@ -36,9 +38,12 @@ from models.formats.conversion import (
     save,
 )
 from models.formats.verifier import find_verifier, weights_of
+from models.gguf import SUFFIX, is_gguf
 from scripts.errors import reports_errors
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
+
+DTYPES = ("f32", "bf16", "f16", *BLOCK_FORMATS)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,10 +57,13 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
     options.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
-    options.add_argument("folder", metavar="IN", type=Path, help="a folder with config.json and weights")
-    options.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    options.add_argument("folder", metavar="IN", type=Path, help="a folder with config.json and weights; a .gguf file")
+    options.add_argument("out", metavar="OUT", type=Path, help="a folder, or .gguf file, that is not there yet")
     options.add_argument(
-        "--verifier", metavar="PATH", help="the head's target: a folder or a hub id; sizes are compared"
+        "--verifier", metavar="PATH", help="the head's target: a folder, .gguf file or hub id; sizes are compared"
+    )
+    options.add_argument(
+        "--dtype", choices=DTYPES, help="of the matrices of a GGUF file, instead of their own: 32 or 16 bits, or blocks"
     )
     options.add_argument(
         "--speculative-tokens", metavar="N", type=int, help="to draft per step, for formats that say so"
@@ -85,6 +93,13 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: must be at least 1")
     if args.speculative_tokens is not None and not FORMATS[args.target].states_tokens:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: {args.target} does not say how many")
+    if args.dtype is not None and not FORMATS[args.target].gguf:
+        raise ValueError(f"--dtype {args.dtype}: {args.target} keeps the dtype of every tensor; only GGUF files differ")
+    if is_gguf(args.out) != FORMATS[args.target].gguf:
+        wanted = (
+            f"one file; end its name in {SUFFIX}" if FORMATS[args.target].gguf else "a folder; give it another name"
+        )
+        raise ValueError(f"{args.out}: {args.target} is {wanted}")
     source = detect(args.folder) if args.source == "auto" else FORMATS[args.source]
     args.source = source.name
     verifier, folder = find_verifier(args.verifier) if args.verifier else (None, None)
@@ -96,7 +111,12 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
     if args.target == "headway" and checkpoint.provenance is None:
         checkpoint = replace(checkpoint, provenance=record(args, checkpoint, folder))
     target = FORMATS[args.target]
-    written = render(target, checkpoint, of_target=weights_of(folder) if folder else None)
+    of_target, tokenizer = weights_of(folder) if folder else None, None
+    if target.gguf and folder and is_gguf(folder):
+        from models.gguf.head import tokenizer_keys
+
+        tokenizer = tokenizer_keys(folder)
+    written = render(target, checkpoint, of_target=of_target, dtype=args.dtype, tokenizer=tokenizer)
     with destination(args.out, dry_run=args.dry_run) as staging:
         save(target, checkpoint, written, staging)
     return checkpoint, written
@@ -106,9 +126,10 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
 def destination(out: Path, *, dry_run: bool) -> Iterator[Path]:
     if dry_run:
         with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
+            yield Path(folder) / out.name if is_gguf(out) else Path(folder)
     else:
-        with atomic.replace_folder(out) as staging:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replace_file(out) if is_gguf(out) else atomic.replace_folder(out) as staging:
             yield staging
 
 
@@ -128,10 +149,14 @@ def record(args: argparse.Namespace, checkpoint: Checkpoint, verifier: Path | No
 def report(args: argparse.Namespace, checkpoint: Checkpoint, written: RenderedCheckpoint) -> str:
     rows = [("from", "to", "shape", "dtype", "note")]
     for key, name in sorted(written.names.items(), key=lambda item: item[1]):
-        source, tensor = checkpoint.sources.get(key, "the verifier's"), written.tensors[key]
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        rows.append((source, name, str(list(tensor.shape)), dtype, checkpoint.remarks.get(source, "")))
+        source, shape = checkpoint.sources.get(key, "the verifier's"), list(written.tensors[key].shape)
+        rows.append((source, name, str(shape), written.dtypes[key], checkpoint.remarks.get(source, "")))
     left_out = {name: reason for name, reason in checkpoint.remarks.items() if name not in checkpoint.sources.values()}
+    left_out |= {
+        checkpoint.sources[key]: "follows from the others"
+        for key in written.tensors
+        if key not in written.names and key in checkpoint.sources
+    }
     rows += [(name, "-", "", "", reason) for name, reason in left_out.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

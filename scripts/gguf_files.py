@@ -1,18 +1,21 @@
 """Converts a target for every program: to the GGUF file that llama.cpp reads, or the folder that the others read.
 
 llama.cpp reads a GGUF file directly; for the others it is dequantised into a folder. llama.cpp's converter turns a
-folder or an EAGLE-3 head into a GGUF file. Converted files are cached under `peers`.
+folder into a GGUF file; an EAGLE-3 head is written as scripts/convert.py does. Files are cached under `peers`.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from models.checkpoint import fingerprint
+from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint
 from models.gguf import is_gguf
 from train.storage import atomic
 
@@ -35,12 +38,21 @@ def gguf_of_target(peers: Path, target: Path, dtype: str) -> Path:
 
     Raises ValueError with the end of the converter's error output.
     """
-    return target if is_gguf(target) else _convert(peers, target, dtype, [])
+    return target if is_gguf(target) else _cached(peers, target, dtype, partial(_run_converter, peers, target, dtype))
 
 
 def gguf_of_head(peers: Path, head: Path, target: Path, dtype: str) -> Path:
-    """Return `head`, a folder in speculators' layout, as a GGUF file. Raises ValueError as `gguf_of_target` does."""
-    return _convert(peers, head, dtype, ["--target-model-dir", str(folder_of_target(peers, target, dtype))])
+    """Return `head`, the folder of an EAGLE-3 head, as a GGUF file. Raises ValueError if llama.cpp has no such head."""
+
+    def write(out: Path) -> None:
+        checkpoint, tokenizer = read_checkpoint(detect(head), head), None
+        if is_gguf(target):
+            from models.gguf.head import tokenizer_keys
+
+            tokenizer = tokenizer_keys(target)
+        write_checkpoint(FORMATS["llama.cpp"], checkpoint, out, dtype=OUT_TYPES[dtype], tokenizer=tokenizer)
+
+    return _cached(peers, head, dtype, write)
 
 
 def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
@@ -60,24 +72,19 @@ def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
     return folder
 
 
-def _convert(peers: Path, folder: Path, dtype: str, options: list[str]) -> Path:
+def _cached(peers: Path, folder: Path, dtype: str, write: Callable[[Path], None]) -> Path:
     out = peers / "gguf" / f"{fingerprint(folder)}-{OUT_TYPES[dtype]}.gguf"
-    if out.is_file():
-        return out
-    tree, partial = peers / "llama.cpp/source/vendor/llama.cpp", out.with_suffix(".partial")
-    out.parent.mkdir(exist_ok=True)
-    arguments = [
-        "convert_hf_to_gguf.py",
-        str(folder),
-        "--outfile",
-        str(partial),
-        "--outtype",
-        OUT_TYPES[dtype],
-        *options,
-    ]
+    if not out.is_file():
+        out.parent.mkdir(exist_ok=True)
+        with atomic.replace_file(out) as staging:
+            write(staging)
+    return out
+
+
+def _run_converter(peers: Path, folder: Path, dtype: str, out: Path) -> None:
+    tree, kind = peers / "llama.cpp/source/vendor/llama.cpp", OUT_TYPES[dtype]
+    arguments = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(out), "--outtype", kind]
     command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ValueError(f"{folder}: llama.cpp's converter failed: " + "\n".join(result.stderr.splitlines()[-8:]))
-    partial.replace(out)
-    return out

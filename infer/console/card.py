@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from infer.config import ModelConfig, ProposerConfig
+from infer.config import BLOCKS, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
@@ -19,6 +19,8 @@ from infer.options.exported_heads import head_folder
 from infer.options.stored_weights import why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
+from kernels.blocks import reads_blocks
+from kernels.linear import reads_narrow
 from models.checkpoint import block_formats
 from models.heads.config import HeadConfig
 from models.tokenizer import Tokenizer
@@ -60,6 +62,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("KV pool", f"{pages} pages of {size} tokens"),
         ("steps", str(engine.sizes)),
         *describe_weights(engine),
+        *describe_head_weights(engine),
         *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
@@ -80,6 +83,16 @@ def describe_weights(engine: Engine) -> Sequence[Row]:
         return [("weights", text)]
     divided = engine.config.tensor_parallel > 1
     return [("weights", f"{text}: {why_widened(target.folder, engine.dtype, engine.device, divided=divided)}")]
+
+
+def describe_head_weights(engine: Engine) -> Sequence[Row]:
+    """Return how the head's weights were quantised, and whether a kernel reads them so."""
+    chosen, dtype, device = engine.config.head_weights, engine.dtype, engine.device
+    if engine.head is None or chosen == "same":
+        return []
+    read = reads_blocks(chosen.upper(), dtype, device) if chosen in BLOCKS else reads_narrow(8, dtype, device)
+    widened = f", dequantised to {str(dtype).removeprefix('torch.')}: no kernel reads it"
+    return [("head weights", chosen if read else chosen + widened)]
 
 
 def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from infer.config_checks import REPO_ROOT, resolve_path
+from models.gguf import is_gguf
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
@@ -71,10 +72,10 @@ def with_head(config: T) -> T:
 
 
 def read_head_config(text: str) -> HeadConfig:
-    """Return the head for use from Python: `text` is a name, `none` or `auto`, or the folder of an exported head."""
+    """Return the head for use from Python: a name, `none` or `auto`, or the folder or GGUF file of an exported head."""
     if text in (*HEADS, AUTO, "none"):
         return HeadConfig(name=text)
-    if not resolve_path(text).is_dir():
+    if not (resolve_path(text).is_dir() or is_gguf(text)):
         raise ValueError(f"head={text}: no head ({', '.join((*HEADS, AUTO, 'none'))}) and no folder of one")
     return HeadConfig(name=kind_of(resolve_path(text)), path=text)
 

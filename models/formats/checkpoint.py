@@ -114,11 +114,13 @@ class Format:
     written_prefix: str = ""
     aliases: tuple[tuple[str, str], ...] = ()  # (another beginning of names, this format's beginning)
     optional: Callable[[HeadShape], frozenset[str]] = lambda config: frozenset()  # our names; absent: the target's
+    implied: frozenset[str] = frozenset()  # our names of tensors that are not written, since others determine them
     blame: Blame = ()
     incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}
     losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file cannot express or do
     asks: frozenset[str] = frozenset()  # fields of ConversionOptions that this format may leave ambiguous
     states_tokens: bool = True  # config.json says how many tokens to draft
+    gguf: bool = False  # one GGUF file, in place of a folder (models/gguf/head.py)
 
 
 def write_with_base_model(checkpoint: Checkpoint) -> dict[str, Any]:

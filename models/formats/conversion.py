@@ -1,4 +1,4 @@
-"""Checkpoint formats by name: reading a folder of any of them strictly, and writing one.
+"""Checkpoint formats by name: reading a folder (or GGUF file) of any of them strictly, and writing one.
 
 `read_checkpoint` turns any of them into a Checkpoint, `write_checkpoint` turns that into any that can hold its head.
 Nothing is dropped: a tensor or key that has no place is an error that names it. Independent of engine and training.
@@ -22,6 +22,7 @@ from models.formats import headway
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier
 from models.formats.files import read_weights
 from models.formats.matching import bare_names, expected_tensors, match
+from models.gguf import is_gguf
 from models.heads import HEADS
 from models.heads.config import EMBEDDING, LM_HEAD, PROVENANCE, HeadShape
 
@@ -34,11 +35,15 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class RenderedCheckpoint:
-    """config.json, the tensors under our names, the name of each in the file, and what the file cannot express."""
+    """config.json and the tensors under our names; of those that are written, name and dtype in the file.
+
+    `notes`: what the file cannot express. In `dtypes` of a GGUF file are ggml's types.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     names: dict[str, str]
+    dtypes: dict[str, str]
     notes: list[str]
 
 
@@ -49,7 +54,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def detect(folder: Path) -> Format:
-    """Return the format of a folder, by its config.json. Raises ValueError when it is unknown."""
+    """Return the format of a GGUF file, or of a folder by its config.json. Raises ValueError when it is unknown."""
+    if is_gguf(folder):
+        return next(form for form in FORMATS.values() if form.gguf)
     config, files = read_config(folder), {path.name for path in folder.iterdir()}
     for form in FORMATS.values():
         if form.matches(config, files):
@@ -60,12 +67,16 @@ def detect(folder: Path) -> Format:
 def read_checkpoint(
     form: Format, folder: Path, provided: ConversionOptions | None = None, *, pickles: bool = False
 ) -> Checkpoint:
-    """Read a folder of format `form`.
+    """Read a folder, or GGUF file, of format `form`.
 
     Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `provided.verifier`.
     """
-    config = read_config(folder)
-    tensors = read_weights(folder, form.weights, pickles=pickles)
+    if form.gguf:
+        from models.gguf.head import read_head
+
+        config, tensors = read_head(folder)
+    else:
+        config, tensors = read_config(folder), read_weights(folder, form.weights, pickles=pickles)
     try:
         checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:
@@ -105,38 +116,69 @@ def interpret(
 
 
 def write_checkpoint(
-    form: Format, checkpoint: Checkpoint, folder: Path, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
+    form: Format,
+    checkpoint: Checkpoint,
+    path: Path,
+    *,
+    of_target: Mapping[str, Callable[[], Tensor]] | None = None,
+    dtype: str | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> RenderedCheckpoint:
     """Call `render`, then `save`."""
-    written = render(form, checkpoint, of_target=of_target)
-    save(form, checkpoint, written, folder)
+    written = render(form, checkpoint, of_target=of_target, dtype=dtype, tokenizer=tokenizer)
+    save(form, checkpoint, written, path)
     return written
 
 
-def save(form: Format, checkpoint: Checkpoint, written: RenderedCheckpoint, folder: Path) -> None:
-    """Write config.json and weights into an existing folder, read them back and compare."""
-    (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+def save(form: Format, checkpoint: Checkpoint, written: RenderedCheckpoint, path: Path) -> None:
+    """Write config.json and weights into an existing folder, or a GGUF file; read them back and compare."""
     # cloned, because tensors of a pickle may share memory, which safetensors cannot
-    tensors = {written.names[our_name]: tensor.contiguous().clone() for our_name, tensor in written.tensors.items()}
-    save_file(tensors, folder / form.weights[0], metadata={"format": "pt"})
+    tensors = {name: written.tensors[our_name].contiguous().clone() for our_name, name in written.names.items()}
+    if form.gguf:
+        _save_gguf(form, written, tensors, path)
+        return
+    (path / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, path / form.weights[0], metadata={"format": "pt"})
     if form is headway.FORMAT:
         text = json.dumps(checkpoint.provenance or {}, indent=2) + "\n"
-        (folder / PROVENANCE).write_text(text, encoding="utf-8")
+        (path / PROVENANCE).write_text(text, encoding="utf-8")
     layer_ids = "hidden_states" if "layer_ids" in form.asks else None
     norm_output = "vllm" if "norm_output" in form.asks else None
-    reread = read_checkpoint(form, folder, ConversionOptions(layer_ids=layer_ids, norm_output=norm_output))
+    reread = read_checkpoint(form, path, ConversionOptions(layer_ids=layer_ids, norm_output=norm_output))
     assert reread.config == checkpoint.config, (reread.config, checkpoint.config)
-    assert reread.tensors.keys() == written.tensors.keys()
-    assert all(torch.equal(value, written.tensors[name]) for name, value in reread.tensors.items())
+    _assert_equal(reread.tensors, written.tensors)
+
+
+def _save_gguf(form: Format, written: RenderedCheckpoint, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Config and tensors are compared as a GGUF file states them: numbers in fp32, and weights rounded."""
+    from models.gguf.head import as_stored, head_keys, write_head
+
+    kinds = {name: written.dtypes[our_name] for our_name, name in written.names.items()}
+    write_head(path, written.config, tensors, kinds)
+    reread = read_checkpoint(form, path)
+    assert head_keys(form.write(reread)) == head_keys(written.config), (reread.config, written.config)
+    rounded = {name: as_stored(written.tensors[name], kind) for name, kind in written.dtypes.items()}
+    _assert_equal(reread.tensors, written.tensors | rounded)
+
+
+def _assert_equal(reread: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
+    assert reread.keys() == written.keys(), reread.keys() ^ written.keys()
+    assert all(torch.equal(value, written[name]) for name, value in reread.items())
 
 
 def render(
-    form: Format, checkpoint: Checkpoint, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
+    form: Format,
+    checkpoint: Checkpoint,
+    *,
+    of_target: Mapping[str, Callable[[], Tensor]] | None = None,
+    dtype: str | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> RenderedCheckpoint:
     """Return what a file of this format will hold; the inverse of `interpret`.
 
     `of_target`: functions, by our names, that read the target's embedding and LM head, `[V, H]` each; called only for a
-    tensor that the checkpoint shares with the target and the format must store. Raises ValueError when the format
+    tensor that the checkpoint shares with the target and the format must store. For a GGUF file: `dtype` of its
+    matrices (f16, q8_0, ...; None: theirs), and the keys of the target's tokenizer. Raises ValueError when the format
     cannot hold this head.
     """
     if checkpoint.head not in form.heads:
@@ -154,13 +196,25 @@ def render(
                 "(a folder with its weights)"
             )
         tensors[name] = of_target[name]()
-    names = {our_name: form.written_prefix + form.spell(our_name, checkpoint.config) for our_name in tensors}
+    names = {
+        our_name: form.written_prefix + form.spell(our_name, checkpoint.config)
+        for our_name in tensors
+        if our_name not in form.implied
+    }
     notes = form.losses(checkpoint)
     if not form.states_tokens:
         notes.append(f"{form.name} does not say how many tokens to draft")
     if checkpoint.provenance is not None and form is not headway.FORMAT:
         notes.append(f"{PROVENANCE} stays behind: what the head was trained for, and how")
-    return RenderedCheckpoint(config | {"torch_dtype": _dtype(tensors)}, tensors, names, notes)
+    if not form.gguf:
+        dtypes = {our_name: str(tensors[our_name].dtype).removeprefix("torch.") for our_name in names}
+        return RenderedCheckpoint(config | {"torch_dtype": _dtype(tensors)}, tensors, names, dtypes, notes)
+    from models.gguf.head import kind_of
+
+    if not tokenizer:
+        notes.append("no tokenizer is in it, since --verifier is no GGUF file; llama.cpp drafts by token ids")
+    dtypes = {our_name: kind_of(name, tensors[our_name], dtype) for our_name, name in names.items()}
+    return RenderedCheckpoint(config | dict(tokenizer or {}), tensors, names, dtypes, notes)
 
 
 def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:

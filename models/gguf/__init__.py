@@ -1,4 +1,6 @@
-"""GGUF files (llama.cpp's checkpoint format) as targets, read like a checkpoint folder. See models/README.md.
+"""GGUF files (llama.cpp's checkpoint format) as targets, read like a checkpoint folder, and as heads (head.py).
+
+See models/README.md.
 
 The modules import the package `gguf`. Other folders import them only for such a file, inside functions, so a machine
 that has no such files needs no such package; `is_gguf` is all they ask before.

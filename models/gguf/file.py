@@ -35,6 +35,7 @@ PLAIN = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
     GGMLQuantizationType.F64: np.float64,
+    GGMLQuantizationType.I64: np.int64,
 }
 
 

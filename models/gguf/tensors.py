@@ -145,6 +145,15 @@ def rotary_halves(heads: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
+def rotary_pairs(heads: int) -> Callable[[Tensor], Tensor]:
+    """Return the inverse of `rotary_halves`."""
+
+    def change(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    return change
+
+
 def without_one(weight: Tensor) -> Tensor:
     """Return the weight of a Gemma norm, which scales by 1 + weight; files of this format store the sum."""
     return weight - 1

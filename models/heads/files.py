@@ -14,6 +14,7 @@ from torch import Tensor
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Verifier
 from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint
 from models.formats.verifier import weights_of
+from models.gguf import is_gguf
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.config import EMBEDDING, LM_HEAD
@@ -55,10 +56,11 @@ def save_head(
 
 
 def check_exported(folder: Path) -> None:
-    """Raise ValueError if `folder` holds no head; called before a large target is loaded in vain."""
-    if not (folder / "config.json").is_file():
+    """Raise ValueError if `folder`, or GGUF file, holds no head; called before a large target is loaded in vain."""
+    if not (folder if is_gguf(folder) else folder / "config.json").is_file():
         raise ValueError(
-            f"{folder}: no exported head (no config.json); train one with `python train/run.py`, or give head.path="
+            f"{folder}: no exported head ({'no such file' if is_gguf(folder) else 'no config.json'}); train one with "
+            "`python train/run.py`, or give head.path="
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.elementwise import silu_mul
 from kernels.linear import PackedLinear
-from kernels.quantise import WeightFormat, quantise, widen
+from kernels.quantise import TargetFormat, quantise, widen
 from scripts.gpu_check.measure import Item, close, same, timed
 from scripts.gpu_check.plan import RANKS, SERVED, KernelCheck
 
@@ -24,7 +24,7 @@ SHAPES = {  # of Llama-3.1-8B: inputs and outputs
     "LM head": (4096, 128256),
 }
 ODD_SIZES, ODD = "odd sizes", (4096, 1000)
-FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8", "int4")
+FORMATS: tuple[TargetFormat, ...] = ("same", "int8", "fp8", "int4")
 ROWS = (1, 2, 15, 16, 17, 33, 64, 65, 80, 128, 200, 256)  # on both sides of every change of tile
 TIMED_ROWS = (1, 16, 32, 64, 80, 128, 256, 512)
 
@@ -54,7 +54,7 @@ def compare(
     layer: str,
     shape: tuple[int, int],
     dtype: torch.dtype,
-    weight_format: WeightFormat,
+    weight_format: TargetFormat,
     rows: tuple[int, ...],
     most: int,
     device: torch.device,

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
-from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows, reads_blocks
+from kernels.blocks import BLOCK, BLOCK_BYTES, BLOCK_FORMATS, FORMATS, BlockMatrix, BlockRows, reads_blocks
 from kernels.cpu import library as building
 from kernels.cpu.library import SWITCH, library
 from kernels.linear import PackedLinear
@@ -127,6 +127,37 @@ def test_what_no_kernel_reads(monkeypatch):
     monkeypatch.setenv(SWITCH, "torch")
     assert not reads_blocks("Q4_0", torch.bfloat16, CPU)
     library.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
+def test_a_weight_is_quantised_as_the_package_does(block_format, dtype):
+    """Rows of fp16, which no kernel reads, get the same weights, dequantised."""
+    weight, x = (0.1 * states(130, 96, dtype)).to(dtype), states(5, 96, dtype)
+    kind = Kind[block_format.upper()]
+    expected = torch.from_numpy(quants.dequantize(quants.quantize(weight.float().numpy(), kind), kind).copy())
+    linear = PackedLinear(weight, weight_format=block_format)
+    assert linear.unpacked_weight() is None
+    assert error(linear(x), x, expected.to(dtype)) < TOLERANCE.get(dtype, 2e-3)
+    assert torch.equal(linear(x[:1]), linear(x)[:1])
+    if dtype is not torch.float16:
+        assert torch.equal(linear.weight_rows(torch.arange(130)), expected.to(dtype))
+        assert linear.bytes < 192 * 96 * 34 / 32 * 1.01  # outputs are padded to a multiple of 64
+    steps = 2 ** int(block_format[1])
+    assert 0 < (expected - weight.float()).abs().max() < 1.2 * weight.abs().max() / (steps / 2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(8, 100), "a linear layer has 100 inputs, no multiple of a block of 32; use engine.head_weights="),
+        (torch.full((8, 64), 1e6), r"a weight of 1e\+06 is beyond the range of fp16.*; use engine.head_weights=int8"),
+        (torch.zeros(8, 64, device="meta"), "no kernel reads it on meta; use engine.head_weights=int8 or int4"),
+    ],
+)
+def test_a_weight_that_cannot_be_in_blocks_is_an_error(weight, message):
+    with pytest.raises(ValueError, match=f"engine.head_weights=q8_0: {message}"):
+        PackedLinear(weight, weight_format="q8_0")
 
 
 @pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64"])

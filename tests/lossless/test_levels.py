@@ -159,7 +159,7 @@ def check(engine):
     assert engine.speculator.failures == 0
 
 
-@pytest.mark.parametrize("weights", ["same", "int8"])
+@pytest.mark.parametrize("weights", ["same", "int8", "q8_0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
+from infer.console.card import describe_head_weights
 from models.heads.block import BlockHead
 from tests.heads import ONE_OF_EACH
 from tests.interpreted import scaled
@@ -27,7 +28,7 @@ def test_drafts_change_no_token_of_a_target_with_narrow_weights(make_small_engin
     assert 0 < (logits - reference).abs().max() < error * reference.abs().max()
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "q8_0"])
 @pytest.mark.parametrize("head", ONE_OF_EACH)
 def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     make_engine, prompts, expected, head, weights
@@ -37,6 +38,7 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     for params in (GREEDY, SAMPLED):
         plain = expected[torch.float32, params][2:5]
         assert [ids(engine.generate(few, params)) for engine in engines] == [plain, plain]
+    assert [describe_head_weights(engine) for engine in engines] == [[], [("head weights", weights)]]
     accepted = [engine.stats.speculation.accepted for engine in engines]
     assert accepted[1] > accepted[0] / 2 > 0
     modules = [engine.head for engine in engines]
@@ -44,13 +46,19 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     full, narrow = (
         module.base_logits(state) if isinstance(module, BlockHead) else module.logits(state, 0) for module in modules
     )
-    assert 0 < (full - narrow).abs().max() < {"int8": 0.05, "int4": 0.5}[weights] * full.abs().max()
+    assert 0 < (full - narrow).abs().max() < {"int8": 0.05, "int4": 0.5, "q8_0": 0.05}[weights] * full.abs().max()
 
 
-@pytest.mark.parametrize(("key", "kept"), [("weights", "same, native, widened"), ("head_weights", "same")])
-def test_an_unknown_format_is_an_error(key, kept):
-    with pytest.raises(ValueError, match=f"engine.{key}=int3: must be one of {kept}, int8, fp8, int4"):
-        EngineConfig(**{key: "int3"})
+@pytest.mark.parametrize(
+    ("key", "value", "choices"),
+    [
+        ("weights", "q8_0", "same, native, widened, int8, fp8, int4$"),
+        ("head_weights", "int3", "same, int8, fp8, int4, q8_0, q5_1, q5_0, q4_1, q4_0$"),
+    ],
+)
+def test_an_unknown_format_is_an_error(key, value, choices):
+    with pytest.raises(ValueError, match=f"engine.{key}={value}: must be one of {choices}"):
+        EngineConfig(**{key: value})
 
 
 def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine):

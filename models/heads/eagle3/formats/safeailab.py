@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
-from models.formats import eagle3, speculators
+from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.llama import read_layer
 from models.heads.config import HeadShape
@@ -126,4 +126,3 @@ FORMAT = Format(
     asks=frozenset({"layer_ids", "norm_output"}),
     states_tokens=False,
 )
-FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT
