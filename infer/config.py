@@ -101,9 +101,9 @@ class EngineConfig:
     max_rows: int | None = None  # rows of one target forward: drafts and prefill chunks together; null: 512
     prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
     exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
-    # the target's linear layers. same: as published, those of a GGUF file in their blocks where a kernel reads them
-    # (native: or an error), else in model.dtype, like all with widened; int8, fp8, int4 (by group) quantise anew, which
-    # changes the output
+    # the target's linear layers. same: as published, those of a GGUF file in their blocks, of GPTQ, AWQ and
+    # compressed-tensors in their groups, where a kernel reads them (native: or an error), else in model.dtype, like all
+    # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output
     weights: str = choice("same", "same", "native", "widened", *QUANTISED)
     # a head's linear layers, in blocks (q8_0, ...) on a CPU only; changes what is drafted, never the output
     head_weights: str = choice("same", "same", *QUANTISED, *BLOCKS)
@@ -130,7 +130,7 @@ class EngineConfig:
 
     @property
     def weight_format(self) -> TargetFormat:
-        """To what the target's linear layers are quantised; those in blocks are packed before."""
+        """To what the target's linear layers are quantised; those in blocks or groups are packed before."""
         return cast("TargetFormat", self.weights if self.weights in QUANTISED else "same")
 
     @property

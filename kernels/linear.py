@@ -20,8 +20,10 @@ from torch import Tensor
 
 from kernels.blocks import BLOCK_FORMATS, BlockMatrix, in_blocks
 from kernels.cpu.blocks import block_segments
+from kernels.cpu.groups import grouped_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
 from kernels.elementwise import Gate, gate_mul
+from kernels.groups import GroupedMatrix
 from kernels.quantise import NARROW_FORMATS, WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
 
@@ -32,7 +34,8 @@ ONEDNN = (torch.float32, torch.bfloat16)
 class PackedLinear:
     """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
-    A BlockMatrix stays in its blocks (kernels/blocks.py); `reads_blocks` must be true of its parts.
+    A BlockMatrix stays in its blocks (kernels/blocks.py); `reads_blocks` must be true of its parts. So does a
+    GroupedMatrix (kernels/groups.py), of whose parts `why_unread` must be None.
 
     `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
@@ -42,7 +45,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: Tensor | BlockMatrix,
+        weight: Tensor | BlockMatrix | GroupedMatrix,
         bias: Tensor | None = None,
         *,
         exact: bool = True,
@@ -50,14 +53,15 @@ class PackedLinear:
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias, self._exact, self._scale = bias, exact, None
-        self.narrow = weight_format != "same" or isinstance(weight, BlockMatrix)  # the weight is in fewer bits
+        self.narrow = weight_format != "same" or not isinstance(weight, Tensor)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
         self._triton = False
         if weight_format in BLOCK_FORMATS:
             assert isinstance(weight, Tensor)
             weight = in_blocks(weight, weight_format)
-        if isinstance(weight, BlockMatrix):
-            self._pack_native(block_segments(weight), bias, weight.dtype)
+        if not isinstance(weight, Tensor):
+            segments = block_segments(weight) if isinstance(weight, BlockMatrix) else grouped_segments(weight)
+            self._pack_native(segments, bias, weight.dtype)
             return
         narrow = weight_format if weight_format in NARROW_FORMATS else None
         self._triton = in_use(weight.device) and (exact or narrow is not None)

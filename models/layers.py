@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.blocks import BlockMatrix
 from kernels.elementwise import Gate, add_rms_norm, gate_mul, rms_norm
+from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat
 from models.config import RopeConfig
@@ -30,8 +31,8 @@ class Linear(nn.Linear):
         self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
-    def pack_blocks(self, matrix: BlockMatrix) -> None:
-        """Take a weight `[N, K]` that is stored in blocks, and stays so. Raises ValueError for a damaged block."""
+    def pack_blocks(self, matrix: BlockMatrix | GroupedMatrix) -> None:
+        """Take a weight `[N, K]` that is stored in blocks or groups, and stays so. Raises ValueError if damaged."""
         self.packed = PackedLinear(matrix, None if self.bias is None else self.bias.detach())
         self.weight = nn.Parameter(torch.empty(0, dtype=matrix.dtype), requires_grad=False)
 

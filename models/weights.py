@@ -6,6 +6,7 @@ A parameter may be the concatenation of several checkpoint tensors (merged QKV);
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kernels.blocks import BlockRows
+from kernels.groups import GroupedRows
 from models.config import read_json
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 # (tensor name, number of rows) -> first and last + 1 of the wanted rows, None for all
 Rows = Callable[[str, int], tuple[int, int] | None]
 CHUNK_ROWS = 1024
+HEADER_SIZE, MAX_HEADER = 8, 100_000_000  # bytes that state the header's size, and most that it may have
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -69,6 +72,10 @@ class NamedTensors(Mapping[str, Tensor]):
         """Return a matrix as it is stored, if that is in blocks; nothing is read yet."""
         return None
 
+    def groups(self, name: str) -> GroupedRows | None:
+        """Return a matrix as it is stored, if that is in groups of small integers, which are not read yet."""
+        return None
+
     def release(self) -> None:
         """Give up what was read of memory-mapped files; it can be read again."""
 
@@ -104,6 +111,11 @@ class LazyTensors(NamedTensors):
         """Return safetensors' view of a tensor, which reads the rows that it is indexed with."""
         return self._shards[self._sources[name]].get_slice(name)
 
+    def place(self, name: str) -> tuple[Path, int]:
+        """Return the file of a tensor, and its first byte in it."""
+        file = self._sources[name]
+        return file, _read_places(file)[name][0]
+
     def _log_progress(self, file: Path) -> None:
         sizes = {each: each.stat().st_size >> 20 for each in self._files}
         done, total = sum(sizes[each] for each in self._begun), sum(sizes.values())
@@ -116,7 +128,33 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); copy or download it again") from error
+        raise ValueError(
+            f"{file}: {_cut_off(file) or f'cannot be read ({error})'}; copy or download it again"
+        ) from error
+
+
+def _cut_off(file: Path) -> str | None:
+    """Return which tensor ends beyond the file; None if there is no readable header, or no such tensor."""
+    try:
+        places, size = _read_places(file), file.stat().st_size
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    for name, (_, end) in places.items():
+        if end > size:
+            return f"cut off: {name} ends at byte {end:,} and the file has {size:,}"
+    return None
+
+
+def _read_places(file: Path) -> dict[str, tuple[int, int]]:
+    """Return the first and last + 1 byte of each tensor in a safetensors file, in the order of the file."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(HEADER_SIZE), "little")
+        header = json.loads(stream.read(min(size, MAX_HEADER)))
+    start = HEADER_SIZE + size
+    places = {name: info["data_offsets"] for name, info in header.items() if name != "__metadata__"}
+    return {
+        name: (start + first, start + end) for name, (first, end) in sorted(places.items(), key=lambda item: item[1])
+    }
 
 
 def equal_values(tensors: LazyTensors, first: str, second: str) -> bool:

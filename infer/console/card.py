@@ -21,7 +21,7 @@ from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
 from kernels.blocks import reads_blocks
 from kernels.linear import reads_narrow
-from models.checkpoint import block_formats
+from models.checkpoint import stored_formats
 from models.heads.config import HeadConfig
 from models.tokenizer import Tokenizer
 
@@ -69,9 +69,9 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
 
 
 def describe_weights(engine: Engine) -> Sequence[Row]:
-    """Return how weights are stored that the checkpoint holds in blocks (GGUF), and why if they were dequantised."""
+    """Return how weights are stored that the checkpoint holds in blocks or groups, and why if they were dequantised."""
     target, weights = engine.target, engine.config.weights
-    formats = ", ".join(sorted(block_formats(target.folder)))
+    formats = ", ".join(stored_formats(target.folder))
     if not formats:
         return []
     if target.block_formats:

@@ -1,4 +1,4 @@
-"""Whether a target's weights are served in the blocks in which its checkpoint stores them (`engine.weights`)."""
+"""Whether a target's weights are served in the blocks or groups in which its checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import torch
 
 from infer.config import ModelConfig
 from kernels.blocks import FORMATS, reads_blocks
-from models.checkpoint import block_formats
+from models.checkpoint import block_formats, read_config, stored_formats
+from models.gguf import is_gguf
+from models.quantised import read_scheme
+from models.quantised.tensors import why_unread
 from models.targets import resolve_checkpoint
 
 
 def reads_native(
     model: ModelConfig, weights: str, dtype: torch.dtype, device: torch.device, *, divided: bool = False
 ) -> bool:
-    """Return whether the target's weights stay in their blocks; `divided`: among ranks.
+    """Return whether the target's weights stay as published (`engine.weights`); `divided`: among ranks.
 
     Raises ValueError if they must, and cannot.
     """
@@ -28,12 +31,16 @@ def reads_native(
 
 
 def why_widened(checkpoint: Path, dtype: torch.dtype, device: torch.device, *, divided: bool) -> str | None:
-    """Return why a checkpoint's weights cannot stay in blocks, None if they can."""
-    formats = block_formats(checkpoint)
-    if not formats:
-        return f"{checkpoint} holds no weights in blocks, as GGUF files do"
+    """Return why a checkpoint's weights cannot stay in blocks or groups, None if they can."""
+    if not stored_formats(checkpoint):
+        return f"{checkpoint} holds no weights in blocks, as GGUF files do, nor in groups, as GPTQ and AWQ do"
     if divided:
-        return "weights in blocks are not divided among ranks"
+        return "weights in blocks or groups are not divided among ranks"
+    if not is_gguf(checkpoint):
+        scheme = read_scheme(read_config(checkpoint))
+        assert scheme is not None
+        return why_unread(checkpoint, scheme, dtype, device)
+    formats = block_formats(checkpoint)
     unread = {name: tensor for name, tensor in formats.items() if not reads_blocks(name, dtype, device)}
     if not unread:
         return None

@@ -185,16 +185,53 @@ static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, 
     }
 }
 
-/* Compute part `index` of a thread for each, without the outputs of `next`, as thread `self`. */
-static void own_share(const linear_args *a, int64_t self, int64_t index) {
-    int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
-    int64_t first = part(panels, index, a->threads), end = part(panels, index + 1, a->threads);
+static void panels_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
     if (takes_tiles(a))
         tile_share(a, first, end);
     else if (a->format == WIDE)
         wide_share(a, self, first, end);
     else
         narrow_share(a, self, first, end);
+}
+
+/* to `[rows, inputs]` = the rows of x from `row` on, their inputs in the order of the weights. */
+INLINE void reorder(const linear_args *a, int64_t row, int64_t rows, void *to, int kind) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0, from = (row + r) * a->inputs; k < a->inputs; k++)
+            if (kind == FLOAT32)
+                ((float *)to)[r * a->inputs + k] = ((const float *)a->x)[from + a->order[k]];
+            else
+                ((bf16 *)to)[r * a->inputs + k] = ((const bf16 *)a->x)[from + a->order[k]];
+}
+
+/* Compute panels of a layer whose inputs are reordered first, for as many rows at a time as scratch has room for. */
+static void ordered_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
+    int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2, room = scratch_rows(a);
+    int64_t line = a->stride * (a->out_kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
+    linear_args own = *a;
+    own.order = 0, own.scratch = a->scratch + self * room * a->scratch_words;
+    uint32_t *x = own.scratch + room * (a->scratch_words - steps);
+    own.x = x;
+    for (int64_t row = 0; row < a->rows; row += own.rows) {
+        own.rows = a->rows - row < PACKED_ROWS ? a->rows - row : PACKED_ROWS;
+        if (a->x_kind == FLOAT32)
+            reorder(a, row, own.rows, x, FLOAT32);
+        else
+            reorder(a, row, own.rows, x, BFLOAT16);
+        own.out = (char *)a->out + row * line;
+        own.residual = a->residual ? (const char *)a->residual + row * line : 0;
+        panels_share(&own, 0, first, end);
+    }
+}
+
+/* Compute part `index` of a thread for each, without the outputs of `next`, as thread `self`. */
+static void own_share(const linear_args *a, int64_t self, int64_t index) {
+    int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
+    int64_t first = part(panels, index, a->threads), end = part(panels, index + 1, a->threads);
+    if (a->order)
+        ordered_share(a, self, first, end);
+    else
+        panels_share(a, self, first, end);
 }
 
 void linear_share(const linear_args *a, int64_t self) {

@@ -13,10 +13,12 @@ typedef struct {
     const float *bias;     /* [panels, 64], or null */
     const void *residual;  /* [rows, stride] of `out_kind`, added to the rounded output; null: none. May be `out` */
     void *out;             /* [rows, stride], of `out_kind` */
-    uint32_t *scratch;     /* [threads, scratch_rows, words of x], and as many of [..., groups] if there are scales */
+    uint32_t *scratch;     /* [threads, scratch_rows, scratch_words] */
+    const int32_t *order;  /* [inputs] the column of x of each input of `words`; null: in order */
     const void *next;      /* linear_args of further outputs, from `column` on; null: none */
     int64_t rows, inputs, outputs, group /* `inputs` without scales */, format, scales, x_kind, out_kind, threads;
     int64_t stride, column; /* outputs of all formats; the first of these */
+    int64_t scratch_words;  /* the words of x (twice with `order`), with scales also its groups: most of all formats */
 } linear_args;
 
 /* Return for how many rows a thread has scratch: tiles are filled up. */

@@ -19,6 +19,7 @@ from kernels.quantise import NarrowFormat, WeightFormat
 # of the words, as in widen.h, and of the scales, as in scales.h
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}
 SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3, "super_scale": 4}
+SCALES |= {"bf16_scale": 5, "float_zero": 6, "half_zero": 7, "bf16_zero": 8}
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
 PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
@@ -29,6 +30,13 @@ class Arguments(ctypes.Structure):
 
     __slots__ = ()
     _fields_ = fields("linear_args")
+
+
+class PackArguments(ctypes.Structure):
+    """pack_args of pack.c."""
+
+    __slots__ = ()
+    _fields_ = fields("pack_args")
 
 
 def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> bool:
@@ -45,6 +53,7 @@ class Segment(NamedTuple):
     group: int  # weights that share a scale
     weight_format: str  # of FORMATS
     scales: str = "float_scale"  # of SCALES
+    order: Tensor | None = None  # int32 [K] the column of each input of `words`; None: in order
 
 
 class NativeLinear:
@@ -62,14 +71,15 @@ class NativeLinear:
         self._biases = [
             None if bias is None else panels(bias[first:end, None].float()) for first, end in pairwise(ends)
         ]
-        # words per row and thread: x and, with scales, its sum over each group
-        words = inputs * self._x_dtype.itemsize // 4
+        # words per row and thread: x, perhaps once more reordered, and with scales its sum over each group
+        words = inputs * self._x_dtype.itemsize // 4 * (1 + any(each.order is not None for each in segments))
         self.scratch = words + max(inputs // each.group if narrow else 0 for each in segments)
         first, *others = (
             {
                 "words": segment.words.data_ptr(),
                 "scale": address(segment.scale),
                 "bias": address(bias_panels),
+                "order": address(segment.order),
                 "inputs": inputs,
                 "outputs": segment.outputs,
                 "group": segment.group,
@@ -79,6 +89,7 @@ class NativeLinear:
                 "out_kind": KINDS[dtype],
                 "stride": self._outputs,
                 "column": column,
+                "scratch_words": self.scratch,
             }
             for segment, bias_panels, column in zip(segments, self._biases, ends, strict=False)
         )
@@ -88,7 +99,8 @@ class NativeLinear:
             after = ctypes.addressof(self._others[-1])
         self._fixed = {**first, "next": after}
         self._arguments = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
-        self.bytes = sum(t.nbytes for each in segments for t in (each.words, each.scale) if t is not None)
+        stored = (tensor for each in segments for tensor in (each.words, each.scale, each.order))
+        self.bytes = sum(tensor.nbytes for tensor in stored if tensor is not None)
 
     @property
     def arguments(self) -> Arguments | None:
@@ -99,7 +111,7 @@ class NativeLinear:
         """Overwrite the weights by those of a layer of the same shape and format. Addresses stay."""
         pairs = list(zip(self._biases, other._biases, strict=True))
         for mine, theirs in zip(self.segments, other.segments, strict=True):
-            pairs += [(mine.words, theirs.words), (mine.scale, theirs.scale)]
+            pairs += [(mine.words, theirs.words), (mine.scale, theirs.scale), (mine.order, theirs.order)]
         for to, source in pairs:
             if to is not None and source is not None:
                 to.copy_(source)
@@ -174,13 +186,23 @@ def wide_panels(weight: Tensor) -> Tensor:
     return out
 
 
-def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:
-    """Pack 8-bit `[N, K]` -> words `[N / 64, K / per_word, 64]` int32, `per_word` in each, in pairs (widen.h)."""
-    bits = 4 if weight_format == "int4" else 8
-    per_word = 32 // bits
-    out = zeros((-(-len(stored) // PANEL), stored.shape[1] // per_word, PANEL), torch.int32)
-    for words, rows in zip(out.split(CHUNK // PANEL), stored.split(CHUNK), strict=True):
-        values = panels(rows.view(torch.uint8).int() & (2**bits - 1)).unflatten(1, (-1, per_word))
-        for index in range(per_word):
-            words |= values[:, :, index] << (bits * (index // 2) + 16 * (index % 2))
+def packed(stored: Tensor, weight_format: NarrowFormat, order: Tensor | None = None) -> Tensor:
+    """Pack 8-bit `[N, K]` -> words `[N / 64, K / per_word, 64]` int32, `per_word` in each, in pairs (widen.h).
+
+    `order` int32 `[K]`: the column of each input.
+    """
+    lib, (outputs, inputs), bits = library(), stored.shape, 4 if weight_format == "int4" else 8
+    assert lib is not None
+    stored = stored.contiguous()
+    out = zeros((-(-outputs // PANEL), inputs * bits // 32, PANEL), torch.int32)
+    arguments = PackArguments(
+        values=stored.data_ptr(),
+        order=address(order),
+        words=out.data_ptr(),
+        inputs=inputs,
+        outputs=outputs,
+        bits=bits,
+        threads=threads(outputs * inputs),
+    )
+    lib.pack_numbers(ctypes.addressof(arguments))
     return out

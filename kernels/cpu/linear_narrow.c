@@ -161,7 +161,7 @@ static void panel_sums(const linear_args *a, int64_t panel, const row_tile *t, i
 
 void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
     int64_t steps = a->inputs / (a->x_kind == BFLOAT16 ? 2 : 1), groups = a->inputs / a->group;
-    uint32_t *scratch = a->scratch + self * scratch_rows(a) * (steps + groups);
+    uint32_t *scratch = a->scratch + self * scratch_rows(a) * a->scratch_words;
     float *x_sums = (float *)(scratch + scratch_rows(a) * steps), totals[PACKED_ROWS * PANEL] ALIGNED;
     for (int64_t row = 0, rows; row < a->rows; row += rows) {
         rows = a->rows - row < PACKED_ROWS ? a->rows - row : PACKED_ROWS;

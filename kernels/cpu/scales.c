@@ -37,6 +37,19 @@ INLINE vec load_signed(const int8_t *p) {
     return __builtin_convertvector(b, vec);
 }
 
+/* Scales of one type and zero points of `count` groups -> scales and offsets. */
+INLINE void load_zeros(const char *stored, int64_t count, int64_t scale_bytes, int64_t scales, float *to) {
+    for (int64_t g = 0; g < count; g++, stored += (scale_bytes + 1) * PANEL, to += 2 * PANEL)
+        for (int v = 0; v < PANEL; v += LANES) {
+            const char *own = stored + scale_bytes * v;
+            vec scale = scales == FLOAT_ZERO  ? load_f32((const float *)own)
+                        : scales == HALF_ZERO ? load_half((const uint16_t *)own)
+                                              : load_bf16((const bf16 *)own);
+            store_f32(to + v, scale);
+            store_f32(to + PANEL + v, -scale * load_signed((const int8_t *)stored + scale_bytes * PANEL + v));
+        }
+}
+
 const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int64_t count, float *to) {
     int64_t index = panel * (a->inputs / a->group) + first, step = scale_step(a->scales);
     const char *stored = a->scale;
@@ -47,6 +60,13 @@ const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int
             for (int64_t i = 0; i < count * step; i += LANES)
                 store_f32(to + i, load_half((const uint16_t *)stored + index * step + i));
             return to;
+        case BF16_SCALE:
+            for (int64_t i = 0; i < count * step; i += LANES)
+                store_f32(to + i, load_bf16((const bf16 *)stored + index * step + i));
+            return to;
+        case FLOAT_ZERO: load_zeros(stored + index * 5 * PANEL, count, 4, FLOAT_ZERO, to); return to;
+        case HALF_ZERO: load_zeros(stored + index * 3 * PANEL, count, 2, HALF_ZERO, to); return to;
+        case BF16_ZERO: load_zeros(stored + index * 3 * PANEL, count, 2, BF16_ZERO, to); return to;
         case SUPER_OFFSET: {
             const uint8_t *super = (const uint8_t *)stored + index / OFFSET_GROUPS * OFFSET_BYTES;
             const uint8_t *own = super + 4 * PANEL + index % OFFSET_GROUPS * step;

@@ -1,11 +1,14 @@
 /* Scales of groups of weights: w = scale * q, or scale * q + offset, q being the integer that the words hold. Each kind
- * is stored with as many bits as in the files that have it; nothing here is rounded.
+ * is stored with as many bits as in the files that have it.
  *
  * FLOAT_SCALE   `[panels, groups, 64]` fp32
  * HALF_SCALE    `[panels, groups, 64]` fp16                            (Q4_0, Q5_0, Q8_0)
  * HALF_OFFSET   `[panels, groups, 2, 64]` fp16: scales, then offsets   (Q4_1, Q5_1)
  * SUPER_OFFSET  `[panels, groups / 8]` superblocks                     (Q4_K, Q5_K)
  * SUPER_SCALE   `[panels, groups / 16]` superblocks                    (Q6_K)
+ * BF16_SCALE    `[panels, groups, 64]` bf16
+ * FLOAT_ZERO, HALF_ZERO, BF16_ZERO `[panels, groups]`: 64 scales in fp32, fp16 or bf16, then 64 zero points of 8 bits,
+ *               signed; the offset is -scale * zero, which fp32 holds exactly if the scale has 16 bits
  *
  * A superblock begins with fp16 factors of its scales and, in SUPER_OFFSET, of its offsets, whose sign is reversed. It
  * goes on with 8-bit integers for each of its groups: the scales of the 64 outputs and, in SUPER_OFFSET, their offsets.
@@ -15,7 +18,10 @@
 
 #include "panels.h"
 
-enum { FLOAT_SCALE = 0, HALF_SCALE = 1, HALF_OFFSET = 2, SUPER_OFFSET = 3, SUPER_SCALE = 4 };
+enum {
+    FLOAT_SCALE = 0, HALF_SCALE = 1, HALF_OFFSET = 2, SUPER_OFFSET = 3, SUPER_SCALE = 4,
+    BF16_SCALE = 5, FLOAT_ZERO = 6, HALF_ZERO = 7, BF16_ZERO = 8
+};
 
 #define OFFSET_GROUPS 8 /* of a superblock */
 #define OFFSET_BYTES (4 * PANEL + 2 * OFFSET_GROUPS * PANEL)
@@ -23,7 +29,9 @@ enum { FLOAT_SCALE = 0, HALF_SCALE = 1, HALF_OFFSET = 2, SUPER_OFFSET = 3, SUPER
 #define SCALE_BYTES (2 * PANEL + SCALE_GROUPS * PANEL)
 #define SCALE_BATCH 8 /* groups: a divisor of those of a superblock */
 
-INLINE int has_offsets(int64_t scales) { return scales == HALF_OFFSET || scales == SUPER_OFFSET; }
+INLINE int has_zeros(int64_t scales) { return scales == FLOAT_ZERO || scales == HALF_ZERO || scales == BF16_ZERO; }
+
+INLINE int has_offsets(int64_t scales) { return scales == HALF_OFFSET || scales == SUPER_OFFSET || has_zeros(scales); }
 
 /* Return the number of floats that `load_scales` returns for a group. */
 INLINE int64_t scale_step(int64_t scales) { return has_offsets(scales) ? 2 * PANEL : PANEL; }

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantised.scheme import AWQ_ORDER, Scheme, group_count, need, unpack, widen
+from models.quantised.scheme import AWQ_ORDER, INTEGERS, Scheme, centred, centred_zeros, group_count, need, unpack
 
 BITS = 4
 HISTORY = ("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "modules_to_not_convert")
@@ -29,15 +29,18 @@ def read(fields: Fields) -> Scheme:
     fields.only("zero_point", True)
     fields.ignore(*HISTORY)
     return Scheme(
-        f"awq, {bits} bits in groups of {size}", ("qweight", "qzeros", "scales"), partial(_weight, group_size=size)
+        f"awq, {bits} bits in groups of {size}", ("qweight", "qzeros", "scales"), partial(_read_layer, group_size=size)
     )
 
 
-def _weight(layer: str, parts: Mapping[str, Tensor], *, group_size: int) -> Tensor:
+def _read_layer(layer: str, parts: Mapping[str, Tensor], *, group_size: int) -> GroupedRows:
     words = need(parts, "qweight")
     columns, rows = words.shape[0], words.shape[1] * 8
     count = group_count(columns, group_size)
-    values = unpack(words, BITS, order=AWQ_ORDER).t()  # [N, K]
-    zeros = unpack(need(parts, "qzeros", count, rows // 8), BITS, order=AWQ_ORDER).t()  # [N, G]
-    groups = torch.arange(columns) // (columns // count)
-    return widen(values, zeros, need(parts, "scales", count, rows).t(), groups)
+    zero_words = need(parts, "qzeros", count, rows // 8)
+
+    def integers() -> tuple[Tensor, Tensor | None]:
+        values, zeros = (unpack(each, BITS, order=AWQ_ORDER).t() for each in (words, zero_words))  # [N, K], [N, G]
+        return centred(values, BITS), centred_zeros(zeros, BITS)
+
+    return GroupedRows(INTEGERS[BITS], columns, need(parts, "scales", count, rows).t(), None, integers, layer)

@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantised.scheme import WORD, Scheme, need, unpack, widen
+from models.quantised.scheme import INTEGERS, WORD, Scheme, centred, centred_zeros, column_groups, need, unpack
 
 PACKED = "pack-quantized"
 STORED = {  # format -> (type, bits) that it may hold
@@ -41,10 +42,6 @@ class Group:
     size: int
     symmetric: bool
 
-    @property
-    def zero(self) -> int:
-        return 1 << (self.bits - 1)
-
 
 def read(fields: Fields) -> Scheme:
     form = fields.need("format", str)
@@ -60,7 +57,7 @@ def read(fields: Fields) -> Scheme:
         raise ValueError(f"{sections.name}: names no group")
     kinds = ", ".join(dict.fromkeys(f"{group.kind}{group.bits}" for group in groups))
     return Scheme(
-        f"compressed-tensors {form}, {kinds}", PARTS, partial(_weight, groups=groups, ignored=ignored, form=form)
+        f"compressed-tensors {form}, {kinds}", PARTS, partial(_read_layer, groups=groups, ignored=ignored, form=form)
     )
 
 
@@ -101,9 +98,9 @@ def _matches(pattern: str, layer: str) -> bool:
     return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern in (layer, "Linear")
 
 
-def _weight(
+def _read_layer(
     layer: str, parts: Mapping[str, Tensor], *, groups: Sequence[Group], ignored: Sequence[str], form: str
-) -> Tensor:
+) -> GroupedRows:
     if any(_matches(pattern, layer) for pattern in ignored):
         raise ValueError("is quantised, and named under `ignore`")
     group = next(
@@ -111,28 +108,41 @@ def _weight(
     )
     if group is None:
         raise ValueError("is quantised, and no group of `config_groups` names it")
-    if form == PACKED:
-        rows, columns = map(int, need(parts, "weight_shape", 2))
-        words = need(parts, "weight_packed", rows, -(-columns * group.bits // WORD))
-        values = unpack(words, group.bits)[:, :columns] - group.zero
-    else:
-        values = need(parts, "weight")
-        if values.dtype != DTYPES[group.kind]:
-            raise ValueError(f"weight: {values.dtype}, expected {DTYPES[group.kind]}")
-        rows, columns = values.shape
-        values = values.float()
+    rows, columns = _shape(group, parts, form)
     size = columns if group.size < 1 else group.size
     count = -(-columns // size)
-    scales = (
-        need(parts, "weight_scale").reshape(-1, 1).expand(rows, 1) if group.size < 0 else need(parts, "weight_scale")
-    )
+    scales = need(parts, "weight_scale")
+    if group.size < 0:
+        scales = scales.reshape(-1, 1).expand(rows, 1)
     if tuple(scales.shape) != (rows, count):
         raise ValueError(f"weight_scale {list(scales.shape)}: expected {[rows, count]}")
-    order = parts.get("weight_g_idx", torch.arange(columns) // size).long()
-    if order.shape != (columns,) or not 0 <= int(order.min()) <= int(order.max()) < count:
-        raise ValueError(f"weight_g_idx: must name one of {count} groups for each of {columns} columns")
-    if group.symmetric:
-        return widen(values, 0, scales, order)
-    words = need(parts, "weight_zero_point", -(-rows * group.bits // WORD), count)
-    zeros = unpack(words.t(), group.bits).t()[:rows] - group.zero
-    return widen(values, zeros, scales, order)
+    order = column_groups(parts, "weight_g_idx", columns, count)
+    if order is None and columns % size:
+        order = torch.arange(columns) // size
+    zero_words = None
+    if not group.symmetric:
+        zero_words = need(parts, "weight_zero_point", -(-rows * group.bits // WORD), count)
+
+    def integers() -> tuple[Tensor, Tensor | None]:
+        if form != PACKED:
+            return need(parts, "weight"), None
+        values = centred(unpack(need(parts, "weight_packed"), group.bits)[:, :columns], group.bits)
+        if zero_words is None:
+            return values, None
+        return values, centred_zeros(unpack(zero_words.t(), group.bits).t()[:rows], group.bits)
+
+    weight_format = "fp8" if group.kind == "float" else INTEGERS[group.bits]
+    return GroupedRows(weight_format, columns, scales, order, integers, layer)
+
+
+def _shape(group: Group, parts: Mapping[str, Tensor], form: str) -> tuple[int, int]:
+    """Return the rows and columns of a layer's weight. Raises ValueError for tensors of another shape or type."""
+    if form == PACKED:
+        rows, columns = map(int, need(parts, "weight_shape", 2))
+        need(parts, "weight_packed", rows, -(-columns * group.bits // WORD))
+        return rows, columns
+    values = need(parts, "weight")
+    if values.dtype != DTYPES[group.kind]:
+        raise ValueError(f"weight: {values.dtype}, expected {DTYPES[group.kind]}")
+    rows, columns = values.shape
+    return rows, columns

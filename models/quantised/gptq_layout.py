@@ -10,11 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantised.scheme import WORD, Scheme, group_count, need, unpack, widen
+from models.quantised.scheme import (
+    INTEGERS,
+    WORD,
+    Scheme,
+    centred,
+    centred_zeros,
+    column_groups,
+    group_count,
+    need,
+    unpack,
+)
 
 # Keys on how the checkpoint was made, or that matter only to a kernel
 HISTORY = (
@@ -42,19 +52,22 @@ def read(fields: Fields) -> Scheme:
     fields.only("dynamic", {})
     fields.ignore(*HISTORY)
     parts = ("qweight", "qzeros", "scales", "g_idx")
-    weight = partial(_weight, bits=bits, group_size=size, minus_one=version == "gptq")
-    return Scheme(f"{version}, {bits} bits in groups of {size}", parts, weight)
+    layer = partial(_read_layer, bits=bits, group_size=size, minus_one=version == "gptq")
+    return Scheme(f"{version}, {bits} bits in groups of {size}", parts, layer)
 
 
-def _weight(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: int, minus_one: bool) -> Tensor:
+def _read_layer(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: int, minus_one: bool) -> GroupedRows:
     words = need(parts, "qweight")
     columns, rows = words.shape[0] * WORD // bits, words.shape[1]
     count = group_count(columns, group_size)
-    values = unpack(words.t(), bits)  # [N, K]
-    zeros = unpack(need(parts, "qzeros", count, rows * bits // WORD), bits).t()  # [N, G]
-    groups = parts.get("g_idx", torch.arange(columns) // (columns // count)).long()
-    if groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < count:
-        raise ValueError(f"g_idx: must name one of {count} groups for each of {columns} columns")
-    if minus_one:
-        zeros = (zeros + 1) & ((1 << bits) - 1)
-    return widen(values, zeros, need(parts, "scales", count, rows).t(), groups)
+    zero_words = need(parts, "qzeros", count, rows * bits // WORD)
+
+    def integers() -> tuple[Tensor, Tensor | None]:
+        zeros = unpack(zero_words, bits).t()  # [N, G]
+        if minus_one:
+            zeros = (zeros + 1) & ((1 << bits) - 1)
+        return centred(unpack(words.t(), bits), bits), centred_zeros(zeros, bits)
+
+    groups = column_groups(parts, "g_idx", columns, count)
+    scales = need(parts, "scales", count, rows).t()
+    return GroupedRows(INTEGERS[bits], columns, scales, groups, integers, layer)

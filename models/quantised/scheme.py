@@ -11,8 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.groups import GroupedRows
+from kernels.quantise import NarrowFormat
+
 SECTION = "quantization_config"
 WORD = 32
+INTEGERS: dict[int, NarrowFormat] = {4: "int4", 8: "int8"}  # by bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each nibble of a word, from the lowest
 
 
@@ -20,13 +24,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each nibble of 
 class Scheme:
     """`parts`: the possible tensors `<layer>.<part>` of a quantised layer; all have the first, and no other layer has.
 
-    `weight(layer, parts)` computes from these the weight `[N, K]` in fp32, or raises ValueError without naming the
-    layer.
+    `read(layer, parts)` describes the weight `[N, K]`, reading few of these tensors, or raises ValueError without
+    naming the layer.
     """
 
     name: str  # for messages: "gptq, 4 bits in groups of 128"
     parts: tuple[str, ...]
-    weight: Callable[[str, Mapping[str, Tensor]], Tensor]
+    read: Callable[[str, Mapping[str, Tensor]], GroupedRows]
 
 
 def need(parts: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
@@ -46,16 +50,36 @@ def group_count(columns: int, group_size: int) -> int:
     return columns // size
 
 
+def column_groups(parts: Mapping[str, Tensor], name: str, columns: int, count: int) -> Tensor | None:
+    """Return the group of each column, `[columns]`, as the part says; None for equal groups of neighbours.
+
+    Raises ValueError for a group that is none of `count`.
+    """
+    if name not in parts:
+        return None
+    groups = parts[name].long()
+    if groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise ValueError(f"{name}: must name one of {count} groups for each of {columns} columns")
+    in_order = columns % count == 0 and torch.equal(groups, torch.arange(columns) // (columns // count))
+    return None if in_order else groups
+
+
 def unpack(words: Tensor, bits: int, *, order: Sequence[int] | None = None) -> Tensor:
-    """Unpack words `[R, C]` to int32 values `[R, C * 32 / bits]` from 0; a word's i-th field holds value `order[i]`."""
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
-    values = (words[..., None] >> shifts) & ((1 << bits) - 1)  # [R, C, 32 / bits]
+    """Unpack words `[R, C]` of 4- or 8-bit values to uint8 `[R, C * 32 / bits]`; a word's i-th is value `order[i]`."""
+    values = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        values = torch.stack([values & 15, values >> 4], dim=-1).flatten(-2)
     if order is not None:
-        values = values[..., torch.tensor(order).argsort()]
-    return values.flatten(-2)
+        values = values.unflatten(-1, (-1, WORD // bits))[..., torch.tensor(order).argsort()].flatten(-2)
+    return values
 
 
-def widen(values: Tensor, zeros: Tensor | int, scales: Tensor, groups: Tensor) -> Tensor:
-    """Return `scale * (value - zero)` in fp32. values `[N, K]`; zeros, scales `[N, G]`; groups `[K]`, each column's."""
-    zero = zeros[:, groups] if isinstance(zeros, Tensor) else zeros
-    return scales.float()[:, groups] * (values - zero).float()
+def centred(values: Tensor, bits: int) -> Tensor:
+    """Return values, uint8 from 0, less 2^(bits - 1): int8, in any layout."""
+    return (values - (1 << (bits - 1))).view(torch.int8)
+
+
+def centred_zeros(values: Tensor, bits: int) -> Tensor | None:
+    """Return zero points as `centred` does; None if all become zero: the weights are symmetric."""
+    zeros = centred(values, bits)
+    return zeros if bool(zeros.any()) else None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.blocks import BlockMatrix
+from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
 from models.config import TargetConfig
@@ -19,7 +20,8 @@ from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
 from models.layers import Linear, PackedEmbedding
 from models.parallel import Part
-from models.quantised import SECTION, read_scheme, widen_layers
+from models.quantised import SECTION, read_scheme
+from models.quantised.tensors import QuantisedTensors
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
@@ -122,12 +124,12 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 
 
 def read_weights(
-    folder: Path, dtype: torch.dtype, part: Part | None, unsharded: str | None, *, progress: bool
+    folder: Path, dtype: torch.dtype, part: Part | None, unsharded: str | None, *, progress: bool, native: bool = False
 ) -> Mapping[str, Tensor]:
     """Return the tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
 
-    The tensor named `unsharded` keeps all rows. Each tensor is read on access, if none is quantised; with `progress`
-    those of a GGUF file show a bar. Raises ValueError for a broken checkpoint.
+    The tensor named `unsharded` keeps all rows. Each tensor is read on access; with `progress` those of a GGUF file
+    show a bar. Raises ValueError for a broken checkpoint.
     """
 
     def rows(name: str, total: int) -> tuple[int, int] | None:
@@ -136,15 +138,9 @@ def read_weights(
     scheme = read_scheme(read_config(folder))
     if scheme is None:
         return open_tensors(folder, dtype, rows if part else None, progress=progress)
-    tensors = dict(open_tensors(folder))  # all rows: packed tensors have other rows than the weight
-    try:
-        count = widen_layers(scheme, tensors, dtype)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    log.info("%s: %d linear layers are %s; dequantised to %s", folder, count, scheme.name, dtype)
-    for name, tensor in tensors.items() if part else ():
-        row_range = rows(name, len(tensor)) if tensor.dim() else None
-        tensors[name] = tensor if row_range is None else tensor[row_range[0] : row_range[1]].clone()
+    tensors = QuantisedTensors(scheme, folder, dtype, rows if part else None)
+    use = "as published" if native else f"dequantised to {dtype}"
+    log.info("%s: %d linear layers are %s; %s", folder, len(tensors.layers), scheme.name, use)
     return tensors
 
 
@@ -164,13 +160,15 @@ def load_target(
     With `part`, loads this tensor parallel rank's part, and reads no more than that of a split tensor. With `exchange`,
     keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
     these; the others stay on the meta device. A quantised checkpoint is widened (models/quantised/). With `native`, the
-    matrices that it stores in blocks stay in them, ready for serving: kernels.blocks.reads_blocks must be true of them.
+    matrices that it stores in blocks or groups stay so, ready for serving: kernels must read them
+    (kernels.blocks.reads_blocks, kernels.groups.why_unread).
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part).to(dtype)
     config, layout = target.config, target.checkpoint_layout()
     shared = shared_weight(folder) if config.tie_word_embeddings else None
-    tensors = read_weights(folder, dtype, part, shared, progress=exchange is None and layers is None)
+    progress = exchange is None and layers is None
+    tensors = read_weights(folder, dtype, part, shared, progress=progress, native=native)
     # buffers that old exporters saved are recomputed from the config
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if exchange is not None:
@@ -203,28 +201,40 @@ def load_target(
 
 def take_blocks(
     target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]]
-) -> dict[str, BlockMatrix]:
-    """Return the matrices that are stored in blocks, all of their parts, by parameter, and empty these parameters.
+) -> dict[str, BlockMatrix | GroupedMatrix]:
+    """Return the matrices that are stored in blocks or groups, all of their parts, by parameter, and empty these.
 
     Raises ValueError for a matrix of another shape than the parameter.
     """
-    assert isinstance(tensors, NamedTensors)
-    stored: dict[str, BlockMatrix] = {}
+    stored: dict[str, BlockMatrix | GroupedMatrix] = {}
     for name, parts in layout.items():
-        blocks = [rows for part in parts if part in tensors and (rows := tensors.blocks(part)) is not None]
-        if not name.endswith(".weight") or len(blocks) < len(parts):
+        if not name.endswith(".weight") or not all(part in tensors for part in parts):
             continue
         module = target.get_submodule(name.removesuffix(".weight"))
         weight = cast(Tensor, module.weight)
-        matrix = BlockMatrix(blocks, weight.dtype)
+        matrix = stored_matrix(tensors, parts, weight.dtype)
+        if matrix is None or (isinstance(matrix, GroupedMatrix) and not isinstance(module, Linear)):
+            continue
         if matrix.shape != tuple(weight.shape):
-            raise ValueError(f"{blocks[0].source} {list(matrix.shape)}: expected {list(weight.shape)} in all")
+            raise ValueError(f"{matrix.parts[0].source} {list(matrix.shape)}: expected {list(weight.shape)} in all")
         module.weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
         stored[name] = matrix
     return stored
 
 
-def pack_blocks(target: LlamaTarget, stored: Mapping[str, BlockMatrix]) -> None:
+def stored_matrix(
+    tensors: Mapping[str, Tensor], parts: Sequence[str], dtype: torch.dtype
+) -> BlockMatrix | GroupedMatrix | None:
+    """Return the matrix that consists of `parts`, as it is stored; None unless all are in blocks, or all in groups."""
+    assert isinstance(tensors, NamedTensors)
+    blocks = [rows for part in parts if (rows := tensors.blocks(part)) is not None]
+    if len(blocks) == len(parts):
+        return BlockMatrix(blocks, dtype)
+    groups = [rows for part in parts if (rows := tensors.groups(part)) is not None]
+    return GroupedMatrix(groups, dtype) if len(groups) == len(parts) else None
+
+
+def pack_blocks(target: LlamaTarget, stored: Mapping[str, BlockMatrix | GroupedMatrix]) -> None:
     """Pack what `take_blocks` returned. A tied LM head is the embedding's memory."""
     for name, matrix in stored.items():
         module = target.get_submodule(name.removesuffix(".weight"))

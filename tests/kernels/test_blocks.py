@@ -13,12 +13,15 @@ from gguf import quants
 from kernels.blocks import BLOCK, BLOCK_BYTES, BLOCK_FORMATS, FORMATS, BlockMatrix, BlockRows, reads_blocks
 from kernels.cpu import library as building
 from kernels.cpu.library import SWITCH, library
+from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from tests.gguf_writing import random_blocks
+from tests.kernels.grouped import make_groups
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+GROUPS = [("int4", 32, torch.float16, True, True), ("int8", 64, torch.bfloat16, True, False)]
 LARGEST = 1.04  # of the file's size: K scales of 6 bits become bytes
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
@@ -175,6 +178,11 @@ def test_other_processors_give_the_same_weights_and_match_float64(processor, mon
                 linear, x = PackedLinear(BlockMatrix([rows], dtype)), states(9, 256, dtype)
                 assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
                 assert error(linear(x), x, weight) < TOLERANCE[dtype]
+                assert torch.equal(linear(x[:1]), linear(x)[:1])
+        for groups in (make_groups(70, 256, *kind) for kind in GROUPS):
+            for dtype in DTYPES:
+                linear, x = PackedLinear(GroupedMatrix([groups], dtype)), states(9, 256, dtype)
+                assert error(linear(x), x, groups.widened()) < TOLERANCE[dtype]
                 assert torch.equal(linear(x[:1]), linear(x)[:1])
     finally:
         library.cache_clear()

@@ -16,6 +16,7 @@ from kernels.cpu.library import FLAGS, KINDS, LANES, compiler, library
 STRUCTURES = {
     "attention_args": (attention.Arguments, "attention.h"),
     "linear_args": (linear.Arguments, "linear.h"),
+    "pack_args": (linear.PackArguments, "pack.c"),
     "convolution": (decoder.Convolved, "decoder.h"),
     "blocks_args": (blocks.Arguments, "blocks.c"),
     "decoder_layer": (decoder.Layer, "decoder.h"),

@@ -12,6 +12,7 @@ from infer.kvcache.tensors import KVLayers, LayerShape, PooledAttention
 from infer.parallel.target_worker import Shard
 from kernels.blocks import BlockMatrix, BlockRows
 from kernels.cpu.library import library
+from kernels.groups import GroupedMatrix
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import LAST, ExpertsConfig, RopeConfig, TargetConfig
@@ -23,8 +24,14 @@ from models.targets.llama import LlamaTarget
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from tests.drafts import checked_tree
 from tests.gguf_writing import random_blocks
+from tests.kernels.grouped import make_groups
 
 PAGE, LENGTH, LAYERS = 16, 90, 3
+GROUPS = (
+    ("int4", 16, torch.float16, True, True),
+    ("int8", 32, torch.bfloat16, False, False),
+    ("int4", 32, torch.float32, False, True),
+)
 PLAIN = TargetConfig(
     architecture="LlamaForCausalLM",
     vocab_size=130,
@@ -149,12 +156,18 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["biases", "gemma"])
-def test_weights_in_blocks_of_several_formats_give_the_bits_of_the_operations_too(name, dtype, threads, monkeypatch):
+@pytest.mark.parametrize("stored", ["blocks", "groups"])
+def test_weights_stored_in_several_formats_give_the_bits_of_the_operations_too(
+    name, dtype, stored, threads, monkeypatch
+):
     config = replace(CONFIGS[name], hidden_size=96, intermediate_size=160)
-    target = make(config).to(dtype)
+    target, make_part, matrix = make(config).to(dtype), make_blocks, BlockMatrix
+    kinds = ("Q4_1", "Q8_0", "Q5_0")
+    if stored == "groups":
+        kinds, make_part, matrix = GROUPS, lambda kind, *sizes: make_groups(*sizes, *kind), GroupedMatrix
     for layer in (module for module in target.modules() if isinstance(module, Linear)):
-        parts = zip(("Q4_1", "Q8_0", "Q5_0"), split_sizes(layer.out_features), strict=True)
-        layer.pack_blocks(BlockMatrix([make_blocks(kind, rows, layer.in_features) for kind, rows in parts], dtype))
+        parts = zip(kinds, split_sizes(layer.out_features), strict=True)
+        layer.pack_blocks(matrix([make_part(kind, rows, layer.in_features) for kind, rows in parts], dtype))
     shard, tokens, outputs = Shard(target), tokens_of(config), []
     shard.allocate(2 * (LENGTH // PAGE + 6), PAGE)
     if fused_decoder(target) is None:

@@ -1,6 +1,11 @@
-"""Weights that stay in a GGUF file's blocks: drafts change no token, chains or trees, alone or in a batch."""
+"""Weights that stay as published, in GGUF blocks or GPTQ groups: drafts change no token.
+
+Chains, trees and plain decoding, alone and in a batch, with prompts in chunks, cached prefixes and pre-emptions.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,59 +13,80 @@ from gguf import GGMLQuantizationType as Kind
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
+from infer.request import SamplingParams
 from kernels.cpu.library import library
 from models.targets import load_target
 from tests.gguf_writing import write_gguf
 from tests.heads import make_head
-from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.lossless.plain import GREEDY, ids
+from tests.unit.quantised_writers import gptq, gptq_config, write
 
-KINDS = {"Q4_1": (Kind.Q4_1,), "Q8_0": (Kind.Q8_0,), "Q4_K_M": (Kind.Q4_K, Kind.Q6_K, Kind.Q5_0)}
+KINDS = {"Q4_1": (Kind.Q4_1,), "Q4_K_M": (Kind.Q4_K, Kind.Q6_K, Kind.Q5_0)}
+FORMATS = (*KINDS, "GPTQ")
 DRAFTS = {
+    "plain": ("none", {}),
     "n-gram": ("ngram", {}),
     "a head's chains": ("head", {}),
     "a head's trees": ("head", {"tree": "beam:3x4:9"}),
     "a smaller model": ("draft_model", {}),
 }
+SHARED = list(range(20, 52))  # two pages
+PROMPTS = [[5, 6, 7] * 12, [*SHARED, 3], [*SHARED, 4, 9], [9] * 40, [3], [*SHARED, 5, 6], list(range(60, 90)), SHARED]
+SEEDED = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, top_k=60, seed=11)
+PARAMETERS = (replace(GREEDY, max_tokens=16), SEEDED)
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
 
 @pytest.fixture(scope="module")
-def files(make_target_folder, tmp_path_factory):
-    """Return `files(name)`: a file of a target of three layers with a tied LM head, in the formats of KINDS."""
+def checkpoints(make_target_folder, tmp_path_factory):
+    """Return `checkpoints(name)`: a target of three layers with a tied LM head, in a format of FORMATS."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "vocab_size": 128}
-    folder = make_target_folder(seed=4, tie_word_embeddings=True, **sizes)
+    small = {**sizes, "hidden_size": 64, "intermediate_size": 128}
     written = {}
 
-    def file(name):
+    def checkpoint(name):
         if name not in written:
-            written[name] = tmp_path_factory.mktemp("file") / "tiny.gguf"
-            write_gguf(folder, written[name], KINDS[name])
+            place = tmp_path_factory.mktemp("checkpoint")
+            folder = make_target_folder(seed=4, tie_word_embeddings=True, **(small if name == "GPTQ" else sizes))
+            if name == "GPTQ":  # columns in an order of activations, with zero points
+                quantise = gptq(4, 32, symmetric=False, shuffled=True)
+                write(folder, gptq_config(32, desc_act=True, sym=False), quantise, place / "tiny", place / "dense")
+                written[name] = place / "tiny"
+            else:
+                written[name] = place / "tiny.gguf"
+                write_gguf(folder, written[name], KINDS[name])
         return str(written[name])
 
-    return file
+    return checkpoint
 
 
-def make_engine(file, dtype, proposer="none", shape=None, **config):
+def make_engine(checkpoint, dtype, proposer="none", shape=None, **config):
     return Engine(
-        load_target(file, dtype=dtype, native=True),
-        head=make_head(load_target(file), "eagle3, whole vocabulary") if proposer == "head" else None,
-        draft_model=load_target(file, dtype=dtype) if proposer == "draft_model" else None,
+        load_target(checkpoint, dtype=dtype, native=True),
+        head=make_head(load_target(checkpoint), "eagle3, whole vocabulary") if proposer == "head" else None,
+        draft_model=load_target(checkpoint, dtype=dtype) if proposer == "draft_model" else None,
         proposer=proposer,
-        config=EngineConfig(max_tokens_in_cache=1024, **config),
+        config=EngineConfig(**config),
         proposer_config=ProposerConfig(name="auto", max_draft_tokens=4, **(shape or {})),
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", KINDS)
-def test_drafts_change_no_token(files, name, dtype):
-    prompts = [[5, 6, 7] * 12, list(range(30, 60)), [9] * 40, [3]]
-    plain = make_engine(files(name), dtype, max_batch=1, prefill_chunk=7, prefix_cache=False)
-    assert plain.target.block_formats == tuple(sorted({kind.name for kind in KINDS[name]}))
-    expected = [[ids(plain.generate([prompt], params))[0] for prompt in prompts] for params in (GREEDY, SAMPLED)]
+@pytest.mark.parametrize("name", FORMATS)
+def test_drafts_change_no_token(checkpoints, name, dtype):
+    checkpoint = checkpoints(name)
+    oracle = make_engine(checkpoint, dtype, max_batch=1, prefix_cache=False)
+    assert len(oracle.target.block_formats) == len(KINDS.get(name, "G"))
+    expected = [[ids(oracle.generate([prompt], params))[0] for prompt in PROMPTS] for params in PARAMETERS]
+    assert oracle.stats.cached_tokens == oracle.stats.preemptions == 0
     for proposer, shape in DRAFTS.values():
-        engine = make_engine(files(name), dtype, proposer, shape, max_batch=4)
-        for params, wanted in zip((GREEDY, SAMPLED), expected, strict=True):
-            completions = engine.generate(prompts, params)
-            assert ids(completions) == wanted
-            assert sum(completion.stats.drafted for completion in completions) > 0
+        limits = {"max_batch": 8, "prefill_chunk": 7, "max_tokens_in_cache": 256}
+        engine = make_engine(checkpoint, dtype, proposer, shape, **limits)
+        for params, wanted in zip(PARAMETERS, expected, strict=True):
+            together = engine.generate(PROMPTS, params)
+            assert ids(together) == wanted
+            assert ids(engine.generate(PROMPTS[:1], params)) == wanted[:1]
+            drafted = sum(completion.stats.drafted for completion in together)
+            assert drafted == 0 if proposer == "none" else drafted > 0 or (proposer == "ngram" and params is SEEDED)
+        assert engine.stats.cached_tokens > 0
+        assert engine.stats.preemptions > 0

@@ -122,6 +122,13 @@ def plain8(kind: str, *, per_tensor: bool = False) -> Quantiser:
     return quantise
 
 
+def gptq_config(size: int, **changes: Any) -> dict[str, Any]:
+    """Return `quantization_config` as GPTQModel writes it for 4 bits."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": True, "lm_head": False}
+    more = {"damp_percent": 0.01, "true_sequential": True, "checkpoint_format": "gptq", "pack_dtype": "int32"}
+    return config | more | changes
+
+
 def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
     """Return `quantization_config` as llm-compressor writes it, including null keys."""
     base = {
@@ -140,12 +147,17 @@ def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: 
     }
 
 
-def write(source: Path, section: dict[str, Any], quantise: Quantiser, out: Path, plain: Path) -> None:
-    """Write the target in `source` quantised to `out`, and the dequantised weights as an fp32 checkpoint to `plain`."""
+def write(
+    source: Path, section: dict[str, Any], quantise: Quantiser, out: Path, plain: Path, dense: tuple[str, ...] = ()
+) -> None:
+    """Write the target in `source` quantised to `out`, and the dequantised weights as an fp32 checkpoint to `plain`.
+
+    Layers of a name with one of `dense` in it are not quantised.
+    """
     rng = np.random.default_rng(0)
     stored, ordinary = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in load_file(source / "model.safetensors").items():
-        if LAYER in name:
+        if LAYER in name and not any(part in name for part in dense):
             parts, weight = quantise(tensor.numpy(), rng)
             stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
             ordinary[name] = torch.from_numpy(np.ascontiguousarray(weight))
@@ -158,3 +170,32 @@ def write(source: Path, section: dict[str, Any], quantise: Quantiser, out: Path,
         (folder / "config.json").write_text(json.dumps(config | extra_config))
         for file in source.glob("token*"):
             (folder / file.name).write_bytes(file.read_bytes())
+
+
+GPTQ = gptq_config(32)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+AWQ |= {"modules_to_not_convert": None}
+GROUP = {"strategy": "group", "group_size": 32}
+KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
+    "gptq": (GPTQ, gptq(4, 32)),
+    "gptq with columns in an order of activations": (GPTQ | {"desc_act": True}, gptq(4, 32, shuffled=True)),
+    "gptq with zeros, in 8 bits": (GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, symmetric=False)),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, zero_offset=0)),
+    "awq": (AWQ, awq(32)),
+    "awq with the older names": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
+        awq(16),
+    ),
+    "int4 in groups": (compressed("pack-quantized", num_bits=4, **GROUP), packed(4, 32)),
+    "int4 with zeros": (
+        compressed("pack-quantized", num_bits=4, symmetric=False, **GROUP),
+        packed(4, 32, symmetric=False),
+    ),
+    "int8 by rows, packed": (compressed("pack-quantized"), packed(8, None)),
+    "int8 by rows": (compressed("int-quantized"), plain8("int")),
+    "fp8 by rows": (compressed("float-quantized", type="float"), plain8("float")),
+    "fp8, one scale": (
+        compressed("naive-quantized", type="float", strategy="tensor"),
+        plain8("float", per_tensor=True),
+    ),
+}

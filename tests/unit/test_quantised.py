@@ -22,38 +22,9 @@ from models.quantised import read_scheme
 from models.targets import load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
-from tests.unit.quantised_writers import Quantiser, awq, compressed, gptq, packed, plain8, write
+from tests.unit.quantised_writers import AWQ, GPTQ, KINDS, compressed, write
 from train.config import TrainConfig
 from train.loop import train
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
-GPTQ |= {"damp_percent": 0.01, "true_sequential": True, "checkpoint_format": "gptq", "pack_dtype": "int32"}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-AWQ |= {"modules_to_not_convert": None}
-GROUP = {"strategy": "group", "group_size": 32}
-KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
-    "gptq": (GPTQ, gptq(4, 32)),
-    "gptq with columns in an order of activations": (GPTQ | {"desc_act": True}, gptq(4, 32, shuffled=True)),
-    "gptq with zeros, in 8 bits": (GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, symmetric=False)),
-    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, zero_offset=0)),
-    "awq": (AWQ, awq(32)),
-    "awq with the older names": (
-        {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
-        awq(16),
-    ),
-    "int4 in groups": (compressed("pack-quantized", num_bits=4, **GROUP), packed(4, 32)),
-    "int4 with zeros": (
-        compressed("pack-quantized", num_bits=4, symmetric=False, **GROUP),
-        packed(4, 32, symmetric=False),
-    ),
-    "int8 by rows, packed": (compressed("pack-quantized"), packed(8, None)),
-    "int8 by rows": (compressed("int-quantized"), plain8("int")),
-    "fp8 by rows": (compressed("float-quantized", type="float"), plain8("float")),
-    "fp8, one scale": (
-        compressed("naive-quantized", type="float", strategy="tensor"),
-        plain8("float", per_tensor=True),
-    ),
-}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,91 @@
+"""Matrices of 4- and 8-bit numbers with a scale, and maybe a zero point, per group of inputs, kept as published.
+
+GPTQ, AWQ and compressed-tensors store linear layers so. A weight is scale * (q - zero), unrounded: that is what these
+formats define (GPTQ, arXiv 2210.17323; AWQ, arXiv 2306.00978). Their libraries round that product, and differ in how:
+those that dequantise first do it to the 16 bits of the scales, fused kernels do not. Here, too, nothing is rounded
+before the sum of a group. With scales of 16 bits the product is exact in fp32; with scales of 32 bits `widened` rounds
+it once to fp32. Where `why_unread` names a reason, the caller dequantises the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import KINDS, LANES, library
+from kernels.quantise import NarrowFormat
+
+SCALES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """A matrix `[N, K]` whose rows consist of G groups of columns.
+
+    `scales` `[N, G]`; `groups` int64 `[K]`: the group of each column; None: neighbours. `integers()` reads q `[N, K]`,
+    int8 (float8_e4m3fn in format fp8), and the zero points int8 `[N, G]`, None if all are zero. Both are centred: int4
+    is from -8 to 7. `source` is for messages, the name of the matrix.
+    """
+
+    weight_format: NarrowFormat
+    inputs: int
+    scales: Tensor
+    groups: Tensor | None
+    integers: Callable[[], tuple[Tensor, Tensor | None]]
+    source: str = "a matrix in groups"
+
+    @property
+    def count(self) -> int:
+        return len(self.scales)
+
+    @property
+    def group(self) -> int:
+        """The number of columns of a group; for groups of different sizes their mean, rounded down."""
+        return self.inputs // self.scales.shape[1]
+
+    @property
+    def block_format(self) -> str:
+        return f"{self.weight_format} in groups of {self.group}"
+
+    def order(self) -> Tensor | None:
+        """Return the columns int64 `[K]` by group, those of each group in order; None if they are so already."""
+        return None if self.groups is None else self.groups.argsort(stable=True)
+
+    def widened(self) -> Tensor:
+        """Return the matrix in fp32."""
+        values, zeros = self.integers()
+        groups = torch.arange(self.inputs) // self.group if self.groups is None else self.groups
+        centred = values.float() if zeros is None else values.float() - zeros.float()[:, groups]
+        return self.scales.float()[:, groups] * centred
+
+
+@dataclass(frozen=True)
+class GroupedMatrix:
+    """A matrix `[N, K]` of several parts below one another, for rows of `dtype`. Parts may differ in their format."""
+
+    parts: Sequence[GroupedRows]
+    dtype: torch.dtype
+    device = torch.device("cpu")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        (inputs,) = {part.inputs for part in self.parts}
+        return sum(part.count for part in self.parts), inputs
+
+
+def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why no kernel reads a matrix for rows of `dtype`; None if one does."""
+    if dtype not in KINDS or device.type != "cpu" or library() is None:
+        name = str(dtype).removeprefix("torch.")
+        return f"no kernel reads {rows.block_format} ({rows.source}) for {name} on {device.type}"
+    if rows.scales.dtype not in SCALES:
+        return f"no kernel reads scales of {rows.scales.dtype} ({rows.source})"
+    sizes = torch.tensor([rows.group]) if rows.groups is None else rows.groups.bincount(minlength=rows.scales.shape[1])
+    if not bool((sizes == sizes[0]).all()):
+        return f"no kernel reads groups of different sizes ({rows.source})"
+    if rows.group % LANES:
+        return f"no kernel reads groups of {rows.group}, which is no multiple of {LANES} ({rows.source})"
+    return None
