@@ -3,7 +3,8 @@
 A weight is scale * q, or scale * q + offset, with q an integer of the block: the number that the format defines, which
 the package `gguf` rounds once, to fp32. Nothing is quantised again. A kernel reads a matrix as a linear layer or by
 rows (`PackedLinear`, `weight_rows`); both read the same memory, which holds as many bits per weight as the file, in
-another order (kernels/cpu/blocks.c). Where `reads_blocks` returns False, the caller dequantises the matrix.
+another order (kernels/cpu/blocks.c; kernels/block_tiles.py for GPUs). Where `reads_blocks` returns False, the caller
+dequantises the matrix.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, library
+from kernels.triton import in_use
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
@@ -46,11 +48,14 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix `[N, K]` of several parts below one another, for rows of `dtype`. Parts may differ in their format."""
+    """A matrix `[N, K]` of several parts below one another, for rows of `dtype` on `device`, where it is packed.
+
+    Parts may differ in their format.
+    """
 
     parts: Sequence[BlockRows]
     dtype: torch.dtype
-    device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,4 +65,15 @@ class BlockMatrix:
 
 def reads_blocks(block_format: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads this format for rows of `dtype`."""
-    return block_format in FORMATS and dtype in KINDS and device.type == "cpu" and library() is not None
+    if block_format not in FORMATS:
+        return False
+    return in_use(device) or (dtype in KINDS and device.type == "cpu" and library() is not None)
+
+
+def damage(part: BlockRows, block: int) -> ValueError:
+    """Return the error for a part whose block of this number, from the first row on, has a scale that is not finite."""
+    place = part.offset + block * BLOCK_BYTES[part.block_format]
+    return ValueError(
+        f"{part.source}: damaged: the {part.block_format} block at byte {place:,} has a scale that is no finite "
+        "number; copy or download the file again"
+    )

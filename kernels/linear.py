@@ -1,10 +1,10 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
-CUDA devices use one Triton kernel with a fixed summation order along K (kernels/triton/linear.py) for any number of
-rows. CPUs use a C kernel (kernels/cpu/linear.c). If it cannot read unquantised weights (fp16, or a processor without
-AVX-512), they are prepacked for oneDNN, whose rows agree for every number of rows >= 2 (checked at start-up by
-`assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows are processed in blocks of a
-fixed size, so that every library call has the same shape.
+CUDA devices use one Triton kernel with a fixed summation order along K for any number of rows
+(kernels/triton/linear.py, and blocks.py there for weights in blocks). CPUs use a C kernel (kernels/cpu/linear.c). If it
+cannot read unquantised weights (fp16, or a processor without AVX-512), they are prepacked for oneDNN, whose rows agree
+for every number of rows >= 2 (checked at start-up by `assert_row_invariant`), so a single row is padded to two.
+Elsewhere, and in fp16, rows are processed in blocks of a fixed size, so that every library call has the same shape.
 
 A layer can also activate its outputs, gate and up, or add them to the residual stream. Both have the bits of the
 separate operations; on a CUDA device they take no launch of their own.
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.block_tiles import BlockTiles, pack_tiles
 from kernels.blocks import BlockMatrix
 from kernels.cpu.blocks import block_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
@@ -51,11 +52,15 @@ class PackedLinear:
         self._bias, self._exact, self._scale = bias, exact, None
         self.narrow = weight_format != "same" or isinstance(weight, BlockMatrix)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
-        self._triton = False
+        self._tiles: Sequence[BlockTiles] = ()
+        self._triton = in_use(weight.device) and (exact or self.narrow)
         if isinstance(weight, BlockMatrix):
-            self._pack_native(block_segments(weight), bias, weight.dtype)
+            if self._triton:
+                self._dtype, self._tiles = weight.dtype, pack_tiles(weight)
+                self.bytes = sum(tiles.bytes for tiles in self._tiles)
+            else:
+                self._pack_native(block_segments(weight), bias, weight.dtype)
             return
-        self._triton = in_use(weight.device) and (exact or weight_format != "same")
         dtype, device = weight.dtype, weight.device
         native = not self._triton and supported(self.in_features, dtype, device, weight_format)
         scale = None
@@ -86,9 +91,10 @@ class PackedLinear:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """How kernels in C find the weights stored, from first output to last; empty for other kernels."""
+        """How kernels in C, and those of weights in blocks, find the weights stored, from first output to last."""
         segments = [] if self.native is None else self.native.segments
-        return tuple(f"{segment.weight_format} {segment.scales}" for segment in segments)
+        stored = [f"{segment.weight_format} {segment.scales}" for segment in segments]
+        return (*stored, *(tiles.block_format for tiles in self._tiles))
 
     def copy_(self, other: PackedLinear) -> None:
         """Overwrite the weight by that of a layer of the same shape and format, packed in the same process.
@@ -97,6 +103,10 @@ class PackedLinear:
         """
         if self.native is not None and other.native is not None:
             self.native.copy_(other.native)
+        elif self._tiles:
+            for mine, theirs in zip(self._tiles, other._tiles, strict=True):
+                for to, source in zip(mine.tensors, theirs.tensors, strict=True):
+                    to.copy_(source)
         elif self._onednn:
             self._weight = other._weight  # opaque, and read through this object only
         else:
@@ -124,8 +134,17 @@ class PackedLinear:
 
     def weight_rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` int64 `[R]` of a weight that is one part in blocks, `[R, K]`, each value rounded once."""
-        assert self.native is not None
-        return self.native.weight_rows(ids)
+        if self.native is not None:
+            return self.native.weight_rows(ids)
+        from kernels.triton.blocks import block_rows
+
+        (tiles,) = self._tiles
+        return block_rows(tiles, ids, self._dtype)
+
+    def whole_weight(self) -> Tensor:
+        """Return all of `weight_rows`, on the weight's device."""
+        device = self._tiles[0].words.device if self._tiles else None
+        return self.weight_rows(torch.arange(self.out_features, device=device))
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual `[..., N]` + this layer's output for x `[..., K]`."""
@@ -142,10 +161,14 @@ class PackedLinear:
         return out.view(*x.shape[:-1], self.out_features // 2)
 
     def _rows_triton(self, rows: Tensor, *, residual: Tensor | None = None, gate: Gate | None = None) -> Tensor:
-        from kernels.triton.linear import linear
-
         if residual is not None:
             residual = adjacent(residual)
+        if self._tiles:
+            from kernels.triton.blocks import block_linear
+
+            return block_linear(adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate)
+        from kernels.triton.linear import linear
+
         return linear(adjacent(rows), self._weight, self._bias, self._scale, residual=residual, gate=gate)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def load_target(
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
-    stored = take_blocks(target, tensors, layout) if native else {}
+    stored = take_blocks(target, tensors, layout, torch.device(device)) if native else {}
     names -= {part for name in stored for part in layout.pop(name)}
     present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
     for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
@@ -202,9 +202,11 @@ def load_target(
 
 
 def take_blocks(
-    target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]]
+    target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], device: torch.device
 ) -> dict[str, BlockMatrix]:
     """Return the matrices that are stored in blocks, all of their parts, by parameter, and empty these parameters.
+
+    They will be packed on `device`.
 
     Raises ValueError for a matrix of another shape than the parameter.
     """
@@ -216,7 +218,7 @@ def take_blocks(
             continue
         module = target.get_submodule(name.removesuffix(".weight"))
         weight = cast(Tensor, module.weight)
-        matrix = BlockMatrix(blocks, weight.dtype)
+        matrix = BlockMatrix(blocks, weight.dtype, device)
         if matrix.shape != tuple(weight.shape):
             raise ValueError(f"{blocks[0].source} {list(matrix.shape)}: expected {list(weight.shape)} in all")
         module.weight = nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
