@@ -254,7 +254,7 @@ def block_tile_for(rows: int, x: torch.dtype, part: BlockTiles, device: Limits) 
     def stage(n: int, m: int) -> int:
         return n * weights + m * WIDTH * x.itemsize
 
-    return fitting(rows, part.outputs, WIDTH, stage, device, most=32, stages=8)
+    return fitting(rows, part.outputs, WIDTH, stage, device, most=32, stages=8)  # more rows spill
 
 
 def block_linear(
