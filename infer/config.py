@@ -105,7 +105,7 @@ class EngineConfig:
     # compressed-tensors in their groups, where a kernel reads them (native: or an error), else in model.dtype, like all
     # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output
     weights: str = choice("same", "same", "native", "widened", *QUANTISED)
-    # a head's linear layers, in blocks (q8_0, ...) on a CPU only; changes what is drafted, never the output
+    # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...); changes what is drafted, never the output
     head_weights: str = choice("same", "same", *QUANTISED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")

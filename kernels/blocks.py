@@ -3,7 +3,8 @@
 A weight is scale * q, or scale * q + offset, with q an integer of the block: the number that the format defines, which
 the package `gguf` rounds once, to fp32. Nothing is quantised again. A kernel reads a matrix as a linear layer or by
 rows (`PackedLinear`, `weight_rows`); both read the same memory, which holds as many bits per weight as the file, in
-another order (kernels/cpu/blocks.c). Where `reads_blocks` returns False, the caller dequantises the matrix.
+another order (kernels/cpu/blocks.c; kernels/block_tiles.py for GPUs). Where `reads_blocks` returns False, the caller
+dequantises the matrix.
 
 A head's weights can be quantised into such blocks, with the rounding of ggml's reference, which is the package's.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kernels.cpu.library import KINDS, library
 from kernels.quantise import BlockFormat
+from kernels.triton import in_use
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
@@ -51,11 +53,14 @@ class BlockRows:
 
 @dataclass(frozen=True)
 class BlockMatrix:
-    """A matrix `[N, K]` of several parts below one another, for rows of `dtype`. Parts may differ in their format."""
+    """A matrix `[N, K]` of several parts below one another, for rows of `dtype` on `device`, where it is packed.
+
+    Parts may differ in their format.
+    """
 
     parts: Sequence[BlockRows]
     dtype: torch.dtype
-    device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,7 +70,9 @@ class BlockMatrix:
 
 def reads_blocks(block_format: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads this format for rows of `dtype`."""
-    return block_format in FORMATS and dtype in KINDS and device.type == "cpu" and library() is not None
+    if block_format not in FORMATS:
+        return False
+    return in_use(device) or (dtype in KINDS and device.type == "cpu" and library() is not None)
 
 
 def in_blocks(weight: Tensor, block_format: BlockFormat) -> BlockMatrix | Tensor:
@@ -73,17 +80,15 @@ def in_blocks(weight: Tensor, block_format: BlockFormat) -> BlockMatrix | Tensor
 
     Raises ValueError on another device without a kernel, and as `quantise_blocks` does.
     """
-    key, readable = (
-        f"engine.head_weights={block_format}",
-        reads_blocks(block_format.upper(), weight.dtype, weight.device),
-    )
-    if not readable and weight.device.type != "cpu":
-        raise ValueError(f"{key}: no kernel reads it on {weight.device.type}; use engine.head_weights=int8 or int4")
+    key, device = f"engine.head_weights={block_format}", weight.device
+    readable = reads_blocks(block_format.upper(), weight.dtype, device)
+    if not readable and device.type != "cpu":
+        raise ValueError(f"{key}: no kernel reads it on {device.type}; use engine.head_weights=int8 or int4")
     try:
         rows = quantise_blocks(weight, block_format)
     except ValueError as error:
         raise ValueError(f"{key}: {error}; use engine.head_weights=int8") from error
-    return BlockMatrix([rows], weight.dtype) if readable else dequantise_blocks(rows).to(weight.dtype)
+    return BlockMatrix([rows], weight.dtype, device) if readable else dequantise_blocks(rows).to(weight.dtype)
 
 
 def quantise_blocks(weight: Tensor, block_format: BlockFormat) -> BlockRows:
@@ -97,7 +102,7 @@ def quantise_blocks(weight: Tensor, block_format: BlockFormat) -> BlockRows:
     largest = weight.abs().amax().item()
     if not largest <= torch.finfo(torch.float16).max:
         raise ValueError(f"a weight of {largest:.3g} is beyond the range of fp16, which scales and offsets have")
-    data = quantize(weight.float().contiguous().numpy(), GGMLQuantizationType[name])
+    data = quantize(weight.float().cpu().contiguous().numpy(), GGMLQuantizationType[name])
     return BlockRows(name, torch.from_numpy(data))
 
 
@@ -107,3 +112,12 @@ def dequantise_blocks(rows: BlockRows) -> Tensor:
     from gguf.quants import dequantize
 
     return torch.from_numpy(dequantize(rows.data.numpy(), GGMLQuantizationType[rows.block_format]))
+
+
+def damage(part: BlockRows, block: int) -> ValueError:
+    """Return the error for a part whose block of this number, from the first row on, has a scale that is not finite."""
+    place = part.offset + block * BLOCK_BYTES[part.block_format]
+    return ValueError(
+        f"{part.source}: damaged: the {part.block_format} block at byte {place:,} has a scale that is no finite "
+        "number; copy or download the file again"
+    )

@@ -1,10 +1,10 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
-CUDA devices use one Triton kernel with a fixed summation order along K (kernels/triton/linear.py) for any number of
-rows. CPUs use a C kernel (kernels/cpu/linear.c). If it cannot read unquantised weights (fp16, or a processor without
-AVX-512), they are prepacked for oneDNN, whose rows agree for every number of rows >= 2 (checked at start-up by
-`assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows are processed in blocks of a
-fixed size, so that every library call has the same shape.
+CUDA devices use one Triton kernel with a fixed summation order along K for any number of rows
+(kernels/triton/linear.py, and blocks.py there for weights in blocks). CPUs use a C kernel (kernels/cpu/linear.c). If it
+cannot read unquantised weights (fp16, or a processor without AVX-512), they are prepacked for oneDNN, whose rows agree
+for every number of rows >= 2 (checked at start-up by `assert_row_invariant`), so a single row is padded to two.
+Elsewhere, and in fp16, rows are processed in blocks of a fixed size, so that every library call has the same shape.
 
 A layer can also activate its outputs, gate and up, or add them to the residual stream. Both have the bits of the
 separate operations; on a CUDA device they take no launch of their own.
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.block_tiles import BlockTiles, pack_tiles
 from kernels.blocks import BLOCK_FORMATS, BlockMatrix, in_blocks
 from kernels.cpu.blocks import block_segments
 from kernels.cpu.groups import grouped_segments
@@ -40,7 +41,7 @@ class PackedLinear:
     `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
     dequantised again, which saves no memory.
-    Raises ValueError if no group or block size divides K, for blocks on a GPU, and for a damaged block.
+    Raises ValueError if no group or block size divides K, and for a damaged block.
     """
 
     def __init__(
@@ -55,16 +56,15 @@ class PackedLinear:
         self._bias, self._exact, self._scale = bias, exact, None
         self.narrow = weight_format != "same" or not isinstance(weight, Tensor)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
-        self._triton = False
+        self._tiles: Sequence[BlockTiles] = ()
         if weight_format in BLOCK_FORMATS:
             assert isinstance(weight, Tensor)
             weight = in_blocks(weight, weight_format)
+        self._triton = in_use(weight.device) and (exact or self.narrow)
         if not isinstance(weight, Tensor):
-            segments = block_segments(weight) if isinstance(weight, BlockMatrix) else grouped_segments(weight)
-            self._pack_native(segments, bias, weight.dtype)
+            self._pack_stored(weight, bias)
             return
         narrow = weight_format if weight_format in NARROW_FORMATS else None
-        self._triton = in_use(weight.device) and (exact or narrow is not None)
         dtype, device = weight.dtype, weight.device
         native = not self._triton and supported(self.in_features, dtype, device, narrow or "same")
         scale = None
@@ -89,15 +89,25 @@ class PackedLinear:
             self._weight = weight.contiguous() if self._triton else weight
         self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
 
+    def _pack_stored(self, weight: BlockMatrix | GroupedMatrix, bias: Tensor | None) -> None:
+        if isinstance(weight, GroupedMatrix):
+            self._pack_native(grouped_segments(weight), bias, weight.dtype)
+        elif self._triton:
+            self._dtype, self._tiles = weight.dtype, pack_tiles(weight)
+            self.bytes = sum(tiles.bytes for tiles in self._tiles)
+        else:
+            self._pack_native(block_segments(weight), bias, weight.dtype)
+
     def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None, dtype: torch.dtype) -> None:
         self.native = NativeLinear(segments, self.in_features, bias, dtype)
         self.bytes = self.native.bytes
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """How kernels in C find the weights stored, from first output to last; empty for other kernels."""
+        """How kernels in C, and those of weights in blocks, find the weights stored, from first output to last."""
         segments = [] if self.native is None else self.native.segments
-        return tuple(f"{segment.weight_format} {segment.scales}" for segment in segments)
+        stored = [f"{segment.weight_format} {segment.scales}" for segment in segments]
+        return (*stored, *(tiles.block_format for tiles in self._tiles))
 
     def copy_(self, other: PackedLinear) -> None:
         """Overwrite the weight by that of a layer of the same shape and format, packed in the same process.
@@ -106,6 +116,10 @@ class PackedLinear:
         """
         if self.native is not None and other.native is not None:
             self.native.copy_(other.native)
+        elif self._tiles:
+            for mine, theirs in zip(self._tiles, other._tiles, strict=True):
+                for to, source in zip(mine.tensors, theirs.tensors, strict=True):
+                    to.copy_(source)
         elif self._onednn:
             self._weight = other._weight  # opaque, and read through this object only
         else:
@@ -133,8 +147,17 @@ class PackedLinear:
 
     def weight_rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` int64 `[R]` of a weight that is one part in blocks, `[R, K]`, each value rounded once."""
-        assert self.native is not None
-        return self.native.weight_rows(ids)
+        if self.native is not None:
+            return self.native.weight_rows(ids)
+        from kernels.triton.blocks import block_rows
+
+        (tiles,) = self._tiles
+        return block_rows(tiles, ids, self._dtype)
+
+    def whole_weight(self) -> Tensor:
+        """Return all of `weight_rows`, on the weight's device."""
+        device = self._tiles[0].words.device if self._tiles else None
+        return self.weight_rows(torch.arange(self.out_features, device=device))
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual `[..., N]` + this layer's output for x `[..., K]`."""
@@ -151,10 +174,14 @@ class PackedLinear:
         return out.view(*x.shape[:-1], self.out_features // 2)
 
     def _rows_triton(self, rows: Tensor, *, residual: Tensor | None = None, gate: Gate | None = None) -> Tensor:
-        from kernels.triton.linear import linear
-
         if residual is not None:
             residual = adjacent(residual)
+        if self._tiles:
+            from kernels.triton.blocks import block_linear
+
+            return block_linear(adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate)
+        from kernels.triton.linear import linear
+
         return linear(adjacent(rows), self._weight, self._bias, self._scale, residual=residual, gate=gate)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class Linear(nn.Linear):
     def pack_blocks(self, matrix: BlockMatrix | GroupedMatrix) -> None:
         """Take a weight `[N, K]` that is stored in blocks or groups, and stays so. Raises ValueError if damaged."""
         self.packed = PackedLinear(matrix, None if self.bias is None else self.bias.detach())
-        self.weight = nn.Parameter(torch.empty(0, dtype=matrix.dtype), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(0, dtype=matrix.dtype, device=matrix.device), requires_grad=False)
 
     def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]`, packed or not; None if it was packed in fewer bits."""
@@ -81,7 +81,7 @@ class PackedEmbedding(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The dequantised matrix `[V, H]`, made anew, for heads that read or copy their target's embedding."""
-        return self.packed.weight_rows(torch.arange(self.packed.out_features))
+        return self.packed.whole_weight()
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.packed.weight_rows(ids.reshape(-1)).view(*ids.shape, -1)

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 """`y = x Wᵀ + b` on a GPU, weights streamed once for up to 128 rows, in one order along K for any number of rows.
 
 A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left operand, which has at least 64 lines on
@@ -16,6 +16,7 @@ theirs. For the former a tile's lines are rows of gate and of up in turn, PAIR o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,17 +54,27 @@ def tile_for(rows: int, outputs: int, x: torch.dtype, weight: torch.dtype, devic
         return Tile(n=32, m=16 if rows <= 16 else 32, k=32, warps=4, stages=3)
     k = group or 128 // weight.itemsize
     most = 128 if device.warpgroups or not group else 64  # below Hopper, wider 4-bit tiles spill registers
+
+    def stage(n: int, m: int) -> int:
+        return n * k * weight.itemsize // (2 if group else 1) + m * k * x.itemsize
+
+    return fitting(rows, outputs, k, stage, device, most=most, stages=16 if group else 12)
+
+
+def fitting(
+    rows: int, outputs: int, k: int, stage: Callable[[int, int], int], device: Limits, *, most: int, stages: int
+) -> Tile:
+    """Return the tile of up to `most` rows and `stages` stages; `stage`: the bytes of one, by its `n` and `m`."""
     m = min(most, max(16, 1 << (rows - 1).bit_length()))
 
     def alone(n: int) -> bool:
         return -(-rows // m) * -(-outputs // n) <= device.multiprocessors
 
     n = 64 if m < 128 or alone(64) else 128  # 64: the fewest lines of a product on Hopper
-    stage = n * k * weight.itemsize // (2 if group else 1) + m * k * x.itemsize
-    stages = device.shared_memory // stage
-    if not alone(n) and device.half_shared_memory >= 3 * stage:
-        stages = device.half_shared_memory // stage
-    return Tile(n, m, k, warps=n // 16, stages=min(stages, 16 if group else 12))
+    room = device.shared_memory
+    if not alone(n) and device.half_shared_memory >= 3 * stage(n, m):
+        room = device.half_shared_memory
+    return Tile(n, m, k, warps=n // 16, stages=min(room // stage(n, m), stages))
 
 
 @triton.jit
@@ -130,6 +141,45 @@ def load_tile(rows, stride, m, n, in_m, in_n):
     return tl.load(rows + m.to(tl.int64)[None, :] * stride + n[:, None], mask=mask, other=0.0)
 
 
+@triton.jit
+def lines(N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Return a tile's rows of the weight `[N, K]`, and which of them exist; GATED: of `[2 N, K]`, gate and up."""
+    line = tl.arange(0, BLOCK_N)
+    if GATED:
+        column = tl.program_id(1) * (BLOCK_N // 2) + line // (2 * PAIR) * PAIR + line % PAIR
+        in_n = column < N
+        n = column + line // PAIR % 2 * N
+    else:
+        n = tl.program_id(1) * BLOCK_N + line
+        in_n = n < N
+    return n, in_n
+
+
+@triton.jit
+def finish(
+    total, before, bias, residual, residual_stride, out, out_stride, m, n, in_m, in_n, N,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of sums `[BLOCK_N, BLOCK_M]`. EARLY: the residual stream's tile has been read, it is `before`."""
+    dtype = out.dtype.element_ty
+    if BIASED:
+        total = total + tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    value = total.to(dtype)
+    if ADDED:
+        if not EARLY:
+            before = load_tile(residual, residual_stride, m, n, in_m, in_n)
+        value = (before.to(tl.float32) + value.to(tl.float32)).to(dtype)
+    if GATED:
+        pairs = value.to(tl.float32).reshape(BLOCK_N // (2 * PAIR), 2, PAIR, BLOCK_M).permute(0, 2, 3, 1)
+        gate, up = tl.split(pairs)
+        value = (activate(gate, GELU).to(dtype).to(tl.float32) * up).to(dtype).reshape(BLOCK_N // 2, BLOCK_M)
+        n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        in_n = n < N
+    destination = out + m.to(tl.int64)[None, :] * out_stride + n[:, None]
+    tl.store(destination, value, mask=in_n[:, None] & in_m[None, :])
+
+
 @triton.jit(do_not_specialize=["rows"])
 def linear_kernel(
     x,
@@ -158,23 +208,16 @@ def linear_kernel(
 ):
     """Store `[rows, N]`; GATED: from weights `[2 N, K]`, of gate and up."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    line = tl.arange(0, BLOCK_N)
-    if GATED:
-        column = tl.program_id(1) * (BLOCK_N // 2) + line // (2 * PAIR) * PAIR + line % PAIR
-        in_n = column < N
-        n = column + line // PAIR % 2 * N
-    else:
-        n = tl.program_id(1) * BLOCK_N + line
-        in_n = n < N
+    n, in_n = lines(N, BLOCK_N, GATED)
     k = tl.arange(0, BLOCK_K)
     in_m = m < rows
-    dtype = out.dtype.element_ty
     if PDL:
         width = K // 2 if GROUP else K
         ahead = tl.minimum(tl.arange(0, AHEAD) * BLOCK_K, width - 1)
         prefetch(weight + tl.where(in_n, n, 0).to(tl.int64)[:, None] * width + ahead[None, :])
     follow(PDL)
     EARLY: tl.constexpr = BLOCK_M < 128  # read before the product, which hides it; larger tiles lack the registers
+    before = None
     if ADDED and EARLY:
         before = load_tile(residual, residual_stride, m, n, in_m, in_n)
     inputs = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
@@ -187,21 +230,10 @@ def linear_kernel(
         total = product(weights, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
     if SCALED:
         total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
-    if BIASED:
-        total = total + tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    value = total.to(dtype)
-    if ADDED:
-        if not EARLY:
-            before = load_tile(residual, residual_stride, m, n, in_m, in_n)
-        value = (before.to(tl.float32) + value.to(tl.float32)).to(dtype)
-    if GATED:
-        pairs = value.to(tl.float32).reshape(BLOCK_N // (2 * PAIR), 2, PAIR, BLOCK_M).permute(0, 2, 3, 1)
-        gate, up = tl.split(pairs)
-        value = (activate(gate, GELU).to(dtype).to(tl.float32) * up).to(dtype).reshape(BLOCK_N // 2, BLOCK_M)
-        n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        in_n = n < N
-    destination = out + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(destination, value, mask=in_n[:, None] & in_m[None, :])
+    finish(
+        total, before, bias, residual, residual_stride, out, N, m, n, in_m, in_n, N,
+        BLOCK_N, BLOCK_M, BIASED, ADDED, EARLY, GATED, GELU,
+    )  # fmt: skip
 
 
 def linear(

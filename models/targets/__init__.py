@@ -174,7 +174,7 @@ def load_target(
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
-    stored = take_blocks(target, tensors, layout) if native else {}
+    stored = take_blocks(target, tensors, layout, torch.device(device)) if native else {}
     names -= {part for name in stored for part in layout.pop(name)}
     present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
     for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
@@ -200,9 +200,11 @@ def load_target(
 
 
 def take_blocks(
-    target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]]
+    target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], device: torch.device
 ) -> dict[str, BlockMatrix | GroupedMatrix]:
     """Return the matrices that are stored in blocks or groups, all of their parts, by parameter, and empty these.
+
+    Those in blocks will be packed on `device`.
 
     Raises ValueError for a matrix of another shape than the parameter.
     """
@@ -212,7 +214,7 @@ def take_blocks(
             continue
         module = target.get_submodule(name.removesuffix(".weight"))
         weight = cast(Tensor, module.weight)
-        matrix = stored_matrix(tensors, parts, weight.dtype)
+        matrix = stored_matrix(tensors, parts, weight.dtype, device)
         if matrix is None or (isinstance(matrix, GroupedMatrix) and not isinstance(module, Linear)):
             continue
         if matrix.shape != tuple(weight.shape):
@@ -223,13 +225,13 @@ def take_blocks(
 
 
 def stored_matrix(
-    tensors: Mapping[str, Tensor], parts: Sequence[str], dtype: torch.dtype
+    tensors: Mapping[str, Tensor], parts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> BlockMatrix | GroupedMatrix | None:
     """Return the matrix that consists of `parts`, as it is stored; None unless all are in blocks, or all in groups."""
     assert isinstance(tensors, NamedTensors)
     blocks = [rows for part in parts if (rows := tensors.blocks(part)) is not None]
     if len(blocks) == len(parts):
-        return BlockMatrix(blocks, dtype)
+        return BlockMatrix(blocks, dtype, device)
     groups = [rows for part in parts if (rows := tensors.groups(part)) is not None]
     return GroupedMatrix(groups, dtype) if len(groups) == len(parts) else None
 

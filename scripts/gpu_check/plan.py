@@ -14,7 +14,7 @@ import torch
 
 from scripts.gpu_check.measure import Item
 
-OPERATIONS = ("linear", "attention", "choose", "elementwise", "layer", "verify", "acceptance", "training")
+OPERATIONS = ("linear", "blocks", "attention", "choose", "elementwise", "layer", "verify", "acceptance", "training")
 KINDS = ("correctness", "timings")
 # The order of the kernels' checks: what serves an 8B model in bf16 first.
 SERVED, BF16, FP16, FP32 = range(4)

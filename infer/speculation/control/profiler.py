@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 16  # of what is measured and how
+VERSION = 17  # of what is measured and how
 # Seconds that start-up waits for all of it, apart from the work running at that time (DESIGN section 7: a few seconds).
 START_S = 4.5
 PROMPT_TOKENS = 64  # of profiled requests: a page or more, while longer ones take the time of larger batches

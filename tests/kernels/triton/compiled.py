@@ -162,7 +162,8 @@ def main(module: str, capability: int) -> None:
 
     POINTERS.update({
         torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv",
-        torch.float64: "fp64", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+        torch.float64: "fp64", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32",
+        torch.int64: "i64", torch.bool: "i1",
     })  # fmt: skip
     device.without_gpu = DEVICES[capability]  # a module's cases may depend on it
     cases = importlib.import_module(module).CASES

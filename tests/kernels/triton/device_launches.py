@@ -12,6 +12,7 @@ from tests.kernels.triton.launches import (
     draft_blocks,
     multiply,
     multiply_and_add,
+    multiply_blocks,
     multiply_int4,
     residuals,
     unrolled,
@@ -43,6 +44,8 @@ CASES = {
         for rows in (1, 300)
     },
     "residual blocks": partial(residuals, 16),
+    "blocks, 300 rows, Q6_K": partial(multiply_blocks, 300, "Q6_K"),
+    "blocks, 300 rows, Q5_K, activated": partial(multiply_blocks, 300, "Q5_K", 28672, gate="silu"),
     **{
         f"attention, head size {dim}, {'all splits' if whole else 'one split'}{', tree' if tree else ''}": partial(
             attend, dim, whole=whole, tree=tree

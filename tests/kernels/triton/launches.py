@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from kernels.advance import FIELDS, Nodes, Progress
+from kernels.block_tiles import empty_tiles
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
 from kernels.early_exit import FIELDS as COLUMNS
 from kernels.early_exit import Drafting
@@ -32,6 +33,7 @@ from kernels.triton import (
 )
 from kernels.triton.attention import TritonAttention
 from kernels.triton.block_attention import RangesAttention
+from kernels.triton.blocks import block_linear, block_rows
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
@@ -72,6 +74,10 @@ def multiply_int4(rows, dtype=BF16, group=128, outputs=4096, **epilogue):
 
 def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
     launch(rows, outputs=outputs, residual=empty(rows, outputs), **options)
+
+
+def multiply_blocks(rows, name, outputs=4096, inputs=14336, dtype=BF16, **epilogue):
+    block_linear(empty(rows, inputs, dtype=dtype), [empty_tiles(name, outputs, inputs, META)], None, **epilogue)
 
 
 def residuals(rows):
@@ -292,6 +298,9 @@ CASES = {
     "linear, 16 rows, added": partial(multiply_and_add, 16),
     "linear, 1 row, odd sizes, added": lambda: linear(empty(1, 100), empty(77, 100), empty(77), residual=empty(1, 77)),
     "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
+    "linear, 16 rows, Q4_K": partial(multiply_blocks, 16, "Q4_K"),
+    "linear, 1 row, odd sizes, Q5_1": partial(multiply_blocks, 1, "Q5_1", 77, 96),
+    "embedding, Q5_K": lambda: block_rows(empty_tiles("Q5_K", 128256, 4096, META), empty(4, dtype=torch.int64), BF16),
     "norms": partial(norms, 4, 4096),
     "norms, 1 row": partial(norms, 1, 3 * 4096),
     "add and centred norm": lambda: elementwise.add_rms_norm(

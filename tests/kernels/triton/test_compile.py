@@ -32,8 +32,9 @@ VARYING = {  # integers that differ from step to step: a value of another kind m
 }
 AHEAD = {  # kernels that may start before the kernel ahead of them has ended: those of a layer
     *("rms_norm_kernel", "norm_beside_kernel", "linear_kernel", "residual_silu_kernel", "rotate_and_write_kernel"),
-    *("attend", "branch", "combine"),
+    *("block_linear_kernel", "attend", "branch", "combine"),
 }
+PRODUCTS = ("attend", "branch", "linear_kernel", "block_linear_kernel", "residual_silu_kernel")
 EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
 
 
@@ -49,6 +50,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
     kernels = [(case, kernel) for case, launched in compiled.items() for kernel in launched]
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
+        *("block_linear_kernel", "block_rows_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
         *(
             "best_of_block",
@@ -73,7 +75,7 @@ def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled)
     """A row has the same bits alone and in a prompt only if the same instructions sum its products."""
     for case, launched in compiled.items():
         for kernel in launched:
-            if kernel["kernel"] in ("attend", "branch", "linear_kernel", "residual_silu_kernel") and "fp32" not in case:
+            if kernel["kernel"] in PRODUCTS and "fp32" not in case:
                 assert kernel["wgmma"], case
                 assert not kernel["mma.sync"], case
                 assert kernel["cp.async"] or "odd" in case, case
@@ -111,7 +113,8 @@ def test_what_starts_ahead_waits_before_it_reads_and_writes(compiled):
         launched_ahead = bool(kernel["options"].get("launch_pdl"))
         assert launched_ahead == (kernel["early"] is not None) == bool(kernel["options"].get("PDL"))
         if launched_ahead:
-            assert set(kernel["early"]) == ({"prefetch.global.L2"} if kernel["kernel"] == "linear_kernel" else set())
+            weights = kernel["kernel"] in ("linear_kernel", "block_linear_kernel")
+            assert set(kernel["early"]) == ({"prefetch.global.L2"} if weights else set())
 
 
 def test_integers_that_vary_are_not_specialised(compiled):

@@ -56,6 +56,20 @@ def test_products_of_a_linear_layer_are_summed_in_one_order_for_any_number_of_ro
     assert all(len(kinds) == 1 for kinds in chains.values()), chains
 
 
+def test_products_of_weights_in_blocks_are_summed_in_one_order(compiled):
+    """Steps of 16 columns in one kind of instruction; in formats with offsets as many with ones."""
+    capability, launches = compiled
+    kernels = [kernel for launched in launches.values() for kernel in launched]
+    for kernel in (kernel for kernel in kernels if kernel["kernel"] == "block_linear_kernel"):
+        options, products = kernel["options"], kernel["products"]
+        n, m, steps = options["BLOCK_N"], options["BLOCK_M"], 128 // 16 * (2 if options["OFFSET"] else 1)
+        if capability >= 90:
+            assert [name for name, _, _ in products] == steps * [f"HGMMA.64x{m}x16.F32.BF16"]
+        else:
+            assert {name for name, _, _ in products} == {"HMMA.16816.F32.BF16"}
+            assert len(products) * options["num_warps"] * 16 * 8 == n * m * steps
+
+
 def test_products_of_attention_are_summed_in_one_order_for_any_number_of_warps(compiled):
     """Scores along D and values along a tile ascend by steps of 16 as well, merging splits or not."""
     capability, launches = compiled
