@@ -1,19 +1,24 @@
 """Converts a target for every program: to the GGUF file that llama.cpp reads, or the folder that the others read.
 
 llama.cpp reads a GGUF file directly; for the others it is dequantised into a folder. llama.cpp's converter turns a
-folder or an EAGLE-3 head into a GGUF file. Converted files are cached under `peers`.
+folder or an EAGLE-3 head into a GGUF file, and its quantiser writes a folder's weights in blocks. What a measurement
+needs is cached under `peers`.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from kernels.blocks import FORMATS
 from models.checkpoint import fingerprint
 from models.gguf import is_gguf
+from models.gguf.folder import write_beside
 from train.storage import atomic
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -35,12 +40,45 @@ def gguf_of_target(peers: Path, target: Path, dtype: str) -> Path:
 
     Raises ValueError with the end of the converter's error output.
     """
-    return target if is_gguf(target) else _convert(peers, target, dtype, [])
+    return target if is_gguf(target) else _cached(peers, target, OUT_TYPES[dtype])
 
 
-def gguf_of_head(peers: Path, head: Path, target: Path, dtype: str) -> Path:
-    """Return `head`, a folder in speculators' layout, as a GGUF file. Raises ValueError as `gguf_of_target` does."""
-    return _convert(peers, head, dtype, ["--target-model-dir", str(folder_of_target(peers, target, dtype))])
+def gguf_of_head(peers: Path, head: Path, target: Path, out_type: str) -> Path:
+    """Return `head`, a folder in speculators' layout, as a GGUF file with weights of `out_type` (f32, bf16, q8_0).
+
+    Raises ValueError as `gguf_of_target` does.
+    """
+    if not is_gguf(target):
+        return _cached(peers, head, out_type, ["--target-model-dir", str(target)])
+    with tempfile.TemporaryDirectory() as folder:  # sizes and tokenizer are all that the converter reads of a target
+        write_beside(target, Path(folder), ())
+        return _cached(peers, head, out_type, ["--target-model-dir", folder])
+
+
+def write_quantised(peers: Path, target: Path, formats: Sequence[str], out: Path) -> list[Path]:
+    """Write a target's folder as one GGUF file for each of `formats`, with all matrices in it; return the files.
+
+    They are `out`/<name of the folder>-<format>.gguf. Raises ValueError for an unknown format, for what is there
+    already, and if the converter or the quantiser fails.
+    """
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ValueError(f"{unknown[0]}: no format of weights in blocks; there are {', '.join(FORMATS)}")
+    quantise = peers / "llama.cpp/build/bin/llama-quantize"
+    if not quantise.is_file():
+        raise ValueError(f"{quantise}: is not there; build it with scripts/peers.sh llama.cpp")
+    files = [out / f"{target.name}-{name}.gguf" for name in formats]
+    if present := [file for file in files if file.exists()]:
+        raise ValueError(f"{present[0]}: is there already; remove it, or give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        wide = Path(folder) / "wide.gguf"
+        _convert(peers, target, wide, "bf16", [])
+        for name, file in zip(formats, files, strict=True):
+            # The mixture of a K-quant with the letter S differs least from its format; --pure leaves nothing of it.
+            partial, kind = Path(folder) / file.name, f"{name}_S" if name in ("Q4_K", "Q5_K") else name
+            _run([str(quantise), "--pure", str(wide), str(partial), kind], f"{target}: llama-quantize")
+            partial.replace(file)
+    return files
 
 
 def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
@@ -60,24 +98,24 @@ def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
     return folder
 
 
-def _convert(peers: Path, folder: Path, dtype: str, options: list[str]) -> Path:
-    out = peers / "gguf" / f"{fingerprint(folder)}-{OUT_TYPES[dtype]}.gguf"
-    if out.is_file():
-        return out
-    tree, partial = peers / "llama.cpp/source/vendor/llama.cpp", out.with_suffix(".partial")
-    out.parent.mkdir(exist_ok=True)
-    arguments = [
-        "convert_hf_to_gguf.py",
-        str(folder),
-        "--outfile",
-        str(partial),
-        "--outtype",
-        OUT_TYPES[dtype],
-        *options,
-    ]
-    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), *arguments]
+def _cached(peers: Path, folder: Path, out_type: str, options: Sequence[str] = ()) -> Path:
+    out = peers / "gguf" / f"{fingerprint(folder)}-{out_type}.gguf"
+    if not out.is_file():
+        partial = out.with_suffix(".partial")
+        out.parent.mkdir(exist_ok=True)
+        _convert(peers, folder, partial, out_type, options)
+        partial.replace(out)
+    return out
+
+
+def _convert(peers: Path, folder: Path, out: Path, out_type: str, options: Sequence[str]) -> None:
+    tree = peers / "llama.cpp/source/vendor/llama.cpp"
+    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), "convert_hf_to_gguf.py"]
+    command += [str(folder), "--outfile", str(out), "--outtype", out_type, *options]
+    _run(command, f"{folder}: llama.cpp's converter")
+
+
+def _run(command: Sequence[str], what: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise ValueError(f"{folder}: llama.cpp's converter failed: " + "\n".join(result.stderr.splitlines()[-8:]))
-    partial.replace(out)
-    return out
+        raise ValueError(f"{what} failed: " + "\n".join(result.stderr.splitlines()[-8:]))
