@@ -144,7 +144,11 @@ def of_several(results: list[Cell]) -> str:
     for result in results:
         for temperature, levels in result["results"].items():
             merged[temperature] |= levels
-    return by_program({"results": merged})
+    ordered = {
+        temperature: dict(sorted(levels.items(), key=lambda item: int(item[0])))
+        for temperature, levels in merged.items()
+    }
+    return by_program({"results": ordered})
 
 
 def by_load(result: Cell) -> str:

@@ -133,9 +133,8 @@ def vocabulary(
     mark: float | None = None,
     down: bool = True,
 ) -> Tensor:
-    """Return an LM head or embedding with the rows of old ids; those of new ids are random.
-
-    Without a marker they are random only where the stream is zero.
+    """Return an LM head or embedding with the rows of old ids; those of new ids are random, without a marker zero where
+    the stream is not.
 
     An embedding, tied to the LM head or not, has `mark` at `marker` in its old rows; an LM head of its own has None.
     `down`: of an LM head, which gives new ids a very low logit; an embedding's new ids never occur.
