@@ -208,7 +208,9 @@ class LlamaServer(Server):
     endpoint: ClassVar[str] = "/completion"
 
     def body(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
+        # With top_k=1 it finds the largest logit only; temperature 0 alone takes a softmax over the whole vocabulary.
+        top_k = 0 if temperature else 1
+        off = {"top_k": top_k, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
         sampling = {"n_predict": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": self.ignore_eos}
         return {"prompt": list(prompt), "return_tokens": True, **sampling, **off}
 

@@ -132,7 +132,9 @@ def test_what_a_server_s_name_says() -> None:
     assert variant_of("server:head:auto3") == Variant("server", None, "head", "auto3")
     assert variant_of("llama.cpp:ngram") == Variant("llama.cpp", None, "ngram", "")
     assert variant_of("llama.cpp:threads1:head:chain3") == Variant("llama.cpp", 1, "head", "chain3")
-    assert not LlamaServer("llama.cpp:threads1", "tiny", [], 1, {}, Path("log")).drafts
+    server = LlamaServer("llama.cpp:threads1", "tiny", [], 1, {}, Path("log"))
+    assert not server.drafts
+    assert [server.body([1], 2, temperature, 0)["top_k"] for temperature in (0.0, 0.7)] == [1, 0]
     assert make_tables.label("llama.cpp:threads1:ngram") == "llama.cpp, threads 1, n-gram lookup"
 
 
