@@ -110,3 +110,14 @@ def table(records: Sequence[Mapping[str, Any]], *, pad: bool = False) -> str:
         return " ".join(map(text, value)) if isinstance(value, list) else "" if value is None else str(value)
 
     return markdown(list(records[0]), [[text(value) for value in record.values()] for record in records], pad=pad)
+
+
+def by_format(report: Mapping[str, Any]) -> str:
+    """Return a table with one row per weight format: bits per weight, and GB/s with their share of the machine's."""
+    machine = report["read_gb_s"]
+    rows = [["plain read", "", *(f"{speed:.1f}" for speed in machine.values())]]
+    for name, item in report["formats"].items():
+        speeds = (f"{speed:.1f} ({100 * speed / machine[count]:.0f} %)" for count, speed in item["gb_s"].items())
+        rows.append([name, f"{item['bits']:.2f}", *speeds])
+    threads = (f"GB/s, {count} thread{'s' if count != '1' else ''}" for count in machine)
+    return markdown(["weights", "bits each", *threads], rows)

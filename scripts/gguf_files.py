@@ -1,21 +1,25 @@
 """Converts a target for every program: to the GGUF file that llama.cpp reads, or the folder that the others read.
 
 llama.cpp reads a GGUF file directly; for the others it is dequantised into a folder. llama.cpp's converter turns a
-folder into a GGUF file; an EAGLE-3 head is written as scripts/convert.py does. Files are cached under `peers`.
+folder into a GGUF file, and its quantiser writes a folder's weights in blocks; an EAGLE-3 head is written as
+scripts/convert.py does. What a measurement needs is cached under `peers`.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from kernels.blocks import FORMATS
 from models.checkpoint import fingerprint
-from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint
+from models.formats.conversion import FORMATS as HEAD_FORMATS
+from models.formats.conversion import detect, read_checkpoint, write_checkpoint
 from models.gguf import is_gguf
 from train.storage import atomic
 
@@ -38,21 +42,50 @@ def gguf_of_target(peers: Path, target: Path, dtype: str) -> Path:
 
     Raises ValueError with the end of the converter's error output.
     """
-    return target if is_gguf(target) else _cached(peers, target, dtype, partial(_run_converter, peers, target, dtype))
+    return target if is_gguf(target) else _cached(peers, target, OUT_TYPES[dtype], partial(_convert, peers, target))
 
 
-def gguf_of_head(peers: Path, head: Path, target: Path, dtype: str) -> Path:
-    """Return `head`, the folder of an EAGLE-3 head, as a GGUF file. Raises ValueError if llama.cpp has no such head."""
+def gguf_of_head(peers: Path, head: Path, target: Path, out_type: str) -> Path:
+    """Return `head`, the folder of an EAGLE-3 head, as a GGUF file with weights of `out_type` (f32, bf16, q8_0).
 
-    def write(out: Path) -> None:
+    Raises ValueError if llama.cpp has no such head.
+    """
+
+    def write(out: Path, out_type: str) -> None:
         checkpoint, tokenizer = read_checkpoint(detect(head), head), None
         if is_gguf(target):
             from models.gguf.head import tokenizer_keys
 
             tokenizer = tokenizer_keys(target)
-        write_checkpoint(FORMATS["llama.cpp"], checkpoint, out, dtype=OUT_TYPES[dtype], tokenizer=tokenizer)
+        write_checkpoint(HEAD_FORMATS["llama.cpp"], checkpoint, out, dtype=out_type, tokenizer=tokenizer)
 
-    return _cached(peers, head, dtype, write)
+    return _cached(peers, head, out_type, write)
+
+
+def write_quantised(peers: Path, target: Path, formats: Sequence[str], out: Path) -> list[Path]:
+    """Write a target's folder as one GGUF file for each of `formats`, with all matrices in it; return the files.
+
+    They are `out`/<name of the folder>-<format>.gguf. Raises ValueError for an unknown format, for what is there
+    already, and if the converter or the quantiser fails.
+    """
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise ValueError(f"{unknown[0]}: no format of weights in blocks; there are {', '.join(FORMATS)}")
+    quantise = peers / "llama.cpp/build/bin/llama-quantize"
+    if not quantise.is_file():
+        raise ValueError(f"{quantise}: is not there; build it with scripts/peers.sh llama.cpp")
+    files = [out / f"{target.name}-{name}.gguf" for name in formats]
+    if present := [file for file in files if file.exists()]:
+        raise ValueError(f"{present[0]}: is there already; remove it, or give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        wide = Path(folder) / "wide.gguf"
+        _convert(peers, target, wide, "bf16")
+        for name, file in zip(formats, files, strict=True):
+            # The mixture of a K-quant with the letter S differs least from its format; --pure leaves nothing of it.
+            staging, kind = Path(folder) / file.name, f"{name}_S" if name in ("Q4_K", "Q5_K") else name
+            _run([str(quantise), "--pure", str(wide), str(staging), kind], f"{target}: llama-quantize")
+            staging.replace(file)
+    return files
 
 
 def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
@@ -72,19 +105,23 @@ def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
     return folder
 
 
-def _cached(peers: Path, folder: Path, dtype: str, write: Callable[[Path], None]) -> Path:
-    out = peers / "gguf" / f"{fingerprint(folder)}-{OUT_TYPES[dtype]}.gguf"
+def _cached(peers: Path, folder: Path, out_type: str, write: Callable[[Path, str], None]) -> Path:
+    out = peers / "gguf" / f"{fingerprint(folder)}-{out_type}.gguf"
     if not out.is_file():
         out.parent.mkdir(exist_ok=True)
         with atomic.replace_file(out) as staging:
-            write(staging)
+            write(staging, out_type)
     return out
 
 
-def _run_converter(peers: Path, folder: Path, dtype: str, out: Path) -> None:
-    tree, kind = peers / "llama.cpp/source/vendor/llama.cpp", OUT_TYPES[dtype]
-    arguments = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(out), "--outtype", kind]
-    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), *arguments]
+def _convert(peers: Path, folder: Path, out: Path, out_type: str) -> None:
+    tree = peers / "llama.cpp/source/vendor/llama.cpp"
+    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), "convert_hf_to_gguf.py"]
+    command += [str(folder), "--outfile", str(out), "--outtype", out_type]
+    _run(command, f"{folder}: llama.cpp's converter")
+
+
+def _run(command: Sequence[str], what: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise ValueError(f"{folder}: llama.cpp's converter failed: " + "\n".join(result.stderr.splitlines()[-8:]))
+        raise ValueError(f"{what} failed: " + "\n".join(result.stderr.splitlines()[-8:]))

@@ -3,10 +3,12 @@
     python scripts/inflate_demo.py --shape llama3.1-8b OUT
     python scripts/inflate_demo.py --shape intermediate_size=1792 --dtype float32 OUT
     python scripts/inflate_demo.py --shape 0.4b --head outputs/heads/demo/eagle3 OUT
+    python scripts/inflate_demo.py --shape 0.4b --new-ids zero OUT
     python infer/generate.py model=demo model.path=OUT head=eagle3 head.path=OUT/eagle3 compare=true
 
 The enlarged target has the small model's logits, and so its text and acceptance length, at the large model's cost: for
 measuring speed where no real weights are available. OUT is written atomically. Results measured on it state that.
+With `--new-ids zero` it can be quantised to blocks (scripts/quantise_gguf.py), and only greedy text stays.
 """
 
 import os
@@ -50,6 +52,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of it, enlarged into OUT/eagle3")
     options.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
     options.add_argument("--seed", type=int, default=0, help="of the new weights")
+    low = "logits of token ids that the small model lacks: -10^6, or 0, which weights in 4- to 8-bit blocks can hold"
+    options.add_argument("--new-ids", default="low", choices=("low", "zero"), help=low)
     return options
 
 
@@ -57,19 +61,19 @@ def inflate(args: argparse.Namespace) -> None:
     """Write the enlarged target and head to OUT. Raises ValueError that names the problem and leaves no OUT behind."""
     if args.out.exists() or args.out.is_symlink():
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
-    dtype = DTYPES[args.dtype]
+    dtype, marked = DTYPES[args.dtype], args.new_ids == "low"
     small = load_target(args.model)
     shape = shape_of(args.shape, small.config)
     head = load_head(args.head, target=small) if args.head else None
     if head is not None and not isinstance(head, Eagle3Head):
         raise ValueError(f"--head {args.head}: a head of kind {head.name}; only EAGLE-3 heads are enlarged")
     with atomic.replace_folder(args.out) as staging:
-        write_target(args.model, shape, staging, dtype=dtype, seed=args.seed)
+        write_target(args.model, shape, staging, dtype=dtype, seed=args.seed, marked=marked)
         if head is not None:
             folder = staging / "eagle3"
             folder.mkdir()
-            layers = small.config.num_layers
-            wide = inflate_head(head, shape, target_layers=layers, dtype=dtype, device="cpu", seed=args.seed)
+            options = {"target_layers": small.config.num_layers, "seed": args.seed, "marked": marked}
+            wide = inflate_head(head, shape, dtype=dtype, device="cpu", **options)
             facts = {"inflated_from": str(args.head), "target": str(args.model), "shape": args.shape}
             facts |= {"target_fingerprint": fingerprint(staging)}
             save_head(

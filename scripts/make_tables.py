@@ -1,10 +1,11 @@
 """Generates the tables of README.md and of the manuals from the newest result files, so no number is typed by hand.
 
-    python scripts/make_tables.py            # rewrites the text between <!-- table NAME --> and <!-- end -->
+    python scripts/make_tables.py            # rewrites the text between <!-- table NAMES --> and <!-- end -->
     python scripts/make_tables.py --check    # only checks whether something would change; exit code 1 if so
 
-NAME is the name a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
-The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
+A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
+Several names, with spaces between, are benches in one table: of one target at other numbers of requests, or of several
+targets. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
 """
 
 import os
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from infer.config_checks import REPO_ROOT
-from scripts.document import RESULTS, markdown
+from scripts.document import RESULTS, by_format, markdown
 from scripts.errors import reports_errors
 
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
 PAGES = tuple(REPO_ROOT / folder / "README.md" for folder in FOLDERS)
-BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table ([\w-]+(?: [\w-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "off": "plain",
     "ngram": "n-gram lookup",
@@ -111,12 +112,43 @@ def by_program(result: Cell) -> str:
     (levels,) = result["results"].values()
     rows = []
     for system in next(iter(levels.values())):
-        cells = [level[system] for level in levels.values()]
+        found = [level.get(system) for level in levels.values()]
+        cells = [cell for cell in found if cell is not None]
         same, total = (sum(cell["agreement"][i] for cell in cells if cell["agreement"]) for i in (0, 1))
         equal = f"{same} of {total}" if total else all_or_not(cells)
         lengths = " / ".join(length(cell) for cell in cells if cell["acceptance_length"] is not None)
-        rows.append([label(system), *(f"{speed(cell)} ({ratio(cell)})" for cell in cells), lengths, equal])
+        speeds = ("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in found)
+        rows.append([label(system), *speeds, lengths, equal])
     return markdown(["", *(f"tokens/s at {count}" for count in levels), "τ", "same answers"], rows)
+
+
+def by_target(results: list[Cell]) -> str:
+    """Return a table with one row per target and concurrency, and one column per system: its speed, and the ratio to
+    plain decoding of the same target.
+    """
+    rows, systems = [], list(dict.fromkeys(system for result in results for system in result["config"]["systems"]))
+    for result in results:
+        (levels,) = result["results"].values()
+        name = Path(result["target"]["path"] or result["config"]["model"]["name"]).stem
+        for count, cells in levels.items():
+            found = (cells.get(system) for system in systems)
+            rows.append([name, count, *("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in found)])
+    return markdown(["target", "at once", *map(label, systems)], rows)
+
+
+def of_several(results: list[Cell]) -> str:
+    """Return one table of several benches: of one target at several concurrencies, or of several targets."""
+    if len({result["target"]["fingerprint"] for result in results}) > 1:
+        return by_target(results)
+    merged = {temperature: dict[str, Cell]() for temperature in results[0]["results"]}
+    for result in results:
+        for temperature, levels in result["results"].items():
+            merged[temperature] |= levels
+    ordered = {
+        temperature: dict(sorted(levels.items(), key=lambda item: int(item[0])))
+        for temperature, levels in merged.items()
+    }
+    return by_program({"results": ordered})
 
 
 def by_load(result: Cell) -> str:
@@ -227,6 +259,8 @@ def table_of(result: Cell) -> str:
         return by_run(result)
     if "capacity" in result:
         return by_load(result)
+    if "formats" in result:
+        return by_format(result)
     if "results" not in result:
         return by_variant(result)
     if isinstance(result["results"], list):
@@ -323,11 +357,14 @@ def rewrite(page: Path) -> str:
     """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
 
     def table(match: re.Match[str]) -> str:
-        file = newest(match[2])
-        result = json.loads(file.read_text(encoding="utf-8"))
-        commit = (result["machine"]["commit"] or "unknown")[:7]
-        source = f"[{file.name}]({os.path.relpath(file, page.parent)}), commit {commit}."
-        return f"{match[1]}{table_of(result)}\n{source}\n{match[3]}"
+        files = [newest(name) for name in match[2].split()]
+        results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        sources = ""
+        for file, result in zip(files, results, strict=True):
+            commit = (result["machine"]["commit"] or "unknown")[:7]
+            sources += f"[{file.name}]({os.path.relpath(file, page.parent)}), commit {commit}.\n"
+        text = table_of(results[0]) if len(results) == 1 else of_several(results)
+        return f"{match[1]}{text}\n{sources}{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 

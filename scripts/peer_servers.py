@@ -3,14 +3,18 @@
     server  server:head  server:head:auto3  ...   our own, infer/serve.py: plain, or with a proposer and a draft shape
     vllm  vllm:ngram  vllm:head  ...              vLLM's CPU build: plain, with prompt lookup, with the exported head
     llama.cpp  llama.cpp:ngram  llama.cpp:head    llama-server, with both converted (scripts/gguf_files.py)
+    llama.cpp:threads1  llama.cpp:threads1:head   the same with that many threads for decoding; prompts use every core
 
-All use the same weights in `model.dtype` and every core, have no prefix cache, and draft `proposer.max_draft_tokens`
-tokens unless the name has a shape. `scripts/peers.sh` builds the last two into `peers`.
+All use the same weights in `model.dtype`, have no prefix cache, and use every core unless the name says otherwise. They
+draft `proposer.max_draft_tokens` tokens unless the name has a shape; llama.cpp:ngram without one does what its own
+defaults say. llama.cpp reads a GGUF target as it is, and a head in 8 bits if `engine.head_weights=int8`.
+`scripts/peers.sh` builds the last two into `peers`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import httpx
 
@@ -36,7 +40,7 @@ from infer.request import SpeculationStats
 from infer.speculation.proposers.ngram import LONGEST, SHORTEST
 from models.targets import resolve_checkpoint
 from scripts.config import SystemsConfig
-from scripts.gguf_files import folder_of_target, gguf_of_head, gguf_of_target
+from scripts.gguf_files import OUT_TYPES, folder_of_target, gguf_of_head, gguf_of_target
 from scripts.systems import Task, shaped
 
 SOURCES = {  # by program: the proposers that a name may have after its colon, and the program's name for them
@@ -45,6 +49,23 @@ SOURCES = {  # by program: the proposers that a name may have after its colon, a
 }
 START_S, GRACE_S = 300.0, 15.0
 ROOM, ROUND = 64, 256
+
+
+class Variant(NamedTuple):
+    """What the name of a server says after the program's."""
+
+    program: str
+    threads: int | None  # of llama.cpp's decoding; None: every core
+    source: str  # the proposer, or nothing
+    shape: str
+
+
+def variant_of(name: str) -> Variant:
+    """`llama.cpp:threads1:head:chain3` -> ("llama.cpp", 1, "head", "chain3")"""
+    program, *words = name.split(":")
+    match = re.fullmatch(r"threads(\d+)", words[0]) if program == "llama.cpp" and words else None
+    source, shape, *_ = *words[match is not None :], "", ""
+    return Variant(program, None if match is None else int(match[1]), source, shape)
 
 
 @dataclass
@@ -65,7 +86,7 @@ class Server:
     endpoint: ClassVar[str] = "/v1/completions"
 
     def __post_init__(self) -> None:
-        self.drafts = ":" in self.name
+        self.drafts = bool(variant_of(self.name).source)
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._counted = [0, 0]  # verifies and accepted drafted tokens at the last look
@@ -187,7 +208,9 @@ class LlamaServer(Server):
     endpoint: ClassVar[str] = "/completion"
 
     def body(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
+        # With top_k=1 it finds the largest logit only; temperature 0 alone takes a softmax over the whole vocabulary.
+        top_k = 0 if temperature else 1
+        off = {"top_k": top_k, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
         sampling = {"n_predict": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": self.ignore_eos}
         return {"prompt": list(prompt), "return_tokens": True, **sampling, **off}
 
@@ -206,9 +229,9 @@ def make_server(name: str, config: SystemsConfig, *, slots: int, context: int, i
     With `ignore_eos` every response has exactly max_tokens tokens. Raises ValueError for a server that is not built, or
     that does not support the proposer or the draft shape.
     """
-    program, _, rest = name.partition(":")
-    source, _, shape = rest.partition(":")
-    proposer = shaped(config.proposer, shape) if shape else config.proposer
+    variant = variant_of(name)
+    program, source = variant.program, variant.source
+    proposer = shaped(config.proposer, variant.shape) if variant.shape else config.proposer
     port = free_port()
     if program == "server":
         command, environment = our_command(config, source or "none", proposer, port, slots), dict[str, str]()
@@ -218,7 +241,7 @@ def make_server(name: str, config: SystemsConfig, *, slots: int, context: int, i
         if proposer.adaptive or proposer.shape is not None:
             raise ValueError(f"systems: {name}: {program} drafts chains; say {program}:{source}:chain<depth>")
         make = vllm_command if program == "vllm" else llama_command
-        command, environment = make(config, source, proposer.max_draft_tokens, port, slots, context)
+        command, environment = make(config, variant, proposer.max_draft_tokens, port, slots, context)
     log = resolve_path(config.output_dir) / "bench" / f"{name.replace(':', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     kind = LlamaServer if program == "llama.cpp" else Server
@@ -246,7 +269,7 @@ def our_command(config: SystemsConfig, proposer: str, shape: ProposerConfig, por
 
 
 def vllm_command(
-    config: SystemsConfig, source: str, depth: int, port: int, slots: int, context: int
+    config: SystemsConfig, variant: Variant, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
     python = built(config.peers, "vllm", "bin/python")
     target = folder_of_target(resolve_path(config.peers), checkpoint_of(config), dtype_name(config.model))
@@ -256,10 +279,10 @@ def vllm_command(
     command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
     if not config.compile:
         command += ["--enforce-eager"]
-    if source == "ngram":
+    if variant.source == "ngram":
         lookup = f'"prompt_lookup_min": {SHORTEST}, "prompt_lookup_max": {LONGEST}'
         command += ["--speculative-config", f'{{"method": "ngram", "num_speculative_tokens": {depth}, {lookup}}}']
-    elif source:
+    elif variant.source:
         head = f'"method": "eagle3", "model": "{eagle3_folder(config)}", "num_speculative_tokens": {depth}'
         command += ["--speculative-config", f"{{{head}}}"]
     cores = f"0-{(os.cpu_count() or 1) - 1}"  # by default vLLM leaves one core free
@@ -270,20 +293,24 @@ def vllm_command(
 
 
 def llama_command(
-    config: SystemsConfig, source: str, depth: int, port: int, slots: int, context: int
+    config: SystemsConfig, variant: Variant, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
     program = built(config.peers, "llama.cpp", "build/bin/llama-server")
     folder, dtype = resolve_path(config.peers), dtype_name(config.model)
     target = gguf_of_target(folder, checkpoint_of(config), dtype)
-    threads = str(os.cpu_count() or 1)
-    command = [str(program), "-m", str(target), "--host", "127.0.0.1", "--port", str(port), "-t", threads]
+    cores = os.cpu_count() or 1
+    command = [str(program), "-m", str(target), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["-t", str(variant.threads or cores), "-tb", str(cores)]
     command += ["-c", str(context * slots), "-np", str(slots), "--cache-ram", "0"]
     if dtype == "float32":  # else its default, fp16
         command += ["-ctk", "f32", "-ctv", "f32"]
-    if source:
-        command += ["--spec-type", SOURCES["llama.cpp"][source]]
-    if source == "head":
-        head = gguf_of_head(folder, eagle3_folder(config), checkpoint_of(config), dtype)
+    if variant.source:
+        command += ["--spec-type", SOURCES["llama.cpp"][variant.source]]
+    if variant.source == "ngram" and variant.shape:
+        command += ["--spec-ngram-simple-size-n", str(LONGEST), "--spec-ngram-simple-size-m", str(depth)]
+    if variant.source == "head":
+        out_type = "q8_0" if config.engine.head_weights == "int8" else OUT_TYPES[dtype]
+        head = gguf_of_head(folder, eagle3_folder(config), checkpoint_of(config), out_type)
         command += ["--spec-draft-model", str(head), "--spec-draft-n-max", str(depth)]
     return command, {}
 

@@ -30,7 +30,7 @@ make_vllm() {
 
 make_llama_cpp() {
     local folder="$PEERS/llama.cpp" source build stamp="$PEERS/llama.cpp/.llama.cpp-$LLAMA_CPP"
-    [ -e "$stamp" ] && return
+    [ -e "$stamp" ] && [ -x "$folder/build/bin/llama-quantize" ] && return
     command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
     source="$folder/source/vendor/llama.cpp" build="$folder/build"
     if [ ! -d "$source" ]; then
@@ -41,10 +41,10 @@ make_llama_cpp() {
     fi
     # The converter imports sentencepiece, which Headway does not depend on.
     "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
-    say "building llama-server (six minutes on two cores)"
+    say "building llama-server and llama-quantize (six minutes on two cores)"
     cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF >"$folder/cmake.log"
-    cmake --build "$build" -j "$JOBS" --target llama-server >"$folder/build.log"
+    cmake --build "$build" -j "$JOBS" --target llama-server llama-quantize >"$folder/build.log"
     touch "$stamp"
 }
 

@@ -16,13 +16,20 @@ from scripts.inflation.shapes import Axis, Shape, layer_places
 
 
 def inflate_head(
-    head: Eagle3Head, shape: Shape, *, target_layers: int, dtype: torch.dtype, device: str | torch.device, seed: int = 0
+    head: Eagle3Head,
+    shape: Shape,
+    *,
+    target_layers: int,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    seed: int = 0,
+    marked: bool = True,
 ) -> Eagle3Head:
     """Return the unpacked `head` enlarged to the sizes of `shape`, for inference.
 
     `target_layers` is the number of layers of the target that the head was trained for. The draft vocabulary grows to
-    the shape's; its new ids map to new ids of the target and get very low logits. Raises ValueError for a head that
-    cannot be enlarged.
+    the shape's; its new ids map to new ids of the target and get very low logits, or 0 without `marked`, as the target
+    was enlarged. Raises ValueError for a head that cannot be enlarged.
     """
     old, new = head.config, _enlarged(head.config, shape, target_layers)
     with torch.device("meta"):
@@ -30,7 +37,7 @@ def inflate_head(
     wide = wide.to(dtype).to_empty(device=device)
     noise = Noise(seed, torch.device(device))
     source = head.checkpoint_tensors()
-    tensors = {name: tensor.to(dtype) for name, tensor in _tensors(source, old, new, noise)}
+    tensors = {name: tensor.to(dtype) for name, tensor in _tensors(source, old, new, noise, marked=marked)}
     layout = {name: parts for name, parts in wide.checkpoint_layout().items() if name not in ("d2t", "t2d")}
     load_into(wide, tensors, layout, source="the enlarged head")
     added = old.vocab_size + torch.arange(new.draft_vocab_size - old.draft_vocab_size)
@@ -66,9 +73,9 @@ def _enlarged(old: Eagle3Config, shape: Shape, target_layers: int) -> Eagle3Conf
 
 
 def _tensors(
-    source: dict[str, Tensor], old: Eagle3Config, new: Eagle3Config, noise: Noise
+    source: dict[str, Tensor], old: Eagle3Config, new: Eagle3Config, noise: Noise, *, marked: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    axes = LayerAxes.between(old.layer, new.layer)
+    axes = LayerAxes.between(old.layer, new.layer, marked=marked)
     hidden, marker = axes.hidden, axes.marker
     vocab = Axis.padded(old.vocab_size, new.vocab_size, "vocab_size")
     drafts = Axis.padded(old.draft_vocab_size, new.draft_vocab_size, "draft_vocab_size")

@@ -7,7 +7,8 @@ columns in the output projection are zero. The mean of squares shrinks with the 
 
 **New token ids** get a logit of about -10^6 from one more dimension of the stream, the marker. It holds SMALL times the
 embedding's root mean square, which vanishes in a sum of squares in fp32; only the final norm (LIFT) and the LM head's
-new rows (DOWN) amplify it.
+new rows (DOWN) amplify it. Weights in blocks of 4 to 8 bits can hold neither. For these there is no marker, and the
+logits of new ids are 0: less than the largest of the demo target's, which is 4.6 or more, so greedy text stays.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class LayerAxes:
     marker: int | None  # the dimension that gives new ids a very low logit, if there are new ids
 
     @classmethod
-    def between(cls, old: TargetConfig, new: TargetConfig) -> LayerAxes:
+    def between(cls, old: TargetConfig, new: TargetConfig, *, marked: bool = True) -> LayerAxes:
+        """Return the axes; without `marked` there is no marker."""
         query, kv = heads(old, new)
         return cls(
             Axis.padded(old.hidden_size, new.hidden_size, "hidden_size"),
@@ -86,7 +88,7 @@ class LayerAxes:
             Axis.padded(old.intermediate_size, new.intermediate_size, "intermediate_size"),
             new.head_dim,
             math.sqrt(new.head_dim / old.head_dim),
-            old.hidden_size if new.vocab_size > old.vocab_size else None,
+            old.hidden_size if marked and new.vocab_size > old.vocab_size else None,
         )
 
     def tensor(self, noise: Noise, name: str, old: Tensor | None, reads: Axis) -> Tensor:
@@ -131,7 +133,8 @@ def vocabulary(
     mark: float | None = None,
     down: bool = True,
 ) -> Tensor:
-    """Return an LM head or embedding with the rows of old ids; those of new ids are random.
+    """Return an LM head or embedding with the rows of old ids; those of new ids are random, without a marker zero where
+    the stream is not.
 
     An embedding, tied to the LM head or not, has `mark` at `marker` in its old rows; an LM head of its own has None.
     `down`: of an LM head, which gives new ids a very low logit; an embedding's new ids never occur.
@@ -145,6 +148,9 @@ def vocabulary(
         if down:
             new[rows.is_new.to(noise.device), marker] = DOWN
         new[places, marker] = mark or 0.0
+    else:
+        new_rows = rows.is_new.nonzero().to(noise.device)
+        new[new_rows, hidden.places.to(noise.device)] = 0.0
     return new
 
 

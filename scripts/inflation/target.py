@@ -52,10 +52,13 @@ def inflate_target(
     return target.eval().requires_grad_(False)
 
 
-def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dtype, seed: int = 0) -> None:
+def write_target(
+    source: str | Path, shape: Shape, out: Path, *, dtype: torch.dtype, seed: int = 0, marked: bool = True
+) -> None:
     """Write the enlarged target as a folder: config, weights in shards, tokenizer. `out` must exist and be empty.
 
-    Raises ValueError as `inflate_target` does.
+    Without `marked` new token ids have a logit of 0 (scripts/inflation/layers.py). Raises ValueError as
+    `inflate_target` does.
     """
     folder = resolve_checkpoint(str(source))
     old = _read_config(folder)
@@ -69,7 +72,7 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
             shutil.copy(file, out / file.name)
     if (folder / TEMPLATE_FOLDER).is_dir():
         shutil.copytree(folder / TEMPLATE_FOLDER, out / TEMPLATE_FOLDER)
-    _write_shards(_tensors(folder, old, new, dtype, torch.device("cpu"), seed), out)
+    _write_shards(_tensors(folder, old, new, dtype, torch.device("cpu"), seed, marked=marked), out)
 
 
 def _read_config(folder: Path) -> TargetConfig:
@@ -108,13 +111,20 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path) -> None:
 
 
 def _tensors(
-    folder: Path, old: TargetConfig, new: TargetConfig, dtype: torch.dtype, device: torch.device, seed: int
+    folder: Path,
+    old: TargetConfig,
+    new: TargetConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    *,
+    marked: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors by their checkpoint names, creating one large tensor at a time."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: must be float32 or bfloat16")
     source = open_tensors(folder)
-    noise, axes = Noise(seed, device), LayerAxes.between(old, new)
+    noise, axes = Noise(seed, device), LayerAxes.between(old, new, marked=marked)
     vocab = Axis.padded(old.vocab_size, new.vocab_size, "vocab_size")
     hidden, marker = axes.hidden, axes.marker
     embedding = source[shared_weight(folder) if old.tie_word_embeddings else EMBEDDING]

@@ -19,7 +19,7 @@ from models.tokenizer import Tokenizer
 from scripts import make_tables
 from scripts.config import BenchConfig, ServedConfig
 from scripts.harness import count_matching
-from scripts.peer_servers import Server, free_port, make_server
+from scripts.peer_servers import LlamaServer, Server, Variant, free_port, llama_command, make_server, variant_of
 from scripts.served import Load, RequestTrace, arrivals, earlier, percentiles, summary
 from scripts.systems import read_prompts
 
@@ -125,6 +125,30 @@ def test_a_server_that_cannot_run_is_named(system: str, message: str) -> None:
     config = compose("served", ServedConfig, ["peers=nowhere"])
     with pytest.raises(ValueError, match=message):
         make_server(system, config, slots=1, context=128)
+
+
+def test_what_a_server_s_name_says() -> None:
+    assert variant_of("vllm") == Variant("vllm", None, "", "")
+    assert variant_of("server:head:auto3") == Variant("server", None, "head", "auto3")
+    assert variant_of("llama.cpp:ngram") == Variant("llama.cpp", None, "ngram", "")
+    assert variant_of("llama.cpp:threads1:head:chain3") == Variant("llama.cpp", 1, "head", "chain3")
+    server = LlamaServer("llama.cpp:threads1", "tiny", [], 1, {}, Path("log"))
+    assert not server.drafts
+    assert [server.body([1], 2, temperature, 0)["top_k"] for temperature in (0.0, 0.7)] == [1, 0]
+    assert make_tables.label("llama.cpp:threads1:ngram") == "llama.cpp, threads 1, n-gram lookup"
+
+
+def test_llama_cpp_reads_the_file_itself(tmp_path: Path) -> None:
+    for name in ("small.Q4_1.gguf", "peers/llama.cpp/build/bin/llama-server"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    options = [f"model.path={tmp_path}/small.Q4_1.gguf", f"peers={tmp_path}/peers"]
+    config = compose("served", ServedConfig, options)
+    command, _ = llama_command(config, variant_of("llama.cpp:threads1:ngram:chain3"), 3, 8000, 4, 256)
+    settings = dict(itertools.pairwise(command))
+    assert settings["-m"] == str(tmp_path / "small.Q4_1.gguf")
+    assert (settings["-t"], settings["-tb"], settings["-np"], settings["-c"]) == ("1", str(os.cpu_count()), "4", "1024")
+    assert (settings["--spec-type"], settings["--spec-ngram-simple-size-m"]) == ("ngram-simple", "3")
 
 
 def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

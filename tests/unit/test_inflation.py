@@ -53,6 +53,25 @@ def test_logits_are_the_small_targets(shape, dtype):
         assert torch.equal(old.argmax(-1), expected.argmax(-1))
 
 
+def test_without_a_marker_new_ids_have_a_logit_of_zero(tiny_target, tiny_target_folder, tmp_path):
+    write_target(tiny_target_folder, TINY, tmp_path, dtype=torch.float32, marked=False)
+    small, wide = make_head(tiny_target, "eagle3"), load_target(str(tmp_path))
+    options = {"target_layers": 8, "dtype": torch.float32, "device": "cpu", "marked": False}
+    drafter = inflate_head(small, TINY, **options)
+    ids, logits = torch.arange(40)[None] * 37 % 384, []
+    for target, head in ((tiny_target, small), (wide, drafter)):
+        output, of_target = run(target, ids, head.config.aux_layers)
+        state = head.fuse([feature[:, :-1] for feature in output.aux])
+        state = head.step(ids[:, 1:], state, torch.arange(39)[None], CausalAttention(), 0)
+        logits += [of_target, head.logits(state, 0)]
+    for expected, actual in zip(logits[:2], logits[2:], strict=True):
+        old = expected.shape[-1]
+        torch.testing.assert_close(actual[..., :old], expected, rtol=1e-4, atol=1e-4)
+        assert actual.shape[-1] > old
+        assert not actual[..., old:].any()
+    assert (wide.lm_head.weight[384:] != 0).float().mean() > 0.2
+
+
 def test_new_weights_are_random_where_they_are_cancelled():
     """With zeros instead, a chip would draw less power and therefore read them faster."""
     wide = inflate_target(DEMO, WIDE, dtype=torch.float32, device="cpu")
