@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS
+from kernels.blocks import BLOCK, FORMATS, damage
 from kernels.cpu.declarations import fields
 from kernels.cpu.library import address, library, threads
 from kernels.cpu.linear import PANEL, Segment
@@ -87,9 +87,6 @@ def _segment(parts: Sequence[BlockRows]) -> Segment:
             )
         )
         if (worst := int(damaged.max())) >= 0:
-            raise ValueError(
-                f"{part.source}: damaged: the {name} block at byte {part.offset + worst * BLOCK_BYTES[name]:,} has a "
-                "scale that is no finite number; copy or download the file again"
-            )
+            raise damage(part, worst)
         first += part.count
     return Segment(words, scale, outputs, storage.group, storage.weight_format, storage.scales)
