@@ -167,12 +167,13 @@ void blocks_pack(blocks_args *a) {
 void blocks_gather(const linear_args *a, const int64_t *ids, int64_t count, void *out) {
     int format = a->format, held = held_by(format), unit = unit_weights(format);
     int64_t groups = a->inputs / a->group, units = a->group / unit;
-    float buffer[SCALE_BATCH * 2 * PANEL], row[LARGEST_BLOCK];
+    int64_t batch = scale_batch(a->scales);
+    float buffer[SCALE_FLOATS], row[LARGEST_BLOCK];
     for (int64_t r = 0; r < count; r++) {
         int64_t panel = ids[r] / PANEL, lane = ids[r] % PANEL;
         const uint32_t *words = a->words + panel * groups * units * unit_words(format) * PANEL + lane;
         for (int64_t g = 0; g < groups; g++) {
-            int64_t first = g - g % SCALE_BATCH, count = groups - first < SCALE_BATCH ? groups - first : SCALE_BATCH;
+            int64_t first = g - g % batch, count = groups - first < batch ? groups - first : batch;
             if (g == first) load_scales(a, panel, first, count, buffer);
             const float *scale = buffer + (g - first) * scale_step(a->scales) + lane;
             float offset = has_offsets(a->scales) ? scale[PANEL] : 0.0f;

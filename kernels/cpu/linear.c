@@ -10,6 +10,13 @@
 #include "threads.h"
 #include "widen.h"
 
+typedef uint32_t quad __attribute__((vector_size(16)));
+#ifdef __clang__
+#define TAKE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TAKE(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
+#endif
+
 #define WIDE_ROWS 12 /* of a tile: their sums fit the registers, and one pass over the weights is enough */
 
 INLINE void answer_kind(
@@ -47,6 +54,31 @@ void linear_answer(const linear_args *a, int64_t row, int64_t panel, int64_t row
         answer_kind(a, row, panel, rows, sums, WIDE_VECTORS, FLOAT32);
     else
         answer_kind(a, row, panel, rows, sums, WIDE_VECTORS, BFLOAT16);
+}
+
+/* Words that four rows have for four steps, row by row -> step by step. */
+INLINE void transpose(quad *q) {
+    quad a = TAKE(q[0], q[1], 0, 4, 1, 5), b = TAKE(q[2], q[3], 0, 4, 1, 5);
+    quad c = TAKE(q[0], q[1], 2, 6, 3, 7), d = TAKE(q[2], q[3], 2, 6, 3, 7);
+    q[0] = TAKE(a, b, 0, 1, 4, 5), q[1] = TAKE(a, b, 2, 3, 6, 7);
+    q[2] = TAKE(c, d, 0, 1, 4, 5), q[3] = TAKE(c, d, 2, 3, 6, 7);
+}
+
+void pack_tile(const uint32_t *x, int64_t rows, int64_t places, int64_t steps, uint32_t *to) {
+    for (int64_t first = 0; first < steps; first += BLOCK) {
+        int64_t end = first + BLOCK < steps ? first + BLOCK : steps;
+        int64_t row = 0;
+        for (; row + 4 <= places; row += 4)
+            for (int64_t k = first; k < end; k += 4) {
+                quad q[4] = {{0}};
+                for (int r = 0; r < 4; r++)
+                    if (row + r < rows) memcpy(&q[r], x + (row + r) * steps + k, sizeof *q);
+                transpose(q);
+                for (int i = 0; i < 4; i++) memcpy(to + (k + i) * places + row, &q[i], sizeof *q);
+            }
+        for (; row < places; row++)
+            for (int64_t k = first; k < end; k++) to[k * places + row] = row < rows ? x[row * steps + k] : 0;
+    }
 }
 
 /* sums[r][v] += the dot products of the pair x[r] and the pairs w[v]. */

@@ -4,33 +4,43 @@
  * The sum of an output runs along K in the same order for any number of rows: within each group of weights that share a
  * scale, from first to last; then over the groups, each group's sum times its scale, followed by the group's sum of x
  * times its offset, if there are any.
+ *
+ * Rows are computed in tiles. A batch of groups is read for all of the tiles before the next batch, so that its weights
+ * and scales stay in cache. Within a batch a tile's totals are in registers beside the sums of a group if they fit: a store takes
+ * Zen 4 longer than two multiplications.
  */
 #include "linear_narrow.h"
 #include "scales.h"
 #include "widen.h"
 
-/* Most rows of a tile. Their sums for two vectors of outputs fit the registers, those of FEW_ROWS for four. A weight is
- * widened once for each tile. */
 #ifdef __AVX512F__
-#define TILE_ROWS 12
-#define FEW_ROWS 6
+#define TILE_ROWS 12 /* most rows of a tile; a weight is widened once for each tile */
 #else
 #define TILE_ROWS 2
-#define FEW_ROWS 1
 #endif
+#define BATCH_WEIGHTS 256 /* most weights of an output in a batch, unless a group is larger */
 #define ALIGNED __attribute__((aligned(64)))
 
-/* Sums of x over each group, `[rows, groups]`, for layers with offsets. */
-static void group_sums(const linear_args *a, int64_t row, int64_t rows, float *to) {
+/* Return for how many vectors of outputs the sums of a tile fit the registers; where its totals do not, the compiler keeps
+ * them on the stack. */
+INLINE int vectors_at_once(int places, int format) {
+    if (TILE_ROWS == 2) return places == 1 ? 4 : 2;
+    if (places > 4) return places == 12 || (places == 8 && format == INT8) ? 1 : 2; /* INT8 is widened by constants */
+    return 4;
+}
+
+/* Sums of x over each group, `[groups, places]` for a tile of rows, for layers with offsets. */
+static void group_sums(const linear_args *a, int64_t row, int64_t rows, int64_t places, float *to) {
     int64_t groups = a->inputs / a->group;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t g = 0; g < groups; g++) {
-            vec sum = splat(0.0f);
-            for (int64_t k = 0; k < a->group; k += LANES) {
-                int64_t place = (row + r) * a->inputs + g * a->group + k;
-                sum += a->x_kind == FLOAT32 ? load(a->x, place, FLOAT32) : load(a->x, place, BFLOAT16);
-            }
-            to[r * groups + g] = sum_lanes(sum);
+    for (int64_t r = 0; r < places; r++)
+        for (int64_t first = 0; first < groups; first += LANES) {
+            int64_t count = groups - first < LANES ? groups - first : LANES, k = (row + r) * a->inputs + first * a->group;
+            vec sums[LANES] = {{0}};
+            for (int64_t g = 0; r < rows && g < count; g++)
+                for (int64_t end = k + a->group; k < end; k += LANES)
+                    sums[g] += a->x_kind == FLOAT32 ? load(a->x, k, FLOAT32) : load(a->x, k, BFLOAT16);
+            vec all = sum_lanes_of_each(sums);
+            for (int64_t g = 0; g < count; g++) to[(first + g) * places + r] = all[g];
         }
 }
 
@@ -70,53 +80,92 @@ INLINE void add_pieces(vec *part, const piece *words, const uint32_t *x, int pla
     }
 }
 
-/* A tile of rows: x as pack_tile packs it, `x_sums` `[places, groups]` or null, and `totals` `[places, 64]`. */
+/* A tile of `places` rows, and the groups of a panel from `first` to `end`, exclusive, that are added to `totals`
+ * `[places, 64]`; they start at zero if `first` is 0. x is as pack_tile packs it, `x_sums` `[groups, places]` is read only
+ * if there are offsets, and `scale` is what load_scales returns. With `fetches`, the next groups' weights are prefetched. */
 typedef struct {
     const uint32_t *x;
-    const float *x_sums;
+    const float *x_sums, *scale;
     float *totals;
+    int64_t first, end, fetches;
 } row_tile;
 
-/* Compute a panel's sums for a tile of `places` rows. */
-INLINE void sum_tile(const linear_args *a, int64_t panel, const row_tile *t, int places, int format, int x_kind) {
-    int vectors = places > FEW_ROWS ? VECTORS / 2 : VECTORS;
-    int64_t groups = a->inputs / a->group, unit = unit_weights(format), step = scale_step(a->scales);
-    int64_t piece_words = held_by(format) / (x_kind == BFLOAT16 ? 2 : 1) * places, units = a->group / unit;
-    const uint32_t *words = a->words + panel * (a->inputs / unit) * unit_words(format) * PANEL, *x = t->x;
-    float buffer[SCALE_BATCH * 2 * PANEL] ALIGNED;
-    const float *scale = buffer;
-    memset(t->totals, 0, places * PANEL * sizeof(float));
-    for (int64_t g = 0; g < groups; g++, scale += step) {
-        if (g % SCALE_BATCH == 0)
-            scale = load_scales(a, panel, g, groups - g < SCALE_BATCH ? groups - g : SCALE_BATCH, buffer);
-#pragma GCC unroll 1
-        for (int first = 0; first < PANEL; first += vectors * LANES) {
-            vec part[2 * TILE_ROWS];
+/* part[r][v] = the sums of a group over `units` of weights. While they are read, those `ahead` words on are prefetched. */
+INLINE void sum_group(
+    vec *part, const uint32_t *words, const uint32_t *x, int64_t units, int64_t ahead, int places, int vectors, int format,
+    int x_kind
+) {
+    int64_t piece_words = held_by(format) / (x_kind == BFLOAT16 ? 2 : 1) * places;
 #pragma GCC unroll 24
-            for (int i = 0; i < places * vectors; i++) part[i] = splat(0.0f);
-            const uint32_t *own = words + first, *x_own = x;
+    for (int i = 0; i < places * vectors; i++) part[i] = splat(0.0f);
 #pragma GCC unroll 1
-            for (int64_t u = 0; u < units; u++, own += unit_words(format) * PANEL)
+    for (int64_t u = 0; u < units; u++, words += unit_words(format) * PANEL) {
+        piece pieces[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) pieces[v].upper = load_upper(words + v * LANES, PANEL, format);
 #pragma GCC unroll 1
-                for (int index = 0; index < low_words(format); index++, x_own += piece_words) {
-                    piece pieces[VECTORS];
+        for (int index = 0; index < low_words(format); index++, x += piece_words) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < vectors; v++) pieces[v] = load_piece(own + v * LANES, PANEL, index, format);
-                    add_pieces(part, pieces, x_own, places, vectors, format, x_kind);
-                }
-#pragma GCC unroll 12
-            for (int r = 0; r < places; r++)
+            for (int v = 0; v < vectors; v++) {
+                const uint32_t *own = words + v * LANES + index * PANEL;
+                pieces[v].low = load_words(own);
+                if (vectors < VECTORS) /* else the panel is read line by line */
+                    __builtin_prefetch(own + ahead, 0, 2);
+                else if (upper_bits(format)) /* or almost */
+                    __builtin_prefetch(own + 2 * unit_words(format) * PANEL, 0, 3);
+            }
+            add_pieces(part, pieces, x, places, vectors, format, x_kind);
 #pragma GCC unroll 4
-                for (int v = 0; v < vectors; v++) {
-                    float *to = t->totals + r * PANEL + first + v * LANES;
-                    vec total = load_f32(to);
-                    total += part[r * vectors + v] * load_f32(scale + first + v * LANES);
-                    if (t->x_sums) total += t->x_sums[r * groups + g] * load_f32(scale + PANEL + first + v * LANES);
-                    store_f32(to, total);
-                }
+            for (int v = 0; v < vectors; v++) pieces[v].upper >>= 4 * upper_bits(format);
         }
-        words += units * unit_words(format) * PANEL;
-        x += units * low_words(format) * piece_words;
+    }
+}
+
+/* total[r][v] += part[r][v] times `unit` and the scales, then, with `offsets`, the sums of x times those. */
+INLINE void add_group(
+    vec *total, const vec *part, const float *scale, const float *x_sums, float unit, int places, int vectors, int offsets
+) {
+#pragma GCC unroll 12
+    for (int r = 0; r < places; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vec sum = total[r * vectors + v] + part[r * vectors + v] * (load_f32(scale + v * LANES) * unit);
+            if (offsets) sum += x_sums[r] * load_f32(scale + PANEL + v * LANES);
+            total[r * vectors + v] = sum;
+        }
+}
+
+INLINE void sum_tile(
+    const linear_args *a, int64_t panel, const row_tile *t, int places, int format, int offsets, int x_kind
+) {
+    int vectors = vectors_at_once(places, format);
+    int64_t units = a->group / unit_weights(format), group_words = units * unit_words(format) * PANEL;
+    int64_t ahead = t->fetches ? (t->end - t->first) * group_words : 0;
+    int64_t group_steps = a->group / (x_kind == BFLOAT16 ? 2 : 1);
+    const uint32_t *panel_words = a->words + panel * (a->inputs / a->group) * group_words;
+    float unit = x_kind == BFLOAT16 ? pair_unit(format) : 1.0f;
+#pragma GCC unroll 1
+    for (int first = 0; first < PANEL; first += vectors * LANES) {
+        const uint32_t *words = panel_words + t->first * group_words + first, *x = t->x + t->first * group_steps * places;
+        const float *scale = t->scale + first, *x_sums = t->x_sums + t->first * places;
+        float *totals = t->totals + first;
+        vec total[2 * TILE_ROWS], part[2 * TILE_ROWS];
+#pragma GCC unroll 12
+        for (int r = 0; r < places; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                total[r * vectors + v] = t->first ? load_f32(totals + r * PANEL + v * LANES) : splat(0.0f);
+#pragma GCC unroll 1
+        for (int64_t g = t->first; g < t->end; g++) {
+            sum_group(part, words, x, units, ahead, places, vectors, format, x_kind);
+            add_group(total, part, scale, x_sums, unit, places, vectors, offsets);
+            words += group_words, x += group_steps * places, x_sums += places;
+            scale += offsets ? 2 * PANEL : PANEL;
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < places; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) store_f32(totals + r * PANEL + v * LANES, total[r * vectors + v]);
     }
 }
 
@@ -133,14 +182,15 @@ INLINE void sum_tile(const linear_args *a, int64_t panel, const row_tile *t, int
 #define EACH_SINGLE(each, ...) each(1, __VA_ARGS__) each(2, __VA_ARGS__)
 #endif
 #define FITS(size, rows) if (rows <= size) return size;
-#define SIZE_CASE(size, format, x_kind) case size: sum_tile(a, panel, t, size, format, x_kind); break;
-#define CASE(format, x_kind, each_size) \
-    case format * 2 + x_kind: \
-        switch (places) { each_size(SIZE_CASE, format, x_kind) } \
+#define SIZE_CASE(size, format, offsets, x_kind) case size: sum_tile(a, panel, t, size, format, offsets, x_kind); break;
+#define CASE(format, offsets, x_kind, each_size) \
+    case (format * 2 + offsets) * 2 + x_kind: \
+        switch (places) { each_size(SIZE_CASE, format, offsets, x_kind) } \
         break;
 #define CASES(x_kind, each_size) \
-    CASE(INT4, x_kind, each_size) CASE(UINT4, x_kind, each_size) CASE(INT5, x_kind, each_size) \
-    CASE(UINT5, x_kind, each_size) CASE(INT6, x_kind, each_size) CASE(INT8, x_kind, each_size) CASE(FP8, x_kind, each_size)
+    CASE(INT4, 0, x_kind, each_size) CASE(INT4, 1, x_kind, each_size) CASE(UINT4, 1, x_kind, each_size) \
+    CASE(INT5, 0, x_kind, each_size) CASE(UINT5, 1, x_kind, each_size) CASE(INT6, 0, x_kind, each_size) \
+    CASE(INT8, 0, x_kind, each_size) CASE(INT8, 1, x_kind, each_size) CASE(FP8, 0, x_kind, each_size)
 
 static int64_t places_for(int64_t rows, int64_t x_kind) {
 #ifdef __AVX512BF16__
@@ -151,7 +201,7 @@ static int64_t places_for(int64_t rows, int64_t x_kind) {
 }
 
 static void panel_sums(const linear_args *a, int64_t panel, const row_tile *t, int64_t places) {
-    switch (a->format * 2 + a->x_kind) {
+    switch ((a->format * 2 + has_offsets(a->scales)) * 2 + a->x_kind) { /* every pair of format and scales that is packed */
         CASES(FLOAT32, EACH_SINGLE)
 #ifdef __AVX512BF16__
         CASES(BFLOAT16, EACH_PAIRED)
@@ -161,23 +211,28 @@ static void panel_sums(const linear_args *a, int64_t panel, const row_tile *t, i
 
 void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
     int64_t steps = a->inputs / (a->x_kind == BFLOAT16 ? 2 : 1), groups = a->inputs / a->group;
+    int64_t fitting = a->group < BATCH_WEIGHTS ? BATCH_WEIGHTS / a->group : 1, most = scale_batch(a->scales);
+    int64_t batch = fitting < most ? fitting : most;
     uint32_t *scratch = a->scratch + self * scratch_rows(a) * a->scratch_words;
     float *x_sums = (float *)(scratch + scratch_rows(a) * steps), totals[PACKED_ROWS * PANEL] ALIGNED;
+    float buffer[SCALE_FLOATS] ALIGNED;
     for (int64_t row = 0, rows; row < a->rows; row += rows) {
         rows = a->rows - row < PACKED_ROWS ? a->rows - row : PACKED_ROWS;
         const uint32_t *x = (const uint32_t *)a->x + row * steps;
-        if (rows > 1) {
-            for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-                int64_t count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS;
-                pack_tile(x + r * steps, count, places_for(count, a->x_kind), steps, scratch + r * steps);
-            }
-            x = scratch;
+        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+            int64_t count = rows - r < TILE_ROWS ? rows - r : TILE_ROWS, places = places_for(count, a->x_kind);
+            if (rows > 1) pack_tile(x + r * steps, count, places, steps, scratch + r * steps);
+            if (has_offsets(a->scales)) group_sums(a, row + r, count, places, x_sums + r * groups);
         }
-        if (has_offsets(a->scales)) group_sums(a, row, rows, x_sums);
+        if (rows > 1) x = scratch;
         for (int64_t panel = first; panel < end; panel++) {
-            for (int64_t r = 0; r < rows; r += TILE_ROWS) {
-                row_tile t = {x + r * steps, has_offsets(a->scales) ? x_sums + r * groups : 0, totals + r * PANEL};
-                panel_sums(a, panel, &t, places_for(rows - r, a->x_kind));
+            for (int64_t g = 0, next; g < groups; g = next) {
+                next = g + batch < groups ? g + batch : groups;
+                const float *scale = load_scales(a, panel, g, next - g, buffer);
+                for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+                    row_tile t = {x + r * steps, x_sums + r * groups, scale, totals + r * PANEL, g, next, r == 0};
+                    panel_sums(a, panel, &t, places_for(rows - r, a->x_kind));
+                }
             }
             linear_answer(a, row, panel, rows, totals, VECTORS);
         }

@@ -98,29 +98,6 @@ static void wide_share(const linear_args *a, int64_t first_panel, int64_t end_pa
     }
 }
 
-/* int8 is widened to 2^24 times its value, a byte above three zero bytes, which fp32 represents just as exactly. */
-#define UNIT(format) ((format) == INT8 ? 0x1p-24f : 1.0f)
-
-/* Return the indices of a byte shuffle: each word's four bytes become its bytes a, b, c and d; NONE becomes zero. */
-#define NONE 0x80
-INLINE __m512i from_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    __m128i words = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0); /* indices count within four words */
-    return _mm512_add_epi8(_mm512_set1_epi32((int)(a | b << 8 | c << 16 | d << 24)), _mm512_broadcast_i32x4(words));
-}
-
-INLINE __m512 raised(__m512i words, int byte) {
-    if (byte == 0) return _mm512_cvtepi32_ps(_mm512_slli_epi32(words, 24));
-    if (byte == 3) return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xff000000)));
-    return _mm512_cvtepi32_ps(_mm512_shuffle_epi8(words, from_bytes(NONE, NONE, NONE, (uint32_t)byte)));
-}
-
-/* Return what widen_pair does, times 1 / UNIT. Shifts wait for one port, so bytes are shuffled if that is as good. */
-INLINE __m512i raised_pair(uvec words, int place, int format) {
-    if (format != INT8) return (__m512i)widen_pair((piece){words}, place, format);
-    __m512i low = (__m512i)raised((__m512i)words, place / 2), high = (__m512i)raised((__m512i)words, place / 2 + 2);
-    return _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, from_bytes(2, 3, NONE, NONE));
-}
-
 /* Widen `count` words along K of a panel -> `to` `[count * weights per word / 2, 64]`, words of two bf16 each. Prefetch
  * the `count` words after them. */
 INLINE void widen_piece(const uint32_t *words, int64_t count, int format, uint32_t *to) {
@@ -129,7 +106,7 @@ INLINE void widen_piece(const uint32_t *words, int64_t count, int format, uint32
             uvec word = load_words(words + v * LANES);
             __builtin_prefetch(words + count * PANEL + v * LANES, 0, 2);
             for (int place = 0; place < held_by(format); place += 2) {
-                __m512i pair = raised_pair(word, place, format);
+                __m512bh pair = widen_pair((piece){word}, place, format);
                 memcpy(to + (i * held_by(format) + place) / 2 * PANEL + v * LANES, &pair, sizeof pair);
             }
         }
@@ -203,7 +180,7 @@ INLINE void narrow_share(const linear_args *a, int64_t first_panel, int64_t end_
                     }
                     COMPILED_BEFORE();
                 }
-                add_group(sums, scale, UNIT(format), rows, totals, group > 0);
+                add_group(sums, scale, pair_unit(format), rows, totals, group > 0);
             }
             linear_answer(a, begin, panel, rows, totals, VECTORS);
         }

@@ -15,14 +15,9 @@
 
 INLINE int64_t part(int64_t total, int64_t index, int64_t parts) { return total * index / parts; }
 
-/* Pack `rows` rows `[rows, steps]` of words into a tile `[steps, places]`, with zeros for the places beyond them. */
-INLINE void pack_tile(const uint32_t *x, int64_t rows, int64_t places, int64_t steps, uint32_t *to) {
-    for (int64_t k = 0; k < steps; k += LANES) {
-        int64_t end = k + LANES < steps ? k + LANES : steps;
-        for (int64_t r = 0; r < places; r++)
-            for (int64_t i = k; i < end; i++) to[i * places + r] = r < rows ? x[r * steps + i] : 0;
-    }
-}
+/* Pack `rows` rows `[rows, steps]` of words, steps being a multiple of 4, into a tile `[steps, places]`, with zeros for the
+ * places beyond them. */
+void pack_tile(const uint32_t *x, int64_t rows, int64_t places, int64_t steps, uint32_t *to);
 
 /* Write the outputs for a panel's sums `[rows, vectors * 16]`; columns beyond the last output are dropped. */
 void linear_answer(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int vectors);

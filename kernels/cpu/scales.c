@@ -24,17 +24,21 @@ INLINE vec load_half(const uint16_t *p) {
 
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef int8_t signed16 __attribute__((vector_size(16)));
+typedef int16_t words16 __attribute__((vector_size(32)));
+
+/* Widened step by step: GCC converts bytes to floats one by one. */
+INLINE vec from_words(words16 w) { return __builtin_convertvector(__builtin_convertvector(w, ivec), vec); }
 
 INLINE vec load_bytes(const uint8_t *p) {
     bytes16 b;
     memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, vec);
+    return from_words(__builtin_convertvector(b, words16));
 }
 
 INLINE vec load_signed(const int8_t *p) {
     signed16 b;
     memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, vec);
+    return from_words(__builtin_convertvector(b, words16));
 }
 
 /* Scales of one type and zero points of `count` groups -> scales and offsets. */

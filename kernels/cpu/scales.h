@@ -27,17 +27,21 @@ enum {
 #define OFFSET_BYTES (4 * PANEL + 2 * OFFSET_GROUPS * PANEL)
 #define SCALE_GROUPS 16
 #define SCALE_BYTES (2 * PANEL + SCALE_GROUPS * PANEL)
-#define SCALE_BATCH 8 /* groups: a divisor of those of a superblock */
+#define SCALE_FLOATS (16 * PANEL) /* of a batch */
 
 INLINE int has_zeros(int64_t scales) { return scales == FLOAT_ZERO || scales == HALF_ZERO || scales == BF16_ZERO; }
 
 INLINE int has_offsets(int64_t scales) { return scales == HALF_OFFSET || scales == SUPER_OFFSET || has_zeros(scales); }
 
+/* Return the number of groups whose scales are loaded at a time: no more than a superblock has. */
+INLINE int64_t scale_batch(int64_t scales) { return has_offsets(scales) ? OFFSET_GROUPS : SCALE_GROUPS; }
+
 /* Return the number of floats that `load_scales` returns for a group. */
 INLINE int64_t scale_step(int64_t scales) { return has_offsets(scales) ? 2 * PANEL : PANEL; }
 
-/* Return the scales of `count` groups of a panel from `first` on, up to SCALE_BATCH and all of one superblock: the scales
- * `[64]` of each group and, if there are any, its offsets `[64]`. They are in `to`, or where they are stored. */
+/* Return the scales of `count` groups of a panel from `first` on, up to scale_batch and all of one superblock: the scales
+ * `[64]` of each group and, if there are any, its offsets `[64]`. They are in `to` `[SCALE_FLOATS]`, or where they
+ * are stored. */
 const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int64_t count, float *to);
 
 #endif

@@ -69,7 +69,7 @@ def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(name, dtype, thre
     assert error(expected, x, weight, bias) < TOLERANCE[dtype]
     for count in (1, 2):
         threads(count)
-        for width in (*range(1, 20), 95, 96, 97, 200, 511):
+        for width in (*range(1, 20), 23, 24, 25, 36, 37, 95, 96, 97, 108, 192, 200, 511):
             assert torch.equal(linear(x[:width]), expected[:width]), (count, width)
             assert torch.equal(linear(x[-width:]), expected[-width:]), (count, width)
     assert torch.equal(linear(x.view(2, 256, 768)), expected.view(2, 256, -1))

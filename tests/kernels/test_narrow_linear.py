@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu.library import SWITCH, library
+from kernels.cpu.linear import NativeLinear, quantised_segment
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.quantise import group_size, pack_nibbles, quantise, widen
 from kernels.triton import in_use
@@ -95,6 +96,33 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(dtype, 
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", ERROR)
+def test_a_rows_bits_are_those_of_every_width_of_a_tile_and_a_block_of_rows(weight_format, dtype):
+    for inputs in (96, 640):  # groups of 32 in batches, the last one not full; groups of 128
+        linear, x = (
+            PackedLinear(make(inputs, 70, dtype)[0], weight_format=weight_format),
+            torch.randn(109, inputs).to(dtype),
+        )
+        expected = linear(x)
+        for width in (*range(1, 27), 36, 37, 95, 96, 97, 108):
+            assert torch.equal(linear(x[-width:]), expected[-width:]), (inputs, width)
+
+
+def test_every_8_bit_weight_is_exact_in_bf16():
+    stored = torch.arange(-128, 128, dtype=torch.int8)
+    for weight_format, values in (("int8", stored), ("fp8", stored.view(torch.float8_e4m3fn))):
+        finite = values[values.float().isfinite()].repeat_interleave(2)  # both halves of a pair
+        weight = torch.zeros(1, 512, dtype=values.dtype)
+        weight[0, : len(finite)] = finite
+        segment = quantised_segment(weight.expand(3, -1).contiguous(), torch.ones(3), weight_format)
+        linear = NativeLinear([segment], 512, None, torch.bfloat16)
+        identity = torch.eye(512, dtype=torch.bfloat16)
+        for rows in (1, 4, 8, 12):
+            parts = [linear(part) for part in identity.split(rows)]
+            assert torch.equal(torch.cat(parts)[:, 0], weight[0].to(torch.bfloat16)), (weight_format, rows)
 
 
 @pytest.mark.parametrize(("weight_format", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
