@@ -22,19 +22,13 @@ INLINE vec load_half(const uint16_t *p) {
 #endif
 }
 
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
-typedef int8_t signed16 __attribute__((vector_size(16)));
-
-INLINE vec load_bytes(const uint8_t *p) {
-    bytes16 b;
-    memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, vec);
+/* Plain loops, which compilers vectorise; the bytes of a vector they convert one by one. */
+static void multiply(const float *restrict a, const uint8_t *restrict b, int count, float *restrict to) {
+    for (int i = 0; i < count; i++) to[i] = a[i] * b[i];
 }
 
-INLINE vec load_signed(const int8_t *p) {
-    signed16 b;
-    memcpy(&b, p, sizeof b);
-    return __builtin_convertvector(b, vec);
+static void multiply_signed(const float *restrict a, const int8_t *restrict b, int count, float *restrict to) {
+    for (int i = 0; i < count; i++) to[i] = a[i] * b[i];
 }
 
 const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int64_t count, float *to) {
@@ -50,22 +44,20 @@ const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int
         case SUPER_OFFSET: {
             const uint8_t *super = (const uint8_t *)stored + index / OFFSET_GROUPS * OFFSET_BYTES;
             const uint8_t *own = super + 4 * PANEL + index % OFFSET_GROUPS * step;
-            const uint16_t *factors = (const uint16_t *)super;
+            float factors[2 * PANEL];
             for (int v = 0; v < 2 * PANEL; v += LANES) {
-                vec factor = v < PANEL ? load_half(factors + v) : -load_half(factors + v);
-                for (int64_t g = 0; g < count; g++)
-                    store_f32(to + g * step + v, factor * load_bytes(own + g * step + v));
+                vec factor = load_half((const uint16_t *)super + v);
+                store_f32(factors + v, v < PANEL ? factor : -factor);
             }
+            for (int64_t g = 0; g < count; g++) multiply(factors, own + g * step, 2 * PANEL, to + g * step);
             return to;
         }
         default: {
             const char *super = stored + index / SCALE_GROUPS * SCALE_BYTES;
             const int8_t *own = (const int8_t *)super + 2 * PANEL + index % SCALE_GROUPS * PANEL;
-            for (int v = 0; v < PANEL; v += LANES) {
-                vec factor = load_half((const uint16_t *)super + v);
-                for (int64_t g = 0; g < count; g++)
-                    store_f32(to + g * step + v, factor * load_signed(own + g * step + v));
-            }
+            float factors[PANEL];
+            for (int v = 0; v < PANEL; v += LANES) store_f32(factors + v, load_half((const uint16_t *)super + v));
+            for (int64_t g = 0; g < count; g++) multiply_signed(factors, own + g * step, PANEL, to + g * step);
             return to;
         }
     }
