@@ -60,6 +60,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("KV pool", f"{pages} pages of {size} tokens"),
         ("steps", str(engine.sizes)),
         *describe_weights(engine),
+        *describe_activations(engine),
         *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
@@ -80,6 +81,13 @@ def describe_weights(engine: Engine) -> Sequence[Row]:
         return [("weights", text)]
     divided = engine.config.tensor_parallel > 1
     return [("weights", f"{text}: {why_widened(target.folder, engine.dtype, engine.device, divided=divided)}")]
+
+
+def describe_activations(engine: Engine) -> Sequence[Row]:
+    """Return that linear layers quantise their input, if they do."""
+    if engine.config.activations == "same":
+        return []
+    return [("activations", "8 bits, a scale for every 32 values, where weights are integers: another rounding")]
 
 
 def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:

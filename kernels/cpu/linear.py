@@ -20,6 +20,8 @@ from kernels.quantise import NarrowFormat, WeightFormat
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}
 SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3, "super_scale": 4}
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
+INTEGERS = ("int4", "uint4", "int5", "uint5", "int6", "int8")  # formats that linear_integer.c multiplies
+QUANTISED = 32  # inputs of a row that share a scale there
 PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
 
@@ -89,6 +91,23 @@ class NativeLinear:
         self._fixed = {**first, "next": after}
         self._arguments = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
         self.bytes = sum(t.nbytes for each in segments for t in (each.words, each.scale) if t is not None)
+
+    def quantise_rows(self) -> bool:
+        """From now on quantise rows to 8 bits and multiply integers (linear_integer.c), if the weights allow it.
+
+        Returns whether they do: all are integers, and 32 divides the inputs. Not after `arguments` has been read.
+        """
+        if self._inputs % QUANTISED or any(segment.weight_format not in INTEGERS for segment in self.segments):
+            return False
+        self._x_dtype = self.dtype
+        changed = {"integer": 1, "x_kind": KINDS[self.dtype]}
+        self._fixed |= changed
+        for arguments in (self._arguments, *self._others):
+            for field, value in changed.items():
+                setattr(arguments, field, value)
+        # words per row and thread: four inputs each, a scale for every 32 and a sum for every 16 or 32
+        self.scratch = self._inputs // 4 + self._inputs // 32 + self._inputs // 16
+        return True
 
     @property
     def arguments(self) -> Arguments | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -64,3 +66,21 @@ def test_drafts_change_no_token(files, name, dtype):
             completions = engine.generate(prompts, params)
             assert ids(completions) == wanted
             assert sum(completion.stats.drafted for completion in completions) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KINDS)
+def test_drafts_change_no_token_over_activations_of_8_bits(files, name, dtype):
+    """One request at a time in chunks of seven gives the tokens of eight requests with chains or trees."""
+    prompts, options = [[5, 6, 7] * 12, list(range(30, 60)), [9] * 40, [3]] * 2, {"activations": "int8"}
+    plain = make_engine(files(name), dtype, max_batch=1, prefill_chunk=7, prefix_cache=False, **options)
+    expected = [[ids(plain.generate([prompt], params))[0] for prompt in prompts] for params in (GREEDY, SAMPLED)]
+    for proposer, shape in (("none", {}), *DRAFTS.values()):
+        engine = make_engine(files(name), dtype, proposer, shape, max_batch=8, **options)
+        for params, wanted in zip((GREEDY, SAMPLED), expected, strict=True):
+            completions = engine.generate(prompts, params)
+            assert ids(completions) == wanted
+            assert (sum(completion.stats.drafted for completion in completions) > 0) == (proposer != "none")
+    params, exact = replace(GREEDY, max_tokens=2, logprobs=0), make_engine(files(name), dtype)
+    pairs = zip(plain.generate(prompts, params), exact.generate(prompts, params), strict=True)
+    assert any(rounded.logprobs != same.logprobs for rounded, same in pairs)
