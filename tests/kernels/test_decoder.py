@@ -147,15 +147,18 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
     assert outputs[0][0].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("activations", ["same", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["biases", "gemma"])
-def test_weights_in_blocks_of_several_formats_give_the_bits_of_the_operations_too(name, dtype, threads, monkeypatch):
+def test_weights_in_blocks_of_several_formats_give_the_bits_of_the_operations_too(
+    name, dtype, activations, threads, monkeypatch
+):
     config = replace(CONFIGS[name], hidden_size=96, intermediate_size=160)
     target = make(config).to(dtype)
     for layer in (module for module in target.modules() if isinstance(module, Linear)):
         parts = zip(("Q4_1", "Q8_0", "Q5_0"), split_sizes(layer.out_features), strict=True)
         layer.pack_blocks(BlockMatrix([make_blocks(kind, rows, layer.in_features) for kind, rows in parts], dtype))
-    shard, tokens, outputs = Shard(target), tokens_of(config), []
+    shard, tokens, outputs = Shard(target, activations=activations), tokens_of(config), []
     shard.allocate(2 * (LENGTH // PAGE + 6), PAGE)
     if fused_decoder(target) is None:
         pytest.skip(f"no kernel reads weights in blocks for rows of {dtype} on this processor")
