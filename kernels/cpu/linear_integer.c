@@ -171,6 +171,7 @@ INLINE void add_spans(
 ) {
     int64_t span = span_of(format), unit = unit_weights(format), step = scale_step(a->scales), next = s + a->group / span;
     const uint32_t *x = t->x + s * (span / 4) * places;
+    int64_t ahead = (end - s) * (span / unit) * unit_words(format) * PANEL; /* to the groups or the panel after these */
     vec total[2 * TILE_ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < places; r++)
@@ -191,7 +192,13 @@ INLINE void add_spans(
             for (int index = 0; index < low_words(format); index++) {
                 piece pieces[VECTORS];
 #pragma GCC unroll 4
-                for (int v = 0; v < vectors; v++) pieces[v] = load_piece(words + v * LANES, PANEL, index, format);
+                for (int v = 0; v < vectors; v++) {
+                    pieces[v] = load_piece(words + v * LANES, PANEL, index, format);
+                    if (vectors == VECTORS) continue; /* read in order: the processor prefetches */
+                    __builtin_prefetch(words + index * PANEL + v * LANES + ahead, 0, 2);
+                    if (upper_bits(format) && index == 0)
+                        __builtin_prefetch(words + low_words(format) * PANEL + v * LANES + ahead, 0, 2);
+                }
 #pragma GCC unroll 2
                 for (int half = 0; half < parts_of(format); half++, x += places) {
                     uvec w[VECTORS];
