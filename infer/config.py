@@ -105,6 +105,9 @@ class EngineConfig:
     # compressed-tensors in their groups, where a kernel reads them (native: or an error), else in model.dtype, like all
     # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output
     weights: str = choice("same", "same", "native", "widened", *QUANTISED)
+    # int8: linear layers whose weights are integers (in blocks, in groups, engine.weights=int8 or int4) quantise their
+    # input, 32 values at a time, and multiply integers, on a CPU: faster, another rounding, which changes the output
+    activations: str = choice("same", "same", "int8")
     # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...); changes what is drafted, never the output
     head_weights: str = choice("same", "same", *QUANTISED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
@@ -120,6 +123,11 @@ class EngineConfig:
             raise ValueError(f"engine.page_size={self.page_size}: must be a power of two (16, 32, ...)")
         if self.graphs == "on" and self.tensor_parallel > 1:
             raise ValueError("engine.graphs=on: not with engine.tensor_parallel, whose ranks are led by the host")
+        if self.activations == "int8" and self.weights in ("widened", "fp8"):
+            raise ValueError(
+                "engine.activations=int8: multiplies integers, and weights are none with "
+                f"engine.weights={self.weights}; use engine.weights=same with a GGUF file, int8 or int4"
+            )
         at_least("engine.max_tokens_in_cache", self.max_tokens_in_cache, self.page_size)
         if self.max_rows is not None and self.max_rows < max(self.prefill_chunk or 1, self.max_batch):
             chunk = f"engine.prefill_chunk={self.prefill_chunk} rows and " if self.prefill_chunk else ""
@@ -132,6 +140,12 @@ class EngineConfig:
     def weight_format(self) -> TargetFormat:
         """To what the target's linear layers are quantised; those in blocks or groups are packed before."""
         return cast("TargetFormat", self.weights if self.weights in QUANTISED else "same")
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """How a target is packed for serving, the same on every rank: keywords of `Shard`."""
+        weights, activations = self.weight_format, self.activations
+        return {"exact": self.exact, "weights": weights, "activations": activations, "kv": self.kv_dtype}
 
     @property
     def head_format(self) -> WeightFormat:

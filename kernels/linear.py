@@ -102,6 +102,14 @@ class PackedLinear:
         self.native = NativeLinear(segments, self.in_features, bias, dtype)
         self.bytes = self.native.bytes
 
+    def quantise_rows(self) -> bool:
+        """From now on quantise rows to 8 bits and multiply integers (cpu/linear_integer.c), if the weights allow it.
+
+        Returns whether they do: weights in blocks, int8 and int4 that C reads, if 32 divides K. It is another rounding,
+        row-invariant like the default. Nothing may have read `native.arguments` before.
+        """
+        return self.native is not None and self.native.quantise_rows()
+
     @property
     def formats(self) -> tuple[str, ...]:
         """How kernels in C, and those of weights in blocks, find the weights stored, from first output to last."""

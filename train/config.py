@@ -295,6 +295,10 @@ class TrainConfig:
             )
         if self.engine.weights == "native":
             raise ValueError("engine.weights=native: is for serving; training reads the target in model.dtype")
+        if self.engine.activations != "same":
+            raise ValueError(
+                f"engine.activations={self.engine.activations}: is for serving; training computes in model.dtype"
+            )
         if self.features.target == "sharded":
             self._check_sharded()
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):

@@ -63,6 +63,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("steps", str(engine.sizes)),
         *describe_weights(engine),
         *describe_head_weights(engine),
+        *describe_activations(engine),
         *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
@@ -93,6 +94,13 @@ def describe_head_weights(engine: Engine) -> Sequence[Row]:
     read = reads_blocks(chosen.upper(), dtype, device) if chosen in BLOCKS else reads_narrow(8, dtype, device)
     widened = f", dequantised to {str(dtype).removeprefix('torch.')}: no kernel reads it"
     return [("head weights", chosen if read else chosen + widened)]
+
+
+def describe_activations(engine: Engine) -> Sequence[Row]:
+    """Return that linear layers quantise their input, if they do."""
+    if engine.config.activations == "same":
+        return []
+    return [("activations", "8 bits, a scale for every 32 values, where weights are integers: another rounding")]
 
 
 def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:

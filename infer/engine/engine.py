@@ -99,7 +99,7 @@ class Engine:
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
         exact = self.config.exact
-        packing = {"exact": exact, "weights": self.config.weight_format, "kv": self.config.kv_dtype}
+        packing = self.config.packing
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype = self._shard.device, self._shard.dtype
@@ -143,7 +143,7 @@ class Engine:
         model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
         engine = engine or EngineConfig()
         with ranks_of(model, engine) as ranks:
-            parts = load_parts(model, head, proposer, output_dir=output_dir, weights=engine.weights, ranks=ranks)
+            parts = load_parts(model, head, proposer, output_dir=output_dir, engine=engine, ranks=ranks)
             return cls(
                 parts.target,
                 tokenizer=parts.tokenizer,

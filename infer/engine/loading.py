@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.config import ModelConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.options.exported_heads import choose_head, head_folder, is_head, read_head_config
 from infer.options.model_names import read_model, read_option
 from infer.options.stored_weights import reads_native
@@ -47,13 +47,13 @@ def load_parts(
     proposer: ProposerConfig,
     *,
     output_dir: str,
-    weights: str = "same",
+    engine: EngineConfig | None = None,
     ranks: Ranks | None = None,
 ) -> Parts:
     """Load the parts of an engine. Raises ValueError for a missing device and for checkpoints that do not fit together.
 
     With `proposer=auto` a head that was never exported is no error: another proposer drafts. With `ranks` the target is
-    rank 0's shard. `weights` as in `engine.weights`.
+    rank 0's shard. `engine` decides in which form weights are served.
     """
     device, dtype = ranks.device if ranks else resolve_device(model.device), resolve_dtype(model)
     if device.index is not None:
@@ -66,7 +66,8 @@ def load_parts(
     if proposer.draft_model is not None:
         drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
         resolve_checkpoint(drafter.path_or_hub_id, drafter.revision, weights=False)
-    path, native = model.path_or_hub_id, reads_native(model, weights, dtype, device, divided=part is not None)
+    path, divided = model.path_or_hub_id, part is not None
+    native = reads_native(model, engine or EngineConfig(), dtype, device, divided=divided)
     target = load_target(path, revision=model.revision, dtype=dtype, device=device, part=part, native=native)
     tokenizer = Tokenizer.load(target.folder)
     loaded_head, priors, loaded_draft = None, dict[str, list[float]](), None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from infer.config import ModelConfig
+from infer.config import EngineConfig, ModelConfig
 from kernels.blocks import FORMATS, reads_blocks
 from models.checkpoint import block_formats, read_config, stored_formats
 from models.gguf import is_gguf
@@ -16,17 +16,22 @@ from models.targets import resolve_checkpoint
 
 
 def reads_native(
-    model: ModelConfig, weights: str, dtype: torch.dtype, device: torch.device, *, divided: bool = False
+    model: ModelConfig, engine: EngineConfig, dtype: torch.dtype, device: torch.device, *, divided: bool = False
 ) -> bool:
     """Return whether the target's weights stay as published (`engine.weights`); `divided`: among ranks.
 
-    Raises ValueError if they must, and cannot.
+    Raises ValueError if they must, which activations of 8 bits demand too, and cannot.
     """
-    if weights not in ("same", "native"):
+    if engine.weights not in ("same", "native"):
         return False
     reason = why_widened(resolve_checkpoint(model.path_or_hub_id, model.revision), dtype, device, divided=divided)
-    if weights == "native" and reason is not None:
+    if engine.weights == "native" and reason is not None:
         raise ValueError(f"engine.weights=native: {reason}; engine.weights=same serves what is there")
+    if engine.activations == "int8" and reason is not None:
+        raise ValueError(
+            f"engine.activations=int8: multiplies weights that are integers, and {reason}; use "
+            "engine.activations=same, or on a CPU quantise the weights too: engine.weights=int8"
+        )
     return reason is None
 
 

@@ -135,7 +135,7 @@ def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
         device=ranks.device,
         part=ranks.part,
     )
-    shard = Shard(target, exact=engine.exact, weights=engine.weight_format, kv=engine.kv_dtype)
+    shard = Shard(target, **engine.packing)
     threads = plan_threads(engine, shard).plan
     torch.set_num_threads(threads.many)
     if engine.exact:

@@ -25,11 +25,23 @@ class Shard:
     _make_layers: Callable[..., KVLayers] = KVLayers
 
     def __init__(
-        self, target: LlamaTarget, *, exact: bool = True, weights: WeightFormat = "same", kv: str = "same"
+        self,
+        target: LlamaTarget,
+        *,
+        exact: bool = True,
+        weights: WeightFormat = "same",
+        activations: str = "same",
+        kv: str = "same",
     ) -> None:
+        """Raises ValueError for `activations` of 8 bits if no linear layer can multiply integers."""
         self.target = target
         pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
+        if activations == "int8" and not any([linear.quantise_rows() for linear in self.linears]):
+            raise ValueError(
+                "engine.activations=int8: no linear layer of this target has weights that are integers and read by a "
+                "kernel in C; use engine.activations=same, or on a CPU quantise the weights too: engine.weights=int8"
+            )
         weight = target.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.kv_dtype = kv_dtype(kv, self.dtype)

@@ -34,9 +34,10 @@ class LeadingShard(Shard):
         *,
         exact: bool = True,
         weights: WeightFormat = "same",
+        activations: str = "same",
         kv: str = "same",
     ) -> None:
-        super().__init__(target, exact=exact, weights=weights, kv=kv)
+        super().__init__(target, exact=exact, weights=weights, activations=activations, kv=kv)
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)

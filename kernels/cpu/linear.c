@@ -1,9 +1,11 @@
 /* y = x Wᵀ + b. Weights of 16 and 32 bits have the dtype of x. Those of 4 to 8 bits are read as stored and widened
- * (linear_narrow.c). This is the vector implementation; on a processor with matrix tiles, linear_tiles.c computes the
- * layers that it supports. Outputs whose weights are stored in different formats are computed one format after another.
+ * (linear_narrow.c), or multiplied as integers with quantised rows (linear_integer.c). This is the vector implementation;
+ * on a processor with matrix tiles, linear_tiles.c computes the layers that it supports. Outputs whose weights are stored
+ * in different formats are computed one format after another.
  *
  * The sum of an output runs along K in one order for any number of rows: here from first to last.
  */
+#include "linear_integer.h"
 #include "linear_narrow.h"
 #include "linear_tiles.h"
 #include "panels.h"
@@ -218,7 +220,9 @@ static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, 
 }
 
 static void panels_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
-    if (takes_tiles(a))
+    if (a->integer)
+        integer_share(a, self, first, end);
+    else if (takes_tiles(a))
         tile_share(a, first, end);
     else if (a->format == WIDE)
         wide_share(a, self, first, end);

@@ -21,6 +21,9 @@ FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3, "uint4": 4, "int5": 5, "ui
 SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3, "super_scale": 4}
 SCALES |= {"bf16_scale": 5, "float_zero": 6, "half_zero": 7, "bf16_zero": 8}
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
+# formats that linear_integer.c multiplies: the weights of a sum of integers, a divisor of their groups
+INTEGERS = {"int4": 32, "uint4": 32, "int5": 32, "uint5": 32, "int6": 16, "int8": 32}
+QUANTISED = 32  # inputs of a row that share a scale there
 PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
 
@@ -101,6 +104,30 @@ class NativeLinear:
         self._arguments = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
         stored = (tensor for each in segments for tensor in (each.words, each.scale, each.order))
         self.bytes = sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+    def quantise_rows(self) -> bool:
+        """From now on quantise rows to 8 bits and multiply integers (linear_integer.c), if the weights allow it.
+
+        Returns whether they do: all are integers, and 32 divides the inputs and each group, or 16 those of int6. Not
+        after `arguments` has been read.
+        """
+        spans = [INTEGERS.get(segment.weight_format) for segment in self.segments]
+        if self._inputs % QUANTISED or any(
+            span is None or segment.group % span for span, segment in zip(spans, self.segments, strict=True)
+        ):
+            return False
+        self._x_dtype = self.dtype
+        # words per row and thread: four inputs each, a scale for every 32 and sums for every 16 or twice for every 32,
+        # and x once more if it is reordered
+        reordered = any(segment.order is not None for segment in self.segments)
+        self.scratch = self._inputs // 4 + self._inputs // 32 + self._inputs // 16
+        self.scratch += self._inputs * self.dtype.itemsize // 4 * reordered
+        changed = {"integer": 1, "x_kind": KINDS[self.dtype], "scratch_words": self.scratch}
+        self._fixed |= changed
+        for arguments in (self._arguments, *self._others):
+            for field, value in changed.items():
+                setattr(arguments, field, value)
+        return True
 
     @property
     def arguments(self) -> Arguments | None:

@@ -18,7 +18,6 @@
 #else
 #define TILE_ROWS 2
 #endif
-#define BATCH_WEIGHTS 256 /* most weights of an output in a batch, unless a group is larger */
 #define ALIGNED __attribute__((aligned(64)))
 
 /* Return for how many vectors of outputs the sums of a tile fit the registers; where its totals do not, the compiler keeps
@@ -211,8 +210,7 @@ static void panel_sums(const linear_args *a, int64_t panel, const row_tile *t, i
 
 void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
     int64_t steps = a->inputs / (a->x_kind == BFLOAT16 ? 2 : 1), groups = a->inputs / a->group;
-    int64_t fitting = a->group < BATCH_WEIGHTS ? BATCH_WEIGHTS / a->group : 1, most = scale_batch(a->scales);
-    int64_t batch = fitting < most ? fitting : most;
+    int64_t batch = groups_at_once(a);
     uint32_t *scratch = a->scratch + self * scratch_rows(a) * a->scratch_words;
     float *x_sums = (float *)(scratch + scratch_rows(a) * steps), totals[PACKED_ROWS * PANEL] ALIGNED;
     float buffer[SCALE_FLOATS] ALIGNED;

@@ -28,6 +28,7 @@ enum {
 #define SCALE_GROUPS 16
 #define SCALE_BYTES (2 * PANEL + SCALE_GROUPS * PANEL)
 #define SCALE_FLOATS (16 * PANEL) /* of a batch */
+#define BATCH_WEIGHTS 256 /* most weights of an output in a batch, unless a group is larger */
 
 INLINE int has_zeros(int64_t scales) { return scales == FLOAT_ZERO || scales == HALF_ZERO || scales == BF16_ZERO; }
 
@@ -35,6 +36,13 @@ INLINE int has_offsets(int64_t scales) { return scales == HALF_OFFSET || scales 
 
 /* Return the number of groups whose scales are loaded at a time: no more than a superblock has. */
 INLINE int64_t scale_batch(int64_t scales) { return has_offsets(scales) ? OFFSET_GROUPS : SCALE_GROUPS; }
+
+/* Return how many groups of a panel are computed before the next ones, all of one superblock: their weights and scales
+ * stay in cache. */
+INLINE int64_t groups_at_once(const linear_args *a) {
+    int64_t fitting = a->group < BATCH_WEIGHTS ? BATCH_WEIGHTS / a->group : 1, most = scale_batch(a->scales);
+    return fitting < most ? fitting : most;
+}
 
 /* Return the number of floats that `load_scales` returns for a group. */
 INLINE int64_t scale_step(int64_t scales) { return has_offsets(scales) ? 2 * PANEL : PANEL; }

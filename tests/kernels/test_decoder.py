@@ -154,11 +154,12 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
     assert outputs[0][0].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("activations", ["same", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["biases", "gemma"])
 @pytest.mark.parametrize("stored", ["blocks", "groups"])
 def test_weights_stored_in_several_formats_give_the_bits_of_the_operations_too(
-    name, dtype, stored, threads, monkeypatch
+    name, dtype, stored, activations, threads, monkeypatch
 ):
     config = replace(CONFIGS[name], hidden_size=96, intermediate_size=160)
     target, make_part, matrix = make(config).to(dtype), make_blocks, BlockMatrix
@@ -168,7 +169,7 @@ def test_weights_stored_in_several_formats_give_the_bits_of_the_operations_too(
     for layer in (module for module in target.modules() if isinstance(module, Linear)):
         parts = zip(kinds, split_sizes(layer.out_features), strict=True)
         layer.pack_blocks(matrix([make_part(kind, rows, layer.in_features) for kind, rows in parts], dtype))
-    shard, tokens, outputs = Shard(target), tokens_of(config), []
+    shard, tokens, outputs = Shard(target, activations=activations), tokens_of(config), []
     shard.allocate(2 * (LENGTH // PAGE + 6), PAGE)
     if fused_decoder(target) is None:
         pytest.skip(f"no kernel reads weights in blocks for rows of {dtype} on this processor")

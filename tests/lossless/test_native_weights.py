@@ -72,15 +72,16 @@ def make_engine(checkpoint, dtype, proposer="none", shape=None, **config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activations", ["same", "int8"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_drafts_change_no_token(checkpoints, name, dtype):
+def test_drafts_change_no_token(checkpoints, name, activations, dtype):
     checkpoint = checkpoints(name)
-    oracle = make_engine(checkpoint, dtype, max_batch=1, prefix_cache=False)
+    oracle = make_engine(checkpoint, dtype, max_batch=1, prefix_cache=False, activations=activations)
     assert len(oracle.target.block_formats) == len(KINDS.get(name, "G"))
     expected = [[ids(oracle.generate([prompt], params))[0] for prompt in PROMPTS] for params in PARAMETERS]
     assert oracle.stats.cached_tokens == oracle.stats.preemptions == 0
     for proposer, shape in DRAFTS.values():
-        limits = {"max_batch": 8, "prefill_chunk": 7, "max_tokens_in_cache": 256}
+        limits = {"max_batch": 8, "prefill_chunk": 7, "max_tokens_in_cache": 256, "activations": activations}
         engine = make_engine(checkpoint, dtype, proposer, shape, **limits)
         for params, wanted in zip(PARAMETERS, expected, strict=True):
             together = engine.generate(PROMPTS, params)
@@ -90,3 +91,12 @@ def test_drafts_change_no_token(checkpoints, name, dtype):
             assert drafted == 0 if proposer == "none" else drafted > 0 or (proposer == "ngram" and params is SEEDED)
         assert engine.stats.cached_tokens > 0
         assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_activations_of_8_bits_round_otherwise(checkpoints, name):
+    params, outputs = replace(GREEDY, max_tokens=2, logprobs=0), []
+    for activations in ("same", "int8"):
+        engine = make_engine(checkpoints(name), torch.float32, activations=activations)
+        outputs.append([completion.logprobs for completion in engine.generate(PROMPTS[:3], params)])
+    assert outputs[0] != outputs[1]

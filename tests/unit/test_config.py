@@ -170,6 +170,8 @@ def test_no_key_comes_or_goes_unseen() -> None:
         # what __post_init__ refuses
         ("serve", ["engine.page_size=24"], "engine.page_size=24: must be a power of two (16, 32, ...)"),
         ("serve", ["engine.max_rows=8"], "engine.max_rows=8: must hold a row for each of engine.max_batch=32"),
+        ("serve", ["engine.activations=int8", "engine.weights=fp8"], "engine.activations=int8: multiplies integers"),
+        ("train", ["engine.activations=int8"], "engine.activations=int8: is for serving"),
         ("serve", ["server.port=70000"], "server.port=70000: must be 0 to 65535"),
         ("serve", ["model.dtype=fp8"], "model.dtype=fp8: must be one of float32, bfloat16, float16"),
         ("serve", ["model.device=gpu"], "model.device=gpu: must be auto, cpu, cuda or cuda:<number>"),

@@ -136,8 +136,8 @@ def test_layers_that_are_not_quantised_stay_dense(make_target_folder, tmp_path):
 
 def test_what_cannot_stay_is_widened_and_an_error_only_if_it_must(published, make_target_folder, tmp_path):
     model = ModelConfig(name="tiny", path=str(published(ORDERED)))
-    assert reads_native(model, "native", torch.bfloat16, CPU)
-    assert not reads_native(model, "int4", torch.bfloat16, CPU)
+    assert reads_native(model, EngineConfig(weights="native"), torch.bfloat16, CPU)
+    assert not reads_native(model, EngineConfig(weights="int4"), torch.bfloat16, CPU)
     layer = r"\S+: model\.layers\.0\.\S+"
     refused = [
         (model, torch.float16, CPU, False, rf"no kernel reads int4 in groups of 32 \({layer}\) for float16 on cpu"),
@@ -160,9 +160,9 @@ def test_what_cannot_stay_is_widened_and_an_error_only_if_it_must(published, mak
         refused.append((odd, torch.float32, CPU, False, rf"no kernel reads {message} \({layer}\)"))
         load_target(str(folder))
     for wanted, dtype, device, divided, message in refused:
-        assert not reads_native(wanted, "same", dtype, device, divided=divided)
+        assert not reads_native(wanted, EngineConfig(), dtype, device, divided=divided)
         with pytest.raises(ValueError, match=f"engine.weights=native: .*{message}"):
-            reads_native(wanted, "native", dtype, device, divided=divided)
+            reads_native(wanted, EngineConfig(weights="native"), dtype, device, divided=divided)
 
 
 def test_a_damaged_scale_and_a_file_that_is_cut_off_name_tensor_and_place(published, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from infer.config import EngineConfig, ModelConfig
-from infer.console.card import describe_weights
+from infer.console.card import describe_activations, describe_weights
 from infer.engine import Engine
 from infer.kvcache.memory import weight_bytes
 from infer.options.stored_weights import reads_native
@@ -95,20 +95,41 @@ def test_the_default_packs_what_kernels_read_and_the_card_says_so(write, monkeyp
 
 
 def test_what_cannot_stay_in_blocks_is_an_error_only_if_it_must(write):
-    model = ModelConfig(name="tiny", path=str(write((Kind.Q4_0,))))
-    assert reads_native(model, "native", torch.bfloat16, CPU)
-    assert reads_native(model, "native", torch.float16, torch.device("cuda"))
-    assert not reads_native(model, "int4", torch.bfloat16, CPU)
+    model, native = ModelConfig(name="tiny", path=str(write((Kind.Q4_0,)))), EngineConfig(weights="native")
+    assert reads_native(model, native, torch.bfloat16, CPU)
+    assert reads_native(model, native, torch.float16, torch.device("cuda"))
+    assert not reads_native(model, EngineConfig(weights="int4"), torch.bfloat16, CPU)
     for dtype, divided, message in (
         (torch.float16, False, r"no kernel reads Q4_0 \(\S+\) for float16 on cpu"),
         (torch.bfloat16, True, "not divided among ranks"),
     ):
-        assert not reads_native(model, "same", dtype, CPU, divided=divided)
+        assert not reads_native(model, EngineConfig(), dtype, CPU, divided=divided)
         with pytest.raises(ValueError, match=f"engine.weights=native: .*{message}"):
-            reads_native(model, "native", dtype, CPU, divided=divided)
+            reads_native(model, native, dtype, CPU, divided=divided)
     floats = ModelConfig(name="tiny", path=str(write((Kind.F16,))))
     with pytest.raises(ValueError, match="holds no weights in blocks"):
-        reads_native(floats, "native", torch.bfloat16, CPU)
+        reads_native(floats, native, torch.bfloat16, CPU)
+
+
+def test_activations_of_8_bits_need_weights_that_are_integers(write, monkeypatch):
+    monkeypatch.setattr("infer.engine.loading.Tokenizer.load", lambda folder: None)
+
+    def load(kinds, **config):
+        model = ModelConfig(name="tiny", path=str(write(kinds)), dtype="float32")
+        config = EngineConfig(activations="int8", max_tokens_in_cache=128, **config)
+        return Engine.load(model, proposer="none", engine=config)
+
+    ((_, text),) = describe_activations(load((Kind.Q4_0,)))
+    assert "another rounding" in text
+    load((Kind.F16,), weights="int4")
+    for kind, reason in ((Kind.F16, "holds no weights in blocks"), (Kind.TQ1_0, "no kernel reads TQ1_0")):
+        with pytest.raises(ValueError, match=rf"engine.activations=int8: .*{reason}.*; use engine.activations=same"):
+            load((kind,))
+    with pytest.raises(ValueError, match="engine.activations=int8: no linear layer of this target"):
+        Engine(load_target(str(write((Kind.F16,)))), proposer="none", config=EngineConfig(activations="int8"))
+    for weights in ("widened", "fp8"):
+        with pytest.raises(ValueError, match=rf"engine.activations=int8: .* engine.weights={weights}; use"):
+            EngineConfig(weights=weights, activations="int8")
 
 
 def test_a_damaged_block_is_an_error_that_names_tensor_and_place(write, tmp_path):

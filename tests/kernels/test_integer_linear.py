@@ -1,0 +1,139 @@
+"""Rows quantised to 8 bits: integer products match float64 over the quantised values; a row's bits are its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.blocks import FORMATS, BlockMatrix, BlockRows
+from kernels.cpu import library as building
+from kernels.cpu.library import library
+from kernels.linear import PackedLinear
+from kernels.quantise import quantise, widen
+from tests.kernels.test_blocks import error, make, states, threads
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+__all__ = ["threads"]  # a fixture
+
+
+def quantised(x):
+    """Return x as the kernel reads it, in float64: 32 inputs at a time, multiples of their largest magnitude / 127."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    integers = (blocks * torch.where(largest > 0, 127 / largest, 0)).round()  # ties to even
+    return (integers.double() * (largest / 127).double()).flatten(-2)
+
+
+def make_linear(name, outputs, inputs, dtype, bias=None):
+    """Return an integer layer of a block format or of a quantised one, and its weights."""
+    if name in FORMATS:
+        rows, weight = make(name, outputs, inputs)
+        linear = PackedLinear(BlockMatrix([rows], dtype), bias)
+    else:
+        weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).to(dtype) * inputs**-0.5
+        linear = PackedLinear(weight, bias, weight_format=name)
+        weight = widen(*quantise(weight, name))
+    assert linear.quantise_rows()
+    return linear, weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*FORMATS, "int8", "int4"])
+def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(name, dtype, threads):
+    bias, x = torch.randn(200, generator=torch.Generator().manual_seed(5)).to(dtype), states(512, 768, dtype)
+    x[3], x[5, 64:] = 0, 0
+    linear, weight = make_linear(name, 200, 768, dtype, bias)
+    expected = linear(x)
+    assert error(expected, quantised(x), weight, bias) < TOLERANCE[dtype]
+    assert 1e-4 < error(expected.float(), x, weight, bias) < 2e-2
+    for count in (1, 2):
+        threads(count)
+        for width in (*range(1, 20), 95, 96, 97, 200, 511):
+            assert torch.equal(linear(x[:width]), expected[:width]), (count, width)
+            assert torch.equal(linear(x[-width:]), expected[-width:]), (count, width)
+    assert torch.equal(linear(x.view(2, 256, 768)), expected.view(2, 256, -1))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_sums_of_the_largest_products_are_exact(name):
+    """Every integer is the largest or smallest of its format, every q 127 or -127: no sum may saturate."""
+    (rows, _), patterns = make(name, 64, 256), (0x00, 0xFF, 0x80, 0x7F)
+    for pattern in patterns:
+        data = rows.data.clone()
+        size, scales = {"Q6_K": (210, [208, 209]), "Q4_K": (144, range(4)), "Q5_K": (176, range(4))}.get(
+            name, (data.shape[1] * 32 // 256, range(4 if name.endswith("_1") else 2))
+        )
+        blocks = data.view(-1, size)
+        kept = blocks[:, list(scales)].clone()
+        blocks[:] = pattern
+        blocks[:, list(scales)] = kept
+        linear = PackedLinear(BlockMatrix([BlockRows(name, data)], torch.float32))
+        assert linear.quantise_rows()
+        weight = linear.weight_rows(torch.arange(64))
+        for x in (torch.ones(1, 256), -torch.ones(1, 256), torch.ones(1, 256) * torch.tensor([1.0, -1.0]).repeat(128)):
+            wanted = quantised(x) @ weight.double().T
+            bound = 1e-6 * (quantised(x).abs() @ weight.double().abs().T)
+            assert ((linear(x).double() - wanted).abs() <= bound).all(), pattern
+
+
+def test_parts_of_several_formats_are_computed_as_layers_of_their_own(threads):
+    parts = {name: make(name, count, 256)[0] for name, count in (("Q4_1", 40), ("Q6_K", 70), ("Q8_0", 24))}
+    merged, x = PackedLinear(BlockMatrix(list(parts.values()), torch.bfloat16)), states(100, 256, torch.bfloat16)
+    assert merged.quantise_rows()
+    alone = []
+    for rows in parts.values():
+        linear = PackedLinear(BlockMatrix([rows], torch.bfloat16))
+        assert linear.quantise_rows()
+        alone.append(linear(x))
+    for count, width in ((1, 1), (2, 1), (2, 100), (1, 7)):
+        threads(count)
+        assert torch.equal(merged(x[:width]), torch.cat(alone, dim=1)[:width])
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_spoils_its_row_only(value):
+    linear, _ = make_linear("Q4_1", 64, 256, torch.float32)
+    x = states(5, 256, torch.float32)
+    expected = linear(x)
+    x[2, 77] = value
+    out = linear(x)
+    assert out[2].isnan().all()
+    assert torch.equal(out[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+    tiny = torch.full((1, 256), 1e-38)
+    assert torch.equal(linear(tiny), torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize(("name", "inputs"), [("same", 64), ("fp8", 64), ("int8", 40)])
+def test_other_weights_stay_as_they_are(name, inputs):
+    weight, x = states(96, inputs, torch.float32), states(3, inputs, torch.float32)
+    linear = PackedLinear(weight, weight_format=name)
+    before = linear(x)
+    assert not linear.quantise_rows()
+    assert torch.equal(linear(x), before)
+
+
+@pytest.mark.parametrize("processor", ["skylake-avx512", "x86-64-v3", "x86-64"])
+def test_other_processors_give_the_same_integers(processor, monkeypatch, tmp_path):
+    """AVX-512 without VNNI, AVX2 and no more than SSE2, compiled for them and run here."""
+    if building.platform.machine() != "x86_64":
+        pytest.skip("not an x86 processor")
+    layers = [(name, dtype) for name in FORMATS for dtype in DTYPES]
+    x = {dtype: states(9, 256, dtype) for dtype in DTYPES}
+    expected = [make_linear(name, 70, 256, dtype)[0](x[dtype]) for name, dtype in layers]
+    fused = "fma" in building.processor()
+    flags = (f"-march={processor}", "-O1", "-fexpensive-optimizations")  # the last: fused multiply-adds as with -O3
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library.cache_clear()
+    try:
+        for (name, dtype), wanted in zip(layers, expected, strict=True):
+            linear, weight = make_linear(name, 70, 256, dtype)
+            out = linear(x[dtype])
+            assert error(out, quantised(x[dtype]), weight) < TOLERANCE[dtype]
+            assert torch.equal(linear(x[dtype][:1]), out[:1])
+            if fused and processor != "x86-64":  # which has no fused multiply-add
+                assert torch.equal(out, wanted), (name, dtype)
+    finally:
+        library.cache_clear()
