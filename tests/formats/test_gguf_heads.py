@@ -317,7 +317,7 @@ def test_comparisons_keep_a_converted_head(tmp_path, tiny_target_folder):
     (tmp_path / "peers").mkdir()
     (tmp_path / "ours").mkdir()
     write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours")
-    files = [gguf_of_head(tmp_path / "peers", tmp_path / "ours", tiny_target_folder, "bfloat16") for _ in range(2)]
+    files = [gguf_of_head(tmp_path / "peers", tmp_path / "ours", tiny_target_folder, "bf16") for _ in range(2)]
     assert files[0] == files[1] == next((tmp_path / "peers" / "gguf").iterdir())
     back = read_checkpoint(FORM, files[0]).tensors
     assert torch.equal(back["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16())
