@@ -8,10 +8,17 @@ import torch
 from kernels.blocks import FORMATS, BlockMatrix, BlockRows
 from kernels.cpu import library as building
 from kernels.cpu.library import library
+from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from kernels.quantise import quantise, widen
+from tests.kernels.grouped import make_groups
 from tests.kernels.test_blocks import error, make, states, threads
 
+GROUPED = {  # weight format, group, dtype of scales, with zeros, columns in another order
+    "groups of int4 with zeros": ("int4", 64, torch.float16, True, False),
+    "groups of int8 with zeros, in order": ("int8", 32, torch.bfloat16, True, True),
+    "groups of int4, in order": ("int4", 128, torch.float32, False, True),
+}
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
@@ -27,8 +34,14 @@ def quantised(x):
 
 
 def make_linear(name, outputs, inputs, dtype, bias=None):
-    """Return an integer layer of a block format or of a quantised one, and its weights."""
-    if name in FORMATS:
+    """Return an integer layer, its weights with columns in the order in which it reads x, and that order."""
+    order = torch.arange(inputs)
+    if name in GROUPED:
+        grouped = make_groups(outputs, inputs, *GROUPED[name])
+        linear, order = PackedLinear(GroupedMatrix([grouped], dtype), bias), grouped.order()
+        order = torch.arange(inputs) if order is None else order
+        weight = grouped.widened()[:, order]
+    elif name in FORMATS:
         rows, weight = make(name, outputs, inputs)
         linear = PackedLinear(BlockMatrix([rows], dtype), bias)
     else:
@@ -36,18 +49,18 @@ def make_linear(name, outputs, inputs, dtype, bias=None):
         linear = PackedLinear(weight, bias, weight_format=name)
         weight = widen(*quantise(weight, name))
     assert linear.quantise_rows()
-    return linear, weight
+    return linear, weight, order
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*FORMATS, "int8", "int4"])
+@pytest.mark.parametrize("name", [*FORMATS, *GROUPED, "int8", "int4"])
 def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(name, dtype, threads):
     bias, x = torch.randn(200, generator=torch.Generator().manual_seed(5)).to(dtype), states(512, 768, dtype)
     x[3], x[5, 64:] = 0, 0
-    linear, weight = make_linear(name, 200, 768, dtype, bias)
-    expected = linear(x)
-    assert error(expected, quantised(x), weight, bias) < TOLERANCE[dtype]
-    assert 1e-4 < error(expected.float(), x, weight, bias) < 2e-2
+    linear, weight, order = make_linear(name, 200, 768, dtype, bias)
+    expected, read = linear(x), x[:, order]
+    assert error(expected, quantised(read), weight, bias) < TOLERANCE[dtype]
+    assert 1e-4 < error(expected.float(), read, weight, bias) < 2e-2
     for count in (1, 2):
         threads(count)
         for width in (*range(1, 20), 95, 96, 97, 200, 511):
@@ -94,7 +107,7 @@ def test_parts_of_several_formats_are_computed_as_layers_of_their_own(threads):
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_spoils_its_row_only(value):
-    linear, _ = make_linear("Q4_1", 64, 256, torch.float32)
+    linear, *_ = make_linear("Q4_1", 64, 256, torch.float32)
     x = states(5, 256, torch.float32)
     expected = linear(x)
     x[2, 77] = value
@@ -119,7 +132,7 @@ def test_other_processors_give_the_same_integers(processor, monkeypatch, tmp_pat
     """AVX-512 without VNNI, AVX2 and no more than SSE2, compiled for them and run here."""
     if building.platform.machine() != "x86_64":
         pytest.skip("not an x86 processor")
-    layers = [(name, dtype) for name in FORMATS for dtype in DTYPES]
+    layers = [(name, dtype) for name in (*FORMATS, *GROUPED) for dtype in DTYPES]
     x = {dtype: states(9, 256, dtype) for dtype in DTYPES}
     expected = [make_linear(name, 70, 256, dtype)[0](x[dtype]) for name, dtype in layers]
     fused = "fma" in building.processor()
@@ -129,9 +142,9 @@ def test_other_processors_give_the_same_integers(processor, monkeypatch, tmp_pat
     library.cache_clear()
     try:
         for (name, dtype), wanted in zip(layers, expected, strict=True):
-            linear, weight = make_linear(name, 70, 256, dtype)
+            linear, weight, order = make_linear(name, 70, 256, dtype)
             out = linear(x[dtype])
-            assert error(out, quantised(x[dtype]), weight) < TOLERANCE[dtype]
+            assert error(out, quantised(x[dtype][:, order]), weight) < TOLERANCE[dtype]
             assert torch.equal(linear(x[dtype][:1]), out[:1])
             if fused and processor != "x86-64":  # which has no fused multiply-add
                 assert torch.equal(out, wanted), (name, dtype)
