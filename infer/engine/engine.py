@@ -35,6 +35,7 @@ from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
 from infer.options.engine_sizes import DeviceFacts, engine_sizes
+from infer.options.stored_weights import check_weights
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.parallel.target_worker import Shard
@@ -92,6 +93,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.proposer_config = proposer_config or ProposerConfig(name="auto")
         self.target, self.tokenizer = target, tokenizer
+        check_weights(self.config, target)
         ends = (*target.end_tokens, *(tokenizer.eos_ids if tokenizer else ()))
         self.end_tokens = within(ends, target.config.vocab_size)  # each ends a request
         if self.config.tensor_parallel > 1 and ranks is None:

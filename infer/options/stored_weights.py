@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig
 from kernels.blocks import FORMATS, reads_blocks
+from kernels.triton.device import limits
 from models.checkpoint import block_formats, read_config, stored_formats
 from models.gguf import is_gguf
 from models.quantised import read_scheme
 from models.quantised.tensors import why_unread
 from models.targets import resolve_checkpoint
+from models.targets.llama import LlamaTarget
+
+FP8_FROM = 89  # compute capability: the first GPUs that convert e4m3
 
 
 def reads_native(
@@ -33,6 +39,22 @@ def reads_native(
             "engine.activations=same, or on a CPU quantise the weights too: engine.weights=int8"
         )
     return reason is None
+
+
+def check_weights(engine: EngineConfig, target: LlamaTarget) -> None:
+    """Raise ValueError for weights that a loaded target does not have, or that its GPU cannot compute with."""
+    if engine.weights == "native" and not target.block_formats:
+        raise ValueError(
+            "engine.weights=native: this target was loaded without its blocks or groups; Engine.load, or load_target("
+            "..., native=True), keeps them, and engine.weights=same serves what is there"
+        )
+    device = cast(Tensor, target.norm.weight).device
+    for key in ("weights", "head_weights", "kv_dtype"):
+        if getattr(engine, key) == "fp8" and device.type == "cuda" and limits(device).capability < FP8_FROM:
+            raise ValueError(
+                f"engine.{key}=fp8: this GPU has no 8-bit floats (compute capability {limits(device).capability / 10}, "
+                f"{FP8_FROM / 10} is needed); use engine.{key}={'same' if key == 'kv_dtype' else 'int8'}"
+            )
 
 
 def why_widened(checkpoint: Path, dtype: torch.dtype, device: torch.device, *, divided: bool) -> str | None:

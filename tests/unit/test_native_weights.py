@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,10 @@ from infer.config import EngineConfig, ModelConfig
 from infer.console.card import describe_activations, describe_weights
 from infer.engine import Engine
 from infer.kvcache.memory import weight_bytes
-from infer.options.stored_weights import reads_native
+from infer.options.stored_weights import check_weights, reads_native
 from kernels.blocks import BLOCK_BYTES
 from kernels.cpu.library import library
+from kernels.triton.device import Limits
 from models.attention import CausalAttention
 from models.gguf.file import GgufFile
 from models.layers import PackedEmbedding
@@ -130,6 +133,19 @@ def test_activations_of_8_bits_need_weights_that_are_integers(write, monkeypatch
     for weights in ("widened", "fp8"):
         with pytest.raises(ValueError, match=rf"engine.activations=int8: .* engine.weights={weights}; use"):
             EngineConfig(weights=weights, activations="int8")
+
+
+def test_a_loaded_target_or_its_gpu_may_not_have_such_weights(tiny_target, monkeypatch):
+    with pytest.raises(ValueError, match="engine.weights=native: this target was loaded without its blocks"):
+        Engine(tiny_target, proposer="none", config=EngineConfig(weights="native"))
+    ampere = SimpleNamespace(
+        block_formats=(), norm=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
+    )
+    monkeypatch.setattr("infer.options.stored_weights.limits", lambda device: Limits(80, 108, 163 << 10))
+    for key, instead in (("weights", "int8"), ("head_weights", "int8"), ("kv_dtype", "same")):
+        with pytest.raises(ValueError, match=f"engine.{key}=fp8: .* 8.0, 8.9 is needed.*; use engine.{key}={instead}"):
+            check_weights(EngineConfig(**{key: "fp8"}), ampere)
+    check_weights(EngineConfig(weights="int8"), ampere)
 
 
 def test_a_damaged_block_is_an_error_that_names_tensor_and_place(write, tmp_path):
