@@ -28,8 +28,8 @@ def group_size(inputs: int) -> int:
         if inputs % size == 0:
             return size
     raise ValueError(
-        f"engine.weights=int4: a linear layer has {inputs} inputs, no multiple of a group of {GROUPS[-1]}; "
-        "use engine.weights=int8"
+        f"int4: a linear layer has {inputs} inputs, no multiple of a group of {GROUPS[-1]}; use int8 "
+        "(engine.weights, or engine.head_weights for a head's)"
     )
 
 

@@ -114,6 +114,7 @@ class Format:
     written_prefix: str = ""
     aliases: tuple[tuple[str, str], ...] = ()  # (another beginning of names, this format's beginning)
     optional: Callable[[HeadShape], frozenset[str]] = lambda config: frozenset()  # our names; absent: the target's
+    unstated: frozenset[str] = frozenset()  # fields of a head's config that have no place in the format
     implied: frozenset[str] = frozenset()  # our names of tensors that are not written, since others determine them
     blame: Blame = ()
     incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}

@@ -267,3 +267,19 @@ def test_a_source_comes_back_through_every_other_format(tmp_path, name):
         assert back.sources == first.sources
         visited += 1
     assert visited >= 2
+
+
+def test_what_a_format_cannot_say_of_a_head_is_reported(tmp_path):
+    source = SOURCES["safeailab-eagle3"]
+    checkpoint = read_checkpoint(
+        FORMATS[source.form],
+        source.write(tmp_path / "in"),
+        ConversionOptions(Verifier("a/target", "LlamaForCausalLM", 384, 64, 8), **source.chosen),
+    )
+    trained = replace(checkpoint, config=replace(checkpoint.config, embed_requires_grad=True))
+    (tmp_path / "out").mkdir()
+    form = FORMATS["safeailab-eagle3"]
+    write_checkpoint(form, trained, tmp_path / "out")
+    options = ConversionOptions(Verifier("a/target", "LlamaForCausalLM"), layer_ids="hidden_states", norm_output="vllm")
+    assert_same(read_checkpoint(form, tmp_path / "out", options), checkpoint)
+    assert any("embed_requires_grad" in note for note in form.losses(trained))

@@ -54,7 +54,7 @@ def test_a_weight_of_zeros_stays_zero(weight_format):
 
 def test_groups_are_the_largest_that_divide_a_row():
     assert [group_size(inputs) for inputs in (256, 4096, 192, 160, 32)] == [128, 128, 64, 32, 32]
-    with pytest.raises(ValueError, match=r"engine\.weights=int4: .* 100 inputs.*use engine\.weights=int8"):
+    with pytest.raises(ValueError, match=r"int4: .* 100 inputs.*use int8 \(engine\.weights, or engine\.head_weights"):
         PackedLinear(torch.zeros(8, 100), weight_format="int4")
 
 

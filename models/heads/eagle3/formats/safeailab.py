@@ -106,6 +106,8 @@ def losses(checkpoint: Checkpoint) -> list[str]:
             f"SafeAILab's own code reads layers (2, N//2, N-3) of its target, whatever config.json says; "
             f"this head wants {list(config.aux_layers)}"
         )
+    if config.embed_requires_grad:
+        notes.append("the format does not say that the token embedding was trained (embed_requires_grad)")
     if config.aux_layers[0] == 1:
         notes.append("SGLang adds 1 to layer ids that begin with 1")
     return notes
@@ -120,6 +122,7 @@ FORMAT = Format(
     spell=spell,
     aliases=((FIRST_LAYER, MIDLAYER),),
     optional=eagle3.shared_with_target,
+    unstated=frozenset({"embed_requires_grad"}),
     blame=((r"^midlayer\.", ("num_hidden_layers", "hidden_size")), *eagle3.BLAME),
     incoming=eagle3.incoming,
     losses=losses,
