@@ -83,9 +83,9 @@ def main(config: StepTimeConfig) -> None:
     assert engine.tokenizer is not None
     if config.plot is not None:
         if engine.costs is None:
-            raise ValueError(
-                f"plot={config.plot}: nothing drafts (proposer={engine.proposer_name}), so no costs are known"
-            )
+            drafts = engine.proposer_name != "none"
+            reason = "the machine was too busy or too slow to measure costs" if drafts else "nothing drafts"
+            raise ValueError(f"plot={config.plot}: {reason} (proposer={engine.proposer_name}), so none are known")
         plot_costs(engine.costs, config.plot)
         print(f"written: {config.plot}")
     target, head = Stopwatch(), Stopwatch()
