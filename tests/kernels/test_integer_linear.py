@@ -29,7 +29,8 @@ def quantised(x):
     """Return x as the kernel reads it, in float64: 32 inputs at a time, multiples of their largest magnitude / 127."""
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    integers = (blocks * torch.where(largest > 0, 127 / largest, 0)).round()  # ties to even
+    factor = torch.full_like(largest, 127) / largest  # a number over a tensor is its reciprocal's multiple in torch
+    integers = (blocks * torch.where(largest > 0, factor, 0)).round()  # ties to even
     return (integers.double() * (largest / 127).double()).flatten(-2)
 
 
