@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -146,7 +146,7 @@ def save(form: Format, checkpoint: Checkpoint, written: RenderedCheckpoint, path
     norm_output = "vllm" if "norm_output" in form.asks else None
     reread = read_checkpoint(form, path, ConversionOptions(layer_ids=layer_ids, norm_output=norm_output))
     unstated = {name: getattr(checkpoint.config, name) for name in form.unstated}
-    assert replace(reread.config, **unstated) == checkpoint.config, (reread.config, checkpoint.config)
+    assert replace(cast(Any, reread.config), **unstated) == checkpoint.config, (reread.config, checkpoint.config)
     _assert_equal(reread.tensors, written.tensors)
 
 
