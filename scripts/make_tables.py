@@ -112,12 +112,12 @@ def by_program(result: Cell) -> str:
     (levels,) = result["results"].values()
     rows = []
     for system in next(iter(levels.values())):
-        found = [level.get(system) for level in levels.values()]
-        cells = [cell for cell in found if cell is not None]
+        measured = [level.get(system) for level in levels.values()]
+        cells = [cell for cell in measured if cell is not None]
         same, total = (sum(cell["agreement"][i] for cell in cells if cell["agreement"]) for i in (0, 1))
         equal = f"{same} of {total}" if total else all_or_not(cells)
         lengths = " / ".join(length(cell) for cell in cells if cell["acceptance_length"] is not None)
-        speeds = ("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in found)
+        speeds = ("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in measured)
         rows.append([label(system), *speeds, lengths, equal])
     return markdown(["", *(f"tokens/s at {count}" for count in levels), "τ", "same answers"], rows)
 
@@ -131,8 +131,8 @@ def by_target(results: list[Cell]) -> str:
         (levels,) = result["results"].values()
         name = Path(result["target"]["path"] or result["config"]["model"]["name"]).stem
         for count, cells in levels.items():
-            found = (cells.get(system) for system in systems)
-            rows.append([name, count, *("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in found)])
+            measured = (cells.get(system) for system in systems)
+            rows.append([name, count, *("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in measured)])
     return markdown(["target", "at once", *map(label, systems)], rows)
 
 

@@ -9,6 +9,7 @@ from kernels.cpu.library import library
 from kernels.groups import GroupedMatrix, GroupedRows, why_unread
 from kernels.linear import PackedLinear
 from tests.kernels.grouped import make_groups
+from tests.kernels.test_blocks import threads
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -25,17 +26,11 @@ KINDS = {  # weight format, group, dtype of scales, with zeros, columns in anoth
     "fp8, bf16, by rows": ("fp8", 384, torch.bfloat16, False, False),
 }
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+__all__ = ["threads"]  # a fixture
 
 
 def states(rows, columns, dtype):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", KINDS)
