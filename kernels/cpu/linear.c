@@ -223,7 +223,7 @@ static void panels_share(const linear_args *a, int64_t self, int64_t first, int6
     if (a->integer)
         integer_share(a, self, first, end);
     else if (takes_tiles(a))
-        tile_share(a, first, end);
+        tile_share(a, self, first, end);
     else if (a->format == WIDE)
         wide_share(a, self, first, end);
     else

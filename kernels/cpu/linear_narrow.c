@@ -28,8 +28,7 @@ INLINE int vectors_at_once(int places, int format) {
     return 4;
 }
 
-/* Sums of x over each group, `[groups, places]` for a tile of rows, for layers with offsets. */
-static void group_sums(const linear_args *a, int64_t row, int64_t rows, int64_t places, float *to) {
+void group_sums(const linear_args *a, int64_t row, int64_t rows, int64_t places, float *to) {
     int64_t groups = a->inputs / a->group;
     for (int64_t r = 0; r < places; r++)
         for (int64_t first = 0; first < groups; first += LANES) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 GROUPS = [("int4", 32, torch.float16, True, True), ("int8", 64, torch.bfloat16, True, False)]
+FAST_BUILD = ("-O1", "-fexpensive-optimizations")  # the second: fused multiply-adds as with -O3
 LARGEST = 1.04  # of the file's size: K scales of 6 bits become bytes
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
@@ -162,26 +165,40 @@ def test_a_weight_that_cannot_be_in_blocks_is_an_error(weight, message):
         PackedLinear(weight, weight_format="q8_0")
 
 
+def other_layers(dtype):
+    """Return layers of 256 inputs in all formats, with the weights as floats."""
+    for name in FORMATS:
+        rows, weight = make(name, 70, 256)
+        yield PackedLinear(BlockMatrix([rows], dtype)), weight
+    for groups in (make_groups(70, 256, *kind) for kind in GROUPS):
+        yield PackedLinear(GroupedMatrix([groups], dtype)), groups.widened()
+
+
 @pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64"])
-def test_other_processors_give_the_same_weights_and_match_float64(processor, monkeypatch, tmp_path):
+def test_other_processors_give_the_same_weights_and_match_float64(processor, compiled):
     """AVX2 and no more than SSE2, compiled for them and run here."""
-    if building.platform.machine() != "x86_64":
-        pytest.skip("not an x86 processor")
-    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, f"-march={processor}", "-O1"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.cache_clear()
-    try:
+    compiled(f"-march={processor}", *FAST_BUILD)
+    for dtype in DTYPES:
+        x = states(9, 256, dtype)
+        for linear, weight in other_layers(dtype):
+            assert error(linear(x), x, weight) < TOLERANCE[dtype]
+            assert torch.equal(linear(x[:1]), linear(x)[:1])
         for name in FORMATS:
             rows, weight = make(name, 70, 256)
-            for dtype in DTYPES:
-                linear, x = PackedLinear(BlockMatrix([rows], dtype)), states(9, 256, dtype)
-                assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
-                assert error(linear(x), x, weight) < TOLERANCE[dtype]
-                assert torch.equal(linear(x[:1]), linear(x)[:1])
-        for groups in (make_groups(70, 256, *kind) for kind in GROUPS):
-            for dtype in DTYPES:
-                linear, x = PackedLinear(GroupedMatrix([groups], dtype)), states(9, 256, dtype)
-                assert error(linear(x), x, groups.widened()) < TOLERANCE[dtype]
-                assert torch.equal(linear(x[:1]), linear(x)[:1])
-    finally:
-        library.cache_clear()
+            linear = PackedLinear(BlockMatrix([rows], dtype))
+            assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
+
+
+@pytest.mark.skipif("avx512_bf16" not in building.processor(), reason="weights are not widened to bf16 here")
+def test_with_tiles_every_format_matches_float64_in_any_number_of_rows(compiled):
+    """linear_tiles.c, with its instructions computed in C."""
+    native = compiled("-O1", "-D__AMX_BF16__", "-include", str(Path(__file__).with_name("tile_instructions.h")))
+    x = states(230, 256, torch.bfloat16)
+    dense = torch.randn(70, 256).bfloat16()
+    for linear, weight in (*other_layers(torch.bfloat16), (PackedLinear(dense), dense)):
+        assert native.takes_tiles(ctypes.addressof(linear.native._arguments))
+        full = linear(x)
+        assert error(full, x, weight) < TOLERANCE[torch.bfloat16]
+        for count in (1, 2, 15, 16, 17, 33, 97, 193):
+            assert torch.equal(linear(x[:count]), full[:count])
+            assert torch.equal(linear(x[-count:]), full[-count:])

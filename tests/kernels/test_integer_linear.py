@@ -12,7 +12,7 @@ from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from kernels.quantise import quantise, widen
 from tests.kernels.grouped import make_groups
-from tests.kernels.test_blocks import error, make, states, threads
+from tests.kernels.test_blocks import FAST_BUILD, error, make, states, threads
 
 GROUPED = {  # weight format, group, dtype of scales, with zeros, columns in another order
     "groups of int4 with zeros": ("int4", 64, torch.float16, True, False),
@@ -129,25 +129,17 @@ def test_other_weights_stay_as_they_are(name, inputs):
 
 
 @pytest.mark.parametrize("processor", ["skylake-avx512", "x86-64-v3", "x86-64"])
-def test_other_processors_give_the_same_integers(processor, monkeypatch, tmp_path):
+def test_other_processors_give_the_same_integers(processor, compiled):
     """AVX-512 without VNNI, AVX2 and no more than SSE2, compiled for them and run here."""
-    if building.platform.machine() != "x86_64":
-        pytest.skip("not an x86 processor")
     layers = [(name, dtype) for name in (*FORMATS, *GROUPED) for dtype in DTYPES]
     x = {dtype: states(9, 256, dtype) for dtype in DTYPES}
     expected = [make_linear(name, 70, 256, dtype)[0](x[dtype]) for name, dtype in layers]
     fused = "fma" in building.processor()
-    flags = (f"-march={processor}", "-O1", "-fexpensive-optimizations")  # the last: fused multiply-adds as with -O3
-    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library.cache_clear()
-    try:
-        for (name, dtype), wanted in zip(layers, expected, strict=True):
-            linear, weight, order = make_linear(name, 70, 256, dtype)
-            out = linear(x[dtype])
-            assert error(out, quantised(x[dtype][:, order]), weight) < TOLERANCE[dtype]
-            assert torch.equal(linear(x[dtype][:1]), out[:1])
-            if fused and processor != "x86-64":  # which has no fused multiply-add
-                assert torch.equal(out, wanted), (name, dtype)
-    finally:
-        library.cache_clear()
+    compiled(f"-march={processor}", *FAST_BUILD)
+    for (name, dtype), wanted in zip(layers, expected, strict=True):
+        linear, weight, order = make_linear(name, 70, 256, dtype)
+        out = linear(x[dtype])
+        assert error(out, quantised(x[dtype][:, order]), weight) < TOLERANCE[dtype]
+        assert torch.equal(linear(x[dtype][:1]), out[:1])
+        if fused and processor != "x86-64":  # which has no fused multiply-add
+            assert torch.equal(out, wanted), (name, dtype)
