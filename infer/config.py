@@ -167,6 +167,7 @@ class ServerConfig:
     max_waiting: int = number(256, low=1)  # requests queued before a 429
     request_timeout_s: float = number(600.0, low=0.001)  # time queued plus time running
     drain_s: float = number(30.0, low=0)  # how long SIGTERM waits for running requests
+    profile_first: bool = False  # measure step costs before serving; false: from then on while idle, if not known
     stall_s: float = number(120.0, low=0)  # an engine step that takes longer is logged with all stacks; 0: never
     # formats of the model's tool calls and of its reasoning; auto: by its chat template
     tool_parser: str = choice("auto", "auto", "hermes", "llama3", "mistral", "none")

@@ -42,7 +42,8 @@ def run(config: ServeConfig) -> None:
     log_to_console()
 
     def load() -> Engine:
-        return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+        parts = config.model, config.head, config.engine, config.proposer
+        return Engine.load(*parts, output_dir=config.output_dir, profile=config.server.profile_first)
 
     def show(engine: Engine) -> None:
         print_card(

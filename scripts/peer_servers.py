@@ -254,7 +254,8 @@ def our_command(config: SystemsConfig, proposer: str, shape: ProposerConfig, por
     settings = {f"proposer.{key}": getattr(shape, key) for key in keys}
     settings |= {f"engine.{field.name}": getattr(config.engine, field.name) for field in fields(EngineConfig)}
     settings |= {"head.path": head.path, "output_dir": resolve_path(config.output_dir), "server.port": port}
-    settings |= {"engine.prefix_cache": False, "engine.max_batch": slots, "server.max_waiting": 4096}
+    settings |= {"engine.prefix_cache": False, "engine.max_batch": slots}
+    settings |= {"server.max_waiting": 4096, "server.profile_first": True}
     if head.name == "none":
         del settings["head.path"]
     overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]

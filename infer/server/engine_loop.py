@@ -1,6 +1,7 @@
 """The loop of the engine's thread: take commands, step the engine, report. Independent of asyncio and of endpoints.
 
 Commands arrive through a queue that is emptied between steps, so an abort frees its KV pages before the next step.
+While there are none, the costs of steps and drafts are measured, if the start has left that to idle time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infer.console.card import describe_costs
 from infer.engine import Engine
 from infer.engine.isolation import panics_as_errors
 from infer.engine.stats import EngineStats
@@ -20,7 +22,7 @@ from infer.sampling.constraint import Constraint
 from infer.server.protocol.errors import ApiError, internal_error
 
 log = logging.getLogger("headway.server")
-IDLE_CHECK_S = 1.0  # how often an idle engine looks whether its tensor parallel ranks still run
+IDLE_CHECK_S = 1.0  # how often an idle engine looks whether its tensor parallel ranks still run, and profiles if due
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ def is_last(event: Event) -> bool:
     return isinstance(event, Failure) or event.finish_reason is not None
 
 
+class Interrupted(Exception):
+    """Ends profiling, since there is a command."""
+
+
 class EngineLoop:
     """Runs the engine. `report` is called after every iteration; `run` ends on a Stop, or raises what `step` raised."""
 
@@ -70,6 +76,7 @@ class EngineLoop:
         self.busy_since: float | None = None  # when the step in progress began; None between steps
 
     def run(self) -> None:
+        self._profile()
         while True:
             events: list[Event] = []
             if not self._take_commands(events):
@@ -93,6 +100,7 @@ class EngineLoop:
                 if not wait:
                     return True
                 self.engine.check_ranks()
+                self._profile()
                 continue
             wait = False
             if isinstance(command, Stop):
@@ -101,6 +109,24 @@ class EngineLoop:
                 self.engine.abort(command.request_id)
             elif (error := self._add(command)) is not None:
                 events.append(Failure(command.request_id, error))
+
+    def _profile(self) -> None:
+        """Measure the costs of steps and drafts, if that is due, unless a command arrives meanwhile."""
+
+        def check() -> None:
+            if not self.commands.empty():
+                raise Interrupted
+
+        if not self.engine.profile_due:
+            return
+        try:
+            self.engine.profile(check)
+        except Interrupted:
+            return
+        if rows := describe_costs(self.engine.costs):
+            log.info("measured on this machine: %s", "; ".join(f"{name} {cost}" for name, cost in rows))
+        else:
+            log.info("costs not measured: no drafts until trial steps have shown what drafts cost")
 
     def _add(self, command: Add) -> ApiError | None:
         """Add a request to the engine. Returns the error if that fails, so that other requests are not affected."""

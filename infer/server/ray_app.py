@@ -70,7 +70,8 @@ class Replica:
         log_to_console()
 
         def load() -> Engine:
-            return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+            parts = config.model, config.head, config.engine, config.proposer
+            return Engine.load(*parts, output_dir=config.output_dir, profile=config.server.profile_first)
 
         self._api_keys = api_keys
         self._service = Service(config.model.name, config.server, load)
