@@ -26,7 +26,7 @@ class DraftParts(NamedTuple):
     decoder: NativeDecoder
     num_heads: int
     num_kv_heads: int
-    embedding: Tensor  # [V, H]
+    embedding: Tensor | PackedLinear  # [V, H]
     rotary: tuple[Tensor, Tensor]  # cos and sin [P, D]
     joined: PackedLinear | None  # [H, 2 H]: embedding, then state
     norm: Tensor | None  # [H] between the state and the LM head
@@ -36,6 +36,6 @@ class DraftParts(NamedTuple):
 
 def fuse_draft(parts: DraftParts) -> NativeDraft | None:
     """Return the fused draft of a head, None if no kernel supports these parts."""
-    if in_use(parts.embedding.device) or not supported(parts):
+    if in_use(parts.draft_ids.device) or not supported(parts):
         return None
     return NativeDraft(parts)

@@ -36,7 +36,7 @@ make_llama_cpp() {
     if [ ! -d "$source" ]; then
         say "fetching the sources of llama.cpp (73 MB)"
         rm -rf "$folder" && mkdir -p "$folder/source"
-        "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary :all: -d "$folder" "llama-cpp-python==$LLAMA_CPP"
+        "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$folder" "llama-cpp-python==$LLAMA_CPP"
         tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
     fi
     # The converter imports sentencepiece, which Headway does not depend on.

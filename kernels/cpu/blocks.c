@@ -3,6 +3,7 @@
  * A block is 32 weights of a row, or 256 in the formats with K in their name. Low nibbles of legacy blocks are weights 0
  * to 15, high ones 16 to 31; a K block has such halves per 64 weights (Q4_K, Q5_K) or quarters per 128 (Q6_K).
  */
+#include "blocks.h"
 #include "scales.h"
 #include "threads.h"
 #include "widen.h"
@@ -163,7 +164,6 @@ void blocks_pack(blocks_args *a) {
     run_threads(pack_share, a, &a->threads);
 }
 
-/* out `[count, inputs]` = rows `ids` of a packed matrix, each weight rounded once, to `out_kind`. */
 void blocks_gather(const linear_args *a, const int64_t *ids, int64_t count, void *out) {
     int format = a->format, held = held_by(format), unit = unit_weights(format);
     int64_t groups = a->inputs / a->group, units = a->group / unit;

@@ -5,6 +5,7 @@
  * is drafted from. Further levels have one row per chain, or the nodes that each tree is grown from. It calls the
  * kernels that otherwise run separately, so it drafts the same tokens as they do.
  */
+#include "blocks.h"
 #include "decoder.h"
 #include "noise.h"
 #include "rows.h"
@@ -14,7 +15,8 @@ typedef struct {
                                 * kept: [chains] the last row of each */
     const linear_args *joined; /* projects embedding and state to the input of a layer; null: a layer reads both */
     const linear_args *lm_head;
-    const void *embedding;     /* [V, hidden] */
+    const void *embedding;     /* [V, hidden]; null: it is in `blocks` */
+    const linear_args *blocks;
     const void *cos, *sin;     /* [P, dim], by position */
     const void *norm;          /* [hidden], before the LM head; null: none */
     const int64_t *draft_ids;  /* [lm_head->outputs] target ids */
@@ -58,7 +60,10 @@ static void enter(const draft_args *a) {
         char *token = (char *)a->tokens + r * stride;
         memcpy(cos + r * turn, (const char *)a->cos + a->positions[r] * turn, turn);
         memcpy(sin + r * turn, (const char *)a->sin + a->positions[r] * turn, turn);
-        memcpy(token, (const char *)a->embedding + a->ids[r] * row, row);
+        if (a->embedding)
+            memcpy(token, (const char *)a->embedding + a->ids[r] * row, row);
+        else
+            blocks_gather(a->blocks, a->ids + r, 1, token);
         if (a->joined) memcpy(token + row, (const char *)d->x + r * row, row);
     }
     d->cos = cos, d->sin = sin, d->rows = a->rows;

@@ -21,6 +21,7 @@ from kernels.rows import AttentionRows
 
 if TYPE_CHECKING:
     from kernels.draft import DraftParts
+    from kernels.linear import PackedLinear
 
 NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of each row
 
@@ -44,10 +45,19 @@ def supported(parts: DraftParts) -> bool:
     dtype, linears = parts.decoder.dtype, [part for part in (parts.joined, parts.lm_head) if part is not None]
     if any(part.native is None or part.native.arguments is None or part.native.dtype is not dtype for part in linears):
         return False
-    tensors = [part for part in (parts.embedding, *parts.rotary, parts.norm) if part is not None]
+    dense, blocks = stored_embedding(parts)
+    if blocks is not None and (blocks.native is None or blocks.native.dtype is not dtype):
+        return False
+    tensors = [part for part in (dense, *parts.rotary, parts.norm) if part is not None]
     if any(part.dtype is not dtype or not part.is_contiguous() or part.device.type != "cpu" for part in tensors):
         return False
     return parts.lm_head.out_features % LANES == 0
+
+
+def stored_embedding(parts: DraftParts) -> tuple[Tensor | None, PackedLinear | None]:
+    """Return the embedding as a dense tensor or in blocks."""
+    embedding = parts.embedding
+    return (embedding, None) if isinstance(embedding, Tensor) else (None, embedding)
 
 
 def padded(tensor: Tensor, *pads: int) -> Tensor:
@@ -65,11 +75,14 @@ class NativeDraft:
         self._fused = None if parts.joined is None else linear_arguments(parts.joined)
         assert parts.lm_head.native is not None, "supported() has asked"
         self.lm_head, self.joined = parts.lm_head.native, parts.joined and parts.joined.native
+        dense, blocks = stored_embedding(parts)
+        self._blocks = None if blocks is None else linear_arguments(blocks)
         cos, sin = parts.rotary
         self.arguments = Arguments(
             joined=None if self._fused is None else ctypes.addressof(self._fused),
             lm_head=ctypes.addressof(self._lm_head),
-            embedding=parts.embedding.data_ptr(),
+            embedding=address(dense),
+            blocks=None if self._blocks is None else ctypes.addressof(self._blocks),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             norm=address(parts.norm),

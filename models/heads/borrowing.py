@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.quantise import WeightFormat
@@ -18,24 +18,25 @@ class Borrowed:
     """The target's LM head and embedding: shared, never copied with the head."""
 
     def __init__(self, lm_head: Linear, embedding: Tensor | PackedEmbedding) -> None:
-        self.lm_head, self._embedding = lm_head, embedding
+        self.lm_head, self.embedding = lm_head, embedding
 
-    @cached_property
-    def embedding(self) -> Tensor:
-        return self._embedding.weight if isinstance(self._embedding, PackedEmbedding) else self._embedding
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings `[..., H]` of tokens `[...]`."""
+        stored = self.embedding
+        return stored(ids) if isinstance(stored, PackedEmbedding) else F.embedding(ids, stored)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:
         return self
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Borrowed:
         """Return it in the dtype or on the device that `change` sets; itself where that changes nothing."""
-        if isinstance(self._embedding, PackedEmbedding):
+        if isinstance(self.embedding, PackedEmbedding):
             return self  # in blocks, it stays as it is
-        embedding = change(self._embedding)
-        if embedding is self._embedding:
+        embedding = change(self.embedding)
+        if embedding is self.embedding:
             return self
         assert self.lm_head.packed is None, "a packed LM head stays as it is"
-        tied = self.lm_head.weight is self._embedding
+        tied = self.lm_head.weight is self.embedding
         lm_head = Linear(*reversed(self.lm_head.weight.shape), bias=False, device="meta")
         weight = embedding if tied else change(self.lm_head.weight)
         lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)

@@ -9,16 +9,20 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from infer.config import EngineConfig, ModelConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.console.card import describe_activations, describe_weights
 from infer.engine import Engine
 from infer.kvcache.memory import weight_bytes
 from infer.options.stored_weights import check_weights, reads_native
+from infer.request import SamplingParams
 from kernels.blocks import BLOCK_BYTES
 from kernels.cpu.library import library
+from kernels.linear import PackedLinear
 from kernels.triton.device import Limits
 from models.attention import CausalAttention
 from models.gguf.file import GgufFile
+from models.heads import HEADS
+from models.heads.borrowing import Borrowed
 from models.layers import PackedEmbedding
 from models.targets import load_target
 from tests.gguf_writing import write_gguf
@@ -159,3 +163,35 @@ def test_a_damaged_block_is_an_error_that_names_tensor_and_place(write, tmp_path
     damaged.write_bytes(content[:-100])
     with pytest.raises(ValueError, match=r"damaged\.gguf: cut off: \S+ ends at byte [\d,]+ and the file has"):
         load_target(str(damaged), native=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("eagle", {"own_embedding": False}), ("dflash", {"aux_layers": [1], "num_layers": 1})]
+)
+def test_a_head_reads_its_targets_embedding_in_blocks(write, name, options, monkeypatch):
+    """The drafts are those from the dequantised embedding, which is never made."""
+    file, trees = str(write(LEGACY, tie_word_embeddings=True)), []
+    for dense in (False, True):
+        target = load_target(file, native=True, dtype=torch.bfloat16)
+        head = HEADS[name](**options).make(target.config)
+        head.initialise(target, from_target=name == "eagle", seed=1)
+        if dense:
+            head._borrowed = Borrowed(target.lm_head, target.embedding_weight)
+        else:
+            monkeypatch.setattr(PackedLinear, "whole_weight", None)
+        drafts = ProposerConfig(name="head", max_draft_tokens=3)
+        engine = Engine(target, head=head, proposer="head", config=EngineConfig(max_tokens_in_cache=256))
+        engine.set_proposer("head", config=drafts)
+        propose, drafted = engine.speculator.propose, []
+
+        def spy(*args, propose=propose, drafted=drafted):
+            tree = propose(*args)
+            drafted.append(tree.token.tolist())
+            return tree
+
+        monkeypatch.setattr(engine.speculator, "propose", spy)
+        (completion,) = engine.generate([[5, 6, 7] * 4], SamplingParams(max_tokens=16, ignore_eos=True))
+        trees.append((completion.token_ids, drafted))
+        monkeypatch.undo()
+    assert trees[0] == trees[1]
+    assert all(len(row) == 4 for row in trees[0][1][0])

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.elementwise import rotate
@@ -100,7 +99,7 @@ class DFlashHead(BlockHead):
 
     def block_states(self, ids: Tensor, positions: Tensor, attend: Attend, rows: int) -> Tensor:
         """Return the states after the final norm."""
-        x, kinds = F.embedding(ids, self.borrowed.embedding), self.config.causal_layers
+        x, kinds = self.borrowed.embed(ids), self.config.causal_layers
         rotary = self.rotary.rows(positions, x.dtype)
         attentions = {causal: attend(causal) for causal in set(kinds)}
         if len(attentions) == 1:

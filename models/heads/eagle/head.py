@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
@@ -19,7 +18,7 @@ from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.borrowing import BorrowingHead
 from models.heads.eagle.config import EagleConfig
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
 
 
@@ -62,7 +61,8 @@ class EagleHead(BorrowingHead):
         return feature
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        x = torch.cat([F.embedding(ids, self.embedding).to(state.dtype), state], dim=-1)
+        embedded = self.embed_tokens(ids) if self.config.own_embedding else self.borrowed.embed(ids)
+        x = torch.cat([embedded.to(state.dtype), state], dim=-1)
         x, rotary = self.fc(x).to(state.dtype), self.rotary.rows(positions, state.dtype)
         decode = self._fused_decoder.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
@@ -73,21 +73,18 @@ class EagleHead(BorrowingHead):
         if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
             return None
         assert self.fc.packed is not None
+        embedding = self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
         return DraftParts(
             decoder,
             self.config.layer.num_heads,
             self.config.layer.num_kv_heads,
-            embedding=self.embedding,
-            rotary=self.rotary.tables(self.embedding.device, decoder.dtype),
+            embedding=embedding.packed if isinstance(embedding, PackedEmbedding) else embedding,
+            rotary=self.rotary.tables(self.target_ids.device, decoder.dtype),
             joined=self.fc.packed,
             norm=None,
             lm_head=lm_head.packed,
             draft_ids=self.target_ids,
         )
-
-    @property
-    def embedding(self) -> Tensor:
-        return self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
