@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     from infer.request import Request
 
-STEP_LIMIT_S = 1.0  # for one request's masks in one step; a slower grammar would delay every request in the batch
+# CPU time for one request's masks in one step; a slower grammar would delay every request in the batch. Not wall time:
+# beside busy processes any grammar may take seconds.
+STEP_LIMIT_S = 1.0
 
 
 class Constraints:
@@ -43,7 +45,7 @@ class Constraints:
 
 
 class Constraint:
-    def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.thread_time) -> None:
         self._matcher, self.vocab_size, self._clock = matcher, vocab_size, clock
         self._allow_all = packed(torch.ones(vocab_size, dtype=torch.bool))
         self.error: str | None = None  # why the request cannot continue
@@ -74,7 +76,7 @@ class Constraint:
         if self._matcher.is_error():
             self._fail(one_line(self._matcher.get_error()))
         elif self._clock() - began > STEP_LIMIT_S:
-            self._fail(f"takes more than {STEP_LIMIT_S:g} s per step")
+            self._fail(f"takes more than {STEP_LIMIT_S:g} s of CPU time per step")
         elif not bool(rows.any(1).all()):
             self._fail("no token of the vocabulary can follow")
         return rows if self.error is None else self._allow_all.repeat(len(paths), 1)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import jsonschema
 import pytest
 import torch
 
 from infer.request import SamplingParams
-from infer.sampling.constraint import without_forbidden
+from infer.sampling import constraint as constraint_module
+from infer.sampling.constraint import Constraints, without_forbidden
 from infer.sampling.grammar import Grammar
 from kernels.shape import unpacked
 from tests.drafts import checked_tree
@@ -192,3 +194,27 @@ def test_what_a_grammar_excludes(other):
 def test_without_a_tokenizer(make_engine):
     with pytest.raises(ValueError, match="no tokenizer"):
         make_engine(proposer="none").add([1], SamplingParams(grammar=GRAMMARS["object"]))
+
+
+def test_a_step_of_a_grammar_is_limited_in_cpu_time_only(tiny_tokenizer, monkeypatch):
+    """Beside busy processes any grammar may take long."""
+    monkeypatch.setattr(constraint_module, "STEP_LIMIT_S", 0.1)
+    constraint = Constraints(tiny_tokenizer, 384, [0]).compile(Grammar("regex", "a+"))
+    mask = constraint._mask
+
+    def waiting():
+        time.sleep(0.2)
+        return mask()
+
+    def computing():
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return mask()
+
+    constraint._mask = waiting
+    constraint.words([[]])
+    assert constraint.error is None
+    constraint._mask = computing
+    constraint.words([[]])
+    assert constraint.error == "the grammar cannot be followed further: takes more than 0.1 s of CPU time per step"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 from collections import OrderedDict
 from dataclasses import asdict
@@ -15,13 +16,12 @@ from typing import Any
 
 from infer.config_checks import REPO_ROOT
 from infer.sampling.grammar import Grammar
-from infer.server.parsing.grammar_worker import MEMORY_MB
+from infer.server.parsing.grammar_worker import CPU_S, MEMORY_MB
 
 log = logging.getLogger("headway.server")
 
 KNOWN = 1024  # digests of valid grammars that are cached
-TIMEOUT_S = 5.0  # for compiling a grammar: the request waits for it, those after it too
-START_S = 30.0  # for the process to start: it builds the tokenizer's trie
+HANG_S = 120.0  # for the process to start, or to reply beside busy processes; it limits its CPU time itself
 
 
 class GrammarRefused(ValueError):
@@ -31,9 +31,9 @@ class GrammarRefused(ValueError):
 class GrammarCheck:
     """Checks grammars in one worker process, started on first use and again after it had to be killed."""
 
-    def __init__(self, settings: dict[str, Any], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         """`settings`: sent to the worker as its first line (grammar_worker.py)."""
-        self._settings, self._timeout_s = settings, timeout_s
+        self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._good: OrderedDict[bytes, None] = OrderedDict()
@@ -52,23 +52,24 @@ class GrammarCheck:
         if len(self._good) > KNOWN:
             self._good.popitem(last=False)
 
-    async def close(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._process = None
+    async def close(self) -> int | None:
+        """End the process; return its exit code, None if there is none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # no effect on one that has ended by itself
+        return await process.wait()
 
     async def _ask(self, line: str) -> str | None:
         try:
             if self._process is None:
                 await self._start()
-            return await self._exchange(line, self._timeout_s)
-        except TimeoutError:
-            await self.close()
-            return f"takes longer to compile than {self._timeout_s:g} s"
-        except BaseException as error:  # the worker died, or this request was cancelled during an exchange
-            await self.close()
+            return await self._exchange(line)
+        except BaseException as error:  # the worker died or hangs, or this request was cancelled during an exchange
+            code = await self.close()
+            if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
+                return f"takes more than {CPU_S:g} s of CPU time to compile"
             if isinstance(error, EOFError | OSError):
                 return f"needs more memory to compile than {MEMORY_MB} MB"
             raise
@@ -83,13 +84,13 @@ class GrammarCheck:
             stderr=asyncio.subprocess.DEVNULL,  # its messages may quote the grammar
             start_new_session=True,  # only the server handles Ctrl-C
         )
-        await self._exchange(json.dumps(self._settings), START_S)
+        await self._exchange(json.dumps(self._settings))
 
-    async def _exchange(self, line: str, seconds: float) -> str | None:
+    async def _exchange(self, line: str) -> str | None:
         assert self._process is not None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(HANG_S):
             self._process.stdin.write(line.encode() + b"\n")
             await self._process.stdin.drain()
             reply = await self._process.stdout.readline()

@@ -1,14 +1,15 @@
 """Worker process that compiles grammars not checked before: `python -m infer.server.parsing.grammar_worker`.
 
 Reads one line of JSON with the tokenizer, then one grammar per line, and writes `{"error": ...}`
-for each line, null if it is valid. Its parent kills it when it takes too long; it exits when its parent's pipe closes.
-Does not import torch, to stay light.
+for each line, null if it is valid. A grammar that takes more than CPU_S ends it with SIGPROF; it exits when its
+parent's pipe closes. Does not import torch, to stay light.
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 
 import numpy as np
@@ -17,6 +18,7 @@ from llguidance import LLTokenizer
 from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
 
 MEMORY_MB = 1024  # address space of this process: the tokenizer's trie and many times a sensible grammar
+CPU_S = 5.0  # for compiling a grammar and its trial run: the request waits for it, those after it too
 WALK = 24  # tokens of a trial run: some grammars are cheap to compile and expensive to advance
 
 
@@ -27,11 +29,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print(json.dumps({"error": None}), flush=True)
     for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
         try:
             walk(Grammar(**json.loads(line)), tokenizer)
             error = None
         except ValueError as problem:
             error = str(problem)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps({"error": error}), flush=True)
 
 
