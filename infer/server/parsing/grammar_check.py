@@ -16,11 +16,12 @@ from typing import Any
 
 from infer.config_checks import REPO_ROOT
 from infer.sampling.grammar import Grammar
-from infer.server.parsing.grammar_worker import CPU_S, MEMORY_MB
+from infer.server.parsing.grammar_worker import MEMORY_MB
 
 log = logging.getLogger("headway.server")
 
 KNOWN = 1024  # digests of valid grammars that are cached
+CPU_S = 5.0  # for compiling a grammar and its trial run: the request waits for it, those after it too
 HANG_S = 120.0  # for the process to start, or to reply beside busy processes; it limits its CPU time itself
 
 
@@ -31,9 +32,9 @@ class GrammarRefused(ValueError):
 class GrammarCheck:
     """Checks grammars in one worker process, started on first use and again after it had to be killed."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        """`settings`: sent to the worker as its first line (grammar_worker.py)."""
-        self._settings = settings
+    def __init__(self, settings: dict[str, Any], *, cpu_s: float = CPU_S) -> None:
+        """`settings`: sent to the worker as its first line (grammar_worker.py). `cpu_s`: its CPU time for a grammar."""
+        self._settings, self._cpu_s = settings | {"cpu_s": cpu_s}, cpu_s
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._good: OrderedDict[bytes, None] = OrderedDict()
@@ -69,7 +70,7 @@ class GrammarCheck:
         except BaseException as error:  # the worker died or hangs, or this request was cancelled during an exchange
             code = await self.close()
             if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
-                return f"takes more than {CPU_S:g} s of CPU time to compile"
+                return f"takes more than {self._cpu_s:g} s of CPU time to compile"
             if isinstance(error, EOFError | OSError):
                 return f"needs more memory to compile than {MEMORY_MB} MB"
             raise

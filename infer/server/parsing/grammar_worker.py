@@ -1,8 +1,8 @@
 """Worker process that compiles grammars not checked before: `python -m infer.server.parsing.grammar_worker`.
 
-Reads one line of JSON with the tokenizer, then one grammar per line, and writes `{"error": ...}`
-for each line, null if it is valid. A grammar that takes more than CPU_S ends it with SIGPROF; it exits when its
-parent's pipe closes. Does not import torch, to stay light.
+Reads one line of JSON with the tokenizer, then one grammar per line, and writes `{"error": ...}` for each line, null if
+it is valid. A grammar that takes more CPU time than the settings allow ends it with SIGPROF; it exits when its parent's
+pipe closes. Does not import torch, to stay light.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from llguidance import LLTokenizer
 from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
 
 MEMORY_MB = 1024  # address space of this process: the tokenizer's trie and many times a sensible grammar
-CPU_S = 5.0  # for compiling a grammar and its trial run: the request waits for it, those after it too
 WALK = 24  # tokens of a trial run: some grammars are cheap to compile and expensive to advance
 
 
@@ -29,7 +28,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     print(json.dumps({"error": None}), flush=True)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_s"])
         try:
             walk(Grammar(**json.loads(line)), tokenizer)
             error = None
