@@ -6,6 +6,8 @@ source scripts/setup_env.sh dev
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
+# Tests start many processes, which compile every module anew where PYTHONDONTWRITEBYTECODE is set.
+"$PYTHON" -m compileall -q -j 0 infer kernels models scripts train
 # Types are checked in parallel with the first tests, because pyright uses one core.
 types=$(mktemp)
 "$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &

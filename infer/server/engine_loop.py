@@ -76,7 +76,6 @@ class EngineLoop:
         self.busy_since: float | None = None  # when the step in progress began; None between steps
 
     def run(self) -> None:
-        self._profile()
         while True:
             events: list[Event] = []
             if not self._take_commands(events):
