@@ -18,6 +18,7 @@
 #else
 #define TILE_ROWS 2
 #endif
+#define FETCHED 32 /* a panel's words along K are prefetched so far ahead, 8 KB, where it is read line by line */
 #define ALIGNED __attribute__((aligned(64)))
 
 /* Return for how many vectors of outputs the sums of a tile fit the registers; where its totals do not, the compiler keeps
@@ -100,7 +101,11 @@ INLINE void sum_group(
     for (int64_t u = 0; u < units; u++, words += unit_words(format) * PANEL) {
         piece pieces[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) pieces[v].upper = load_upper(words + v * LANES, PANEL, format);
+        for (int v = 0; v < vectors; v++) {
+            pieces[v].upper = load_upper(words + v * LANES, PANEL, format);
+            if (vectors == VECTORS && upper_bits(format))
+                __builtin_prefetch(words + v * LANES + (low_words(format) + FETCHED) * PANEL, 0, 3);
+        }
 #pragma GCC unroll 1
         for (int index = 0; index < low_words(format); index++, x += piece_words) {
 #pragma GCC unroll 4
@@ -109,8 +114,8 @@ INLINE void sum_group(
                 pieces[v].low = load_words(own);
                 if (vectors < VECTORS) /* else the panel is read line by line */
                     __builtin_prefetch(own + ahead, 0, 2);
-                else if (upper_bits(format)) /* or almost */
-                    __builtin_prefetch(own + 2 * unit_words(format) * PANEL, 0, 3);
+                else
+                    __builtin_prefetch(own + FETCHED * PANEL, 0, 3);
             }
             add_pieces(part, pieces, x, places, vectors, format, x_kind);
 #pragma GCC unroll 4
