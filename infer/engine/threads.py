@@ -6,7 +6,6 @@ On a small target, and on a busy machine with any target, a second thread costs 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,8 @@ from kernels.linear import PackedLinear
 
 log = logging.getLogger(__name__)
 
-MIN_REPEATS, REPEATS, ENOUGH_S = 2, 5, 0.1  # rounds of timings at start-up: fewer once they have taken so long
 FEW_ROWS, MANY_ROWS = 2, 16
+REPEATS = {FEW_ROWS: 3, MANY_ROWS: 2}  # of each timing at start-up, which on a large target takes seconds
 SLOW, SLOW_STEPS = 2.0, 8  # a step is slow from so many times the fastest; so many slow steps prompt a look
 FORGETS = 1.001  # factor by which the fastest time grows with every step, since contexts get longer
 MIN_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # least and most timings per thread count; share of time they take
@@ -73,14 +72,7 @@ class ThreadPlan:
         """Choose one thread or `max_threads`, whichever is faster, for few rows and for many."""
 
         def fastest(rows: int) -> int:
-            times = dict.fromkeys(sorted({1, max_threads}), math.inf)
-            spent = 0.0
-            for repeat in range(REPEATS):
-                if repeat >= MIN_REPEATS and spent > ENOUGH_S:
-                    break
-                for count, least in times.items():
-                    seconds = run(rows, count)
-                    times[count], spent = min(least, seconds), spent + seconds
+            times = {count: min(run(rows, count) for _ in range(REPEATS[rows])) for count in {1, max_threads}}
             return min(times, key=lambda count: times[count])
 
         return cls(fastest(FEW_ROWS), fastest(MANY_ROWS))
