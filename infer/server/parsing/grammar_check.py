@@ -53,26 +53,30 @@ class GrammarCheck:
         if len(self._good) > KNOWN:
             self._good.popitem(last=False)
 
-    async def close(self) -> int | None:
-        """End the process; return its exit code, None if there is none."""
-        process, self._process = self._process, None
-        if process is None:
-            return None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()  # no effect on one that has ended by itself
-        return await process.wait()
+    async def close(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._process = None
 
     async def _ask(self, line: str) -> str | None:
+        slow = f"takes more than {self._cpu_s:g} s of CPU time to compile"
         try:
             if self._process is None:
                 await self._start()
             return await self._exchange(line)
-        except BaseException as error:  # the worker died or hangs, or this request was cancelled during an exchange
-            code = await self.close()
-            if isinstance(error, TimeoutError) or code == -signal.SIGPROF:
-                return f"takes more than {self._cpu_s:g} s of CPU time to compile"
-            if isinstance(error, EOFError | OSError):
-                return f"needs more memory to compile than {MEMORY_MB} MB"
+        except TimeoutError:
+            await self.close()
+            return slow
+        except (EOFError, OSError):  # the worker has died
+            if self._process is None:  # or could not be started
+                raise
+            code = await self._process.wait()  # not killed first: asyncio would lose its exit code
+            self._process = None
+            return slow if code == -signal.SIGPROF else f"needs more memory to compile than {MEMORY_MB} MB"
+        except BaseException:  # this request was cancelled during an exchange
+            await self.close()
             raise
 
     async def _start(self) -> None:
