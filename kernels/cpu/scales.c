@@ -26,6 +26,11 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef int8_t signed16 __attribute__((vector_size(16)));
 typedef int16_t words16 __attribute__((vector_size(32)));
 
+/* Prefetch the superblock after this one, which is read next. */
+INLINE void fetch_next(const void *super, int64_t bytes) {
+    for (int64_t i = bytes; i < 2 * bytes; i += 64) __builtin_prefetch((const char *)super + i, 0, 3);
+}
+
 /* Widened step by step: GCC converts bytes to floats one by one. */
 INLINE vec from_words(words16 w) { return __builtin_convertvector(__builtin_convertvector(w, ivec), vec); }
 
@@ -75,7 +80,7 @@ const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int
             const uint8_t *super = (const uint8_t *)stored + index / OFFSET_GROUPS * OFFSET_BYTES;
             const uint8_t *own = super + 4 * PANEL + index % OFFSET_GROUPS * step;
             const uint16_t *factors = (const uint16_t *)super;
-            for (int64_t i = 0; i < OFFSET_BYTES; i += 64) __builtin_prefetch(super + OFFSET_BYTES + i, 0, 3);
+            fetch_next(super, OFFSET_BYTES);
             for (int v = 0; v < 2 * PANEL; v += LANES) {
                 vec factor = v < PANEL ? load_half(factors + v) : -load_half(factors + v);
                 for (int64_t g = 0; g < count; g++)
@@ -86,7 +91,7 @@ const float *load_scales(const linear_args *a, int64_t panel, int64_t first, int
         default: {
             const char *super = stored + index / SCALE_GROUPS * SCALE_BYTES;
             const int8_t *own = (const int8_t *)super + 2 * PANEL + index % SCALE_GROUPS * PANEL;
-            for (int64_t i = 0; i < SCALE_BYTES; i += 64) __builtin_prefetch(super + SCALE_BYTES + i, 0, 3);
+            fetch_next(super, SCALE_BYTES);
             for (int v = 0; v < PANEL; v += LANES) {
                 vec factor = load_half((const uint16_t *)super + v);
                 for (int64_t g = 0; g < count; g++)
