@@ -9,6 +9,11 @@ import infer.environment  # noqa: F401
 
 # isort: split
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until the model is loaded: an eighth of the start went into looking for garbage among what stays
+
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -31,13 +36,14 @@ def run(config: ServeConfig) -> None:
     address = url(listener)
     print(f"{address}: loading {config.model.name}" + (f", {replicas} times" if replicas > 1 else ""), flush=True)
     if replicas > 1:
+        gc.enable()
         return run_replicas(config, listener, address, api_keys)
 
     # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.card import describe_costs, describe_engine, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
-    from infer.server.service import Service
+    from infer.server.runtime import Runtime
 
     log_to_console()
 
@@ -45,7 +51,9 @@ def run(config: ServeConfig) -> None:
         parts = config.model, config.head, config.engine, config.proposer
         return Engine.load(*parts, output_dir=config.output_dir, profile=config.server.profile_first)
 
-    def show(engine: Engine) -> None:
+    def show(engine: Engine, _service: object) -> None:
+        gc.freeze()  # a collection of all that is loaded would stop every stream for a tenth of a second
+        gc.enable()
         print_card(
             "Headway serves",
             [
@@ -57,7 +65,8 @@ def run(config: ServeConfig) -> None:
         )
         print_invitation(address, config.model.name, keyed=bool(api_keys))
 
-    code = serve(Service(config.model.name, config.server, load), listener, api_keys=api_keys, on_ready=show)
+    runtime = Runtime(load, config.server)
+    code = serve(config.model.name, runtime, listener, api_keys=api_keys, on_ready=show)
     if code:
         sys.exit(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,8 +69,9 @@ def load_parts(
         resolve_checkpoint(drafter.path_or_hub_id, drafter.revision, weights=False)
     path, divided = model.path_or_hub_id, part is not None
     native = reads_native(model, engine or EngineConfig(), dtype, device, divided=divided)
+    # in a second thread, since packing does not hold the GIL
+    tokenizer = ThreadPoolExecutor(1).submit(Tokenizer.load, resolve_checkpoint(path, model.revision))
     target = load_target(path, revision=model.revision, dtype=dtype, device=device, part=part, native=native)
-    tokenizer = Tokenizer.load(target.folder)
     loaded_head, priors, loaded_draft = None, dict[str, list[float]](), None
     if head is not None and folder is not None:
         loaded_head = load_head(
@@ -79,8 +81,8 @@ def load_parts(
         priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
     if drafter is not None:
         loaded_draft = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
-        check_same_tokenizer(tokenizer, Tokenizer.load(loaded_draft.folder), drafter.path)
-    return Parts(target, tokenizer, loaded_head, loaded_draft, proposer, priors)
+        check_same_tokenizer(tokenizer.result(), Tokenizer.load(loaded_draft.folder), drafter.path)
+    return Parts(target, tokenizer.result(), loaded_head, loaded_draft, proposer, priors)
 
 
 def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
@@ -113,9 +115,8 @@ def resolve_device(name: str) -> torch.device:
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:
     """Raise ValueError if the vocabularies of the two tokenizers differ."""
-    target_vocab, draft_vocab = target.backend.get_vocab(), draft.backend.get_vocab()
-    if target_vocab != draft_vocab:
-        word, index = min(target_vocab.items() ^ draft_vocab.items())
+    if different := target.backend.get_vocab().items() ^ draft.backend.get_vocab().items():
+        word, index = min(different)
         raise ValueError(
             f"proposer.draft_model={path}: must share the target's tokenizer; they differ at id {index}, {word!r}"
         )

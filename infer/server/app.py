@@ -1,11 +1,13 @@
-"""The FastAPI application: its endpoints, and the `Gate` middleware in front of them."""
+"""The FastAPI application, its endpoints and the `Gate` middleware in front of them; uvicorn, which runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
+import uvicorn
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -14,16 +16,39 @@ from infer.server.api import chat, completions, messages, responses, tokens
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
 from infer.server.playground import page
-from infer.server.protocol import errors
+from infer.server.protocol import error_responses
 from infer.server.protocol.bodies import JsonRoute
 from infer.server.protocol.errors import ApiError
 from infer.server.service import Service
+
+HTTP_GRACE_S = 3  # for responses still being sent after everything else has ended
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling: the caller stops it."""
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",  # explicit, so that other installed packages change nothing
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=HTTP_GRACE_S,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
     # No /docs: its page loads scripts from other hosts. /openapi.json remains for tools.
     app = FastAPI(title="Headway", docs_url=None, redoc_url=None)
-    errors.install(app)
+    error_responses.install(app)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
     if origins := service.config.cors_origins:  # runs before the gate: a browser's preflight carries no API key
         app.add_middleware(

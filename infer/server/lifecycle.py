@@ -7,7 +7,6 @@ process exits with code 1. Handles the order of events only, not requests.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -15,18 +14,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
-
-import uvicorn
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from infer.engine import Engine
-from infer.server.app import create_app
-from infer.server.service import Service
+from infer.server.runtime import Runtime
+
+if TYPE_CHECKING:
+    from infer.server.service import Service
 
 log = logging.getLogger("headway.server")
 
-HTTP_GRACE_S = 3  # for responses still being sent after everything else has ended
+OnReady = Callable[[Engine, "Service"], None]
 THREAD_GRACE_S = 5.0  # for the engine's step in progress
 # After the engine has died: /health reports it for DEAD_LINGER_S, for load balancers; then HTTP stops, and then the
 # process, whatever still hangs. The total stays below five seconds.
@@ -36,14 +35,6 @@ DEAD_LINGER_S, DEAD_HTTP_GRACE_S, DEAD_LIMIT_S = 1.0, 1, 4.5
 def log_to_console() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: the caller stops it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Stopping:
@@ -59,7 +50,12 @@ class Stopping:
 
 
 def serve(
-    service: Service, listener: socket.socket, *, api_keys: Sequence[str], on_ready: Callable[[Engine], None]
+    model_id: str,
+    runtime: Runtime,
+    listener: socket.socket,
+    *,
+    api_keys: Sequence[str],
+    on_ready: OnReady,
 ) -> int:
     """Serve until a signal. Returns the exit code; raises what loading the engine raised."""
 
@@ -67,11 +63,11 @@ def serve(
         stopping = Stopping()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopping.ask)
-        return await run(service, listener, stopping, api_keys=api_keys, on_ready=on_ready)
+        return await run(model_id, runtime, listener, stopping, api_keys=api_keys, on_ready=on_ready)
 
-    end_after(service.runtime.died)
+    end_after(runtime.died)
     code = asyncio.run(main())
-    if not service.runtime.stop(THREAD_GRACE_S if service.attached else 0):
+    if not runtime.stop(THREAD_GRACE_S if runtime.loaded else 0):
         # Still loading, or in a long step: a thread in native code cannot be ended, and the interpreter's normal
         # shutdown would fail on it.
         leave(code)
@@ -97,49 +93,45 @@ def leave(code: int) -> NoReturn:
 
 
 async def run(
-    service: Service,
+    model_id: str,
+    runtime: Runtime,
     listener: socket.socket,
     stopping: Stopping,
     *,
     api_keys: Sequence[str],
-    on_ready: Callable[[Engine], None],
+    on_ready: OnReady,
     linger_s: float = DEAD_LINGER_S,
 ) -> int:
     """Run the server and return its exit code. `linger_s`: how long HTTP stays up after the engine has died."""
-    app = create_app(service, api_keys=api_keys)
-    options = uvicorn.Config(
-        app,
-        http="h11",  # explicit, so that other installed packages change nothing
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        server_header=False,
-        timeout_graceful_shutdown=HTTP_GRACE_S,
-    )
-    http = HttpServer(options)
+    loading = runtime.start()
+    # Web frameworks take a third of a second to import; meanwhile the engine's thread loads the model.
+    from infer.server.app import HttpServer, create_app
+    from infer.server.service import Service
+
+    service = Service(model_id, runtime)
+    http = HttpServer(create_app(service, api_keys=api_keys))
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
-    loading = service.runtime.start()
     requested, hurry, dead = (
-        asyncio.ensure_future(event.wait()) for event in (stopping.requested, stopping.hurry, service.runtime.dead)
+        asyncio.ensure_future(event.wait()) for event in (stopping.requested, stopping.hurry, runtime.dead)
     )
     try:
         await asyncio.wait((loading, requested, serving), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             engine = loading.result()
             service.attach(engine)
-            on_ready(engine)
+            on_ready(engine, service)
             await asyncio.wait((requested, serving, dead), return_when=asyncio.FIRST_COMPLETED)
             if dead.done():
                 log.error("the engine is dead: the server exits with code 1")
                 await asyncio.wait((requested, serving), timeout=linger_s, return_when=asyncio.FIRST_COMPLETED)
-                options.timeout_graceful_shutdown = DEAD_HTTP_GRACE_S
-        drain = asyncio.ensure_future(service.runtime.drain(service.config.drain_s))
-        if service.runtime.in_flight:
-            log.info("waiting for %d requests, at most %g s", service.runtime.in_flight, service.config.drain_s)
+                http.config.timeout_graceful_shutdown = DEAD_HTTP_GRACE_S
+        drain = asyncio.ensure_future(runtime.drain(runtime.config.drain_s))
+        if runtime.in_flight:
+            log.info("waiting for %d requests, at most %g s", runtime.in_flight, runtime.config.drain_s)
         await asyncio.wait((drain, hurry), return_when=asyncio.FIRST_COMPLETED)
         if not drain.done():
             drain.cancel()
-            await service.runtime.drain(0)
+            await runtime.drain(0)
     finally:
         requested.cancel()
         hurry.cancel()
@@ -147,4 +139,4 @@ async def run(
         http.should_exit = True
         await serving
         await service.close()
-    return 1 if service.runtime.state == "dead" else 0
+    return 1 if runtime.state == "dead" else 0

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.engine.isolation import panics_as_errors
+from infer.server.protocol.error_responses import response_of
 from infer.server.protocol.errors import REQUEST_ID, ApiError, internal_error, is_anthropic
 
 OPEN_PATHS = {"/health"}  # every other path needs a key, whether or not the endpoint exists
@@ -57,7 +58,7 @@ class Gate:
             scope[TENANT] = self.tenant(scope["path"], headers)
             receive = await self.read_body(headers, receive)
         except ApiError as error:
-            response = error.response(scope)
+            response = response_of(error, scope)
             if error.status == 401 and scope["path"] == PAGE_PATH:
                 response.headers["www-authenticate"] = 'Basic realm="Headway, password: an API key"'
             await response(scope, receive, send_with_id)
@@ -67,7 +68,7 @@ class Gate:
                 await self.app(scope, receive, send_with_id)
         except Exception:
             if not started:
-                await internal_error().response(scope)(scope, receive, send_with_id)
+                await response_of(internal_error(), scope)(scope, receive, send_with_id)
             raise  # so that uvicorn logs it
 
     def tenant(self, path: str, headers: Headers) -> str:

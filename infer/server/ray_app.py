@@ -7,6 +7,7 @@ requests without the header are distributed.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,7 @@ class Replica:
     async def __init__(self, config: ServeConfig, api_keys: Sequence[str]) -> None:
         from infer.engine import Engine
         from infer.server.lifecycle import end_after, log_to_console
+        from infer.server.runtime import Runtime
         from infer.server.service import Service
 
         log_to_console()
@@ -74,9 +76,11 @@ class Replica:
             return Engine.load(*parts, output_dir=config.output_dir, profile=config.server.profile_first)
 
         self._api_keys = api_keys
-        self._service = Service(config.model.name, config.server, load)
-        end_after(self._service.runtime.died)  # and Ray starts another replica
-        self._service.attach(await self._service.runtime.start())
+        runtime = Runtime(load, config.server)
+        end_after(runtime.died)  # and Ray starts another replica
+        self._service = Service(config.model.name, runtime)
+        self._service.attach(await runtime.start())
+        gc.freeze()  # as in infer/serve.py
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from infer.server.app import create_app

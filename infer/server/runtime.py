@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from infer.config import ServerConfig
 from infer.engine import Engine
 from infer.engine.offline import completion_params
 from infer.engine.stats import EngineStats
@@ -74,11 +75,11 @@ class Generation:
 class Runtime:
     """Loads the engine in a separate thread and runs it there until `stop`."""
 
-    def __init__(self, load: Callable[[], Engine], *, max_waiting: int, stall_s: float) -> None:
+    def __init__(self, load: Callable[[], Engine], config: ServerConfig) -> None:
         self.state: State = "loading"
         self.snapshot = EngineStats()
-        self.stalls = 0  # steps that took longer than `stall_s`
-        self._load, self._max_waiting, self._stall_s = load, max_waiting, stall_s
+        self.stalls = 0  # steps that took longer than `server.stall_s`
+        self.config, self._load = config, load
         self._max_batch = 0  # set once the engine is loaded
         self._generations: dict[str, Generation] = {}  # by engine request id, unfinished ones
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -95,6 +96,10 @@ class Runtime:
         return self._loaded
 
     @property
+    def loaded(self) -> bool:
+        return self._max_batch > 0
+
+    @property
     def in_flight(self) -> int:
         return len(self._generations)
 
@@ -106,7 +111,7 @@ class Runtime:
     @property
     def room(self) -> int:
         """How many more choices can be accepted: the maximum batch and waiting queue, less those in flight."""
-        return self._max_batch + self._max_waiting - self.in_flight
+        return self._max_batch + self.config.max_waiting - self.in_flight
 
     def check_room(self, count: int) -> None:
         """Raises a 429 ApiError if `count` exceeds `room`. Also called before tokenization, to save that work."""
@@ -197,8 +202,8 @@ class Runtime:
             return
         self._report(self._on_loaded, engine)
         loop = EngineLoop(engine, self._commands, lambda *round_: self._report(self._on_step, *round_))
-        watchdog = Watchdog(loop, threading.get_ident(), self._stall_s, lambda: self._report(self._on_stall))
-        if self._stall_s:
+        watchdog = Watchdog(loop, threading.get_ident(), self.config.stall_s, lambda: self._report(self._on_stall))
+        if self.config.stall_s:
             watchdog.start()
         try:
             loop.run()

@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import Request
 
-from infer.config import ServerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from infer.sampling.constraint import Constraint
@@ -37,11 +36,10 @@ ENCODE_LIMIT_S = 30.0  # for templates that loop; Jinja's sandbox bounds memory 
 class Service:
     """Shared state of the endpoints. Not usable before `attach`; until then the runtime refuses every request."""
 
-    def __init__(self, model_id: str, config: ServerConfig, load: Callable[[], Engine]) -> None:
-        self.model_id, self.config = model_id, config
-        self.runtime = Runtime(load, max_waiting=config.max_waiting, stall_s=config.stall_s)
+    def __init__(self, model_id: str, runtime: Runtime) -> None:
+        self.model_id, self.config, self.runtime = model_id, runtime.config, runtime
         self.metrics = Metrics(model_id, lambda: self.runtime.snapshot, lambda: self.runtime.stalls)
-        self.unknown_fields = UnknownFields(strict=config.strict)
+        self.unknown_fields = UnknownFields(strict=self.config.strict)
         self.created = int(time.time())
         self.context = 0
 

@@ -231,6 +231,8 @@ class Header:
             item_kind, count = self._number("I"), self._checked_count(self._number("Q"))
             if item_kind == ARRAY:
                 raise ValueError("damaged: an array of arrays")
+            if item_kind == STRING:
+                return self._strings(count)
             if item_kind not in NUMBERS:
                 return [self._value(item_kind) for _ in range(count)]
             layout = struct.Struct(f"<{count}{NUMBERS[item_kind]}")
@@ -248,12 +250,21 @@ class Header:
         return value
 
     def _string(self) -> str:
-        size = self._checked_count(self._number("Q"))
-        raw = self._data[self._position : self._position + size]
-        if len(raw) < size:
-            raise struct.error("a string ends beyond the file")
-        self._position += size
-        return raw.decode("utf-8")
+        return self._strings(1)[0]
+
+    def _strings(self, count: int) -> list[str]:
+        """Read strings: one loop without calls, since a vocabulary and its merges are hundreds of thousands of them."""
+        data, position, end, read_size = self._data, self._position, len(self._data), struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        for _ in range(count):
+            (size,) = read_size(data, position)
+            position += 8
+            if size > end - position:
+                raise struct.error(f"a string of {size} bytes in {end - position}")
+            strings.append(data[position : position + size].decode())
+            position += size
+        self._position = position
+        return strings
 
     def _checked_count(self, count: int) -> int:
         """Return `count`, which may not exceed the bytes left; a damaged file may state any. Raises struct.error."""

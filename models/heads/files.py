@@ -80,7 +80,7 @@ def load_head(
     folder = Path(folder)
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
-    head = HEADS[checkpoint.head].module()(config)
+    head = HEADS[checkpoint.head].module()(config).to(dtype)
     for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
         if shared in dict(head.named_parameters()) and shared not in tensors:
             if target is None:
@@ -90,7 +90,7 @@ def load_head(
             tensors = tensors | {shared: read_target(target)}
     load_into(head, tensors, head.checkpoint_layout(), source=str(folder))
     _check_vocabulary(folder, head)
-    head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    head = head.to(device).eval().requires_grad_(False)
     if target is not None:
         head.borrow(target)
     return head

@@ -34,6 +34,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         from infer.engine import Engine
         from infer.server.address import bind, url
         from infer.server.lifecycle import Stopping, run
+        from infer.server.runtime import Runtime
         from infer.server.service import Service
 
         def load() -> Engine:
@@ -44,19 +45,21 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
                 ProposerConfig(name=proposer, max_draft_tokens=4),
             )
 
-        service = Service(MODEL, ServerConfig(**server), load)
+        runtime = Runtime(load, ServerConfig(**server))
         listener = bind("127.0.0.1", 0)
         ready = threading.Event()
         state: dict[str, Any] = {}
 
-        def on_ready(engine: Engine) -> None:
-            state["engine"] = engine
+        def on_ready(engine: Engine, service: Service) -> None:
+            state["engine"], state["service"] = engine, service
             ready.set()
 
         async def main() -> int:
             state["loop"], state["stopping"] = asyncio.get_running_loop(), Stopping()
             # After the engine has died, the server stays up for as long as a test inspects it.
-            return await run(service, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready, linger_s=600)
+            return await run(
+                MODEL, runtime, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready, linger_s=600
+            )
 
         def in_thread() -> None:
             state["code"] = asyncio.run(main())
@@ -71,12 +74,12 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
             if "code" not in state:
                 ask()
                 thread.join(600)
-                assert service.runtime.stop(600)
+                assert runtime.stop(600)
             return state["code"]
 
         assert ready.wait(600)
         try:
-            yield Server(url(listener), state["engine"], service, finish, ask)
+            yield Server(url(listener), state["engine"], state["service"], finish, ask)
         finally:
             finish()
 

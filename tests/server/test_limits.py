@@ -18,7 +18,7 @@ import pytest
 from infer.config import EngineConfig, ServerConfig
 from infer.server import service
 from infer.server.address import bind, check_exposure, is_loopback, read_api_keys
-from infer.server.service import Service
+from infer.server.runtime import Runtime
 from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, slow_down, wait_until
 
@@ -240,11 +240,13 @@ def test_503_while_loading() -> None:
         raise ValueError("model.path=nowhere: no such folder")
 
     listener = bind("127.0.0.1", 0)
-    service = Service(MODEL, ServerConfig(), load)
+    runtime = Runtime(load, ServerConfig())
 
     async def main() -> None:
         serving = asyncio.ensure_future(
-            run(service, listener, Stopping(), api_keys=(), on_ready=lambda engine: pytest.fail("nothing loaded"))
+            run(
+                MODEL, runtime, listener, Stopping(), api_keys=(), on_ready=lambda *ready: pytest.fail("nothing loaded")
+            )
         )
         async with httpx.AsyncClient(base_url=url(listener), timeout=patient.SECONDS) as client:
             health = await client.get("/health")

@@ -7,19 +7,12 @@ error has no details for the client.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, LiteralString
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
-from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import Scope
-
-log = logging.getLogger("headway.server")
+from starlette.exceptions import HTTPException
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
@@ -52,11 +45,6 @@ class ApiError(HTTPException):
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
-
-    def response(self, scope: Scope) -> JSONResponse:
-        """Return the HTTP response to the request of `scope`, in the format of the API that its path belongs to."""
-        body = self.anthropic_body(scope.get(REQUEST_ID)) if is_anthropic(scope["path"]) else self.body
-        return JSONResponse(body, self.status, headers=self.headers)
 
 
 def is_anthropic(path: str) -> bool:
@@ -190,26 +178,3 @@ def number(value: float) -> str:
 
 def count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def install(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response(request.scope)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return from_validation(error.errors(), error.body).response(request.scope)
-
-    @app.exception_handler(StarletteHTTPException)
-    async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        if error.status_code == 404:
-            message = f"{request.method} {request.url.path}: no such endpoint"
-            return ApiError(404, message, code="not_found").response(request.scope)
-        allowed = (error.headers or {}).get("Allow")
-        if error.status_code == 405 and allowed is not None:
-            message = f"{request.method} {request.url.path}: this endpoint takes {allowed}"
-            response = ApiError(405, message, code="method_not_allowed").response(request.scope)
-            response.headers["allow"] = allowed
-            return response
-        return ApiError(error.status_code, str(error.detail)).response(request.scope)
