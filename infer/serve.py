@@ -73,7 +73,7 @@ def run(config: ServeConfig) -> None:
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
     from infer.console.card import describe_end_tokens, print_card
-    from infer.engine.loading import dtype_name
+    from infer.options.devices import dtype_name
     from infer.server.ray_app import serve_replicas
     from models.targets import resolve_checkpoint
     from models.tokenizer import Tokenizer

@@ -33,8 +33,8 @@ import httpx
 from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.console.compare import Run
-from infer.engine.loading import dtype_name
 from infer.options.command_words import model_overrides
+from infer.options.devices import dtype_name
 from infer.options.exported_heads import head_folder
 from infer.request import SpeculationStats
 from infer.speculation.proposers.ngram import LONGEST, SHORTEST

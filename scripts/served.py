@@ -216,7 +216,7 @@ def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
 @engine_entry_point("served", ServedConfig)
 def main(config: ServedConfig) -> None:
     prompts = read_prompts(config)
-    from infer.engine.loading import dtype_name
+    from infer.options.devices import dtype_name
     from models.checkpoint import fingerprint
     from models.targets import resolve_checkpoint
 

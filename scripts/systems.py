@@ -208,7 +208,7 @@ def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int,
     import torch
     from transformers import AutoModelForCausalLM
 
-    from infer.engine.loading import dtype_name
+    from infer.options.devices import dtype_name
     from scripts.gguf_files import folder_of_target
 
     wanted = [name for name in TRANSFORMERS if name in config.systems]

@@ -102,7 +102,7 @@ def peak_flops(words: list[str]) -> float:
     """Return the FLOP/s of a matrix product in the dtype that the runs compute in."""
     import torch
 
-    from infer.engine.loading import resolve_device
+    from infer.options.devices import resolve_device
     from train.planning.plan import measure
 
     config = compose(words)

@@ -16,7 +16,7 @@ from infer.console.compare import Comparison, Prompts, compare, timed
 from infer.console.display import Display, use_color
 from infer.console.prompts import uses_chat
 from infer.engine import Engine
-from infer.engine.loading import dtype_name
+from infer.options.devices import dtype_name
 from infer.request import SamplingParams, SpeculationStats
 
 

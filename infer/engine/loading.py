@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.options.devices import resolve_device, resolve_dtype
 from infer.options.exported_heads import choose_head, head_folder, is_head, read_head_config
 from infer.options.model_names import read_model, read_option
 from infer.options.stored_weights import reads_native
 from infer.parallel.comm import Ranks
 from infer.speculation.measured_tree import rank_accuracy, resolve_tree
-from models.checkpoint import stated_dtype
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.files import check_exported, load_head
@@ -92,25 +92,6 @@ def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerC
         return None
     folder = head_folder(head, output_dir, model.name)
     return folder if required or head.path or is_head(folder) else None
-
-
-def resolve_dtype(model: ModelConfig) -> torch.dtype:
-    """Return `model.dtype`, or for `auto` the checkpoint's. Raises ValueError for a checkpoint dtype not supported."""
-    if model.dtype != "auto":
-        return getattr(torch, model.dtype)
-    return stated_dtype(resolve_checkpoint(model.path_or_hub_id, model.revision, weights=False))
-
-
-def dtype_name(model: ModelConfig) -> str:
-    return str(resolve_dtype(model)).removeprefix("torch.")
-
-
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"model.device={name}: this machine has no usable GPU; model.device=cpu runs without")
-    return torch.device(name)
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:

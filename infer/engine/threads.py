@@ -6,10 +6,12 @@ On a small target, and on a busy machine with any target, a second thread costs 
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -20,12 +22,14 @@ from kernels.linear import PackedLinear
 log = logging.getLogger(__name__)
 
 FEW_ROWS, MANY_ROWS = 2, 16
-REPEATS = {FEW_ROWS: 3, MANY_ROWS: 2}  # of each timing at start-up, which on a large target takes seconds
+REPEATS = {FEW_ROWS: 3, MANY_ROWS: 2}  # of each timing at start-up
 SLOW, SLOW_STEPS = 2.0, 8  # a step is slow from so many times the fastest; so many slow steps prompt a look
 FORGETS = 1.001  # factor by which the fastest time grows with every step, since contexts get longer
 MIN_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # least and most timings per thread count; share of time they take
+LOOK_S = 0.1  # seconds of timings that are enough, and more than the scheduler's ticks: meanwhile every stream waits
+SAMPLE_BYTES = 2**27  # of weights in a timing: more than caches hold
 CLEARLY = 0.8  # another thread count replaces the present one below this share of its time
-PLAINLY = 4.0  # if one count is so many times slower than the other, MIN_LOOKS timings are enough
+PLAINLY = 4.0  # if one count is so many times slower than the other, MIN_LOOKS timings are enough too
 FIRST_S, SELDOM_S, LONGEST_S = 1.0, 10.0, 60.0  # seconds of steps before a look: first, without slow steps, maximum
 
 
@@ -47,7 +51,13 @@ Pass = Callable[[int, int], float]  # seconds of a step's linear layers on so ma
 
 
 def timed_pass(linears: Sequence[PackedLinear], dtype: torch.dtype, clock: Callable[[], float]) -> Pass:
-    """Return a timer of all linear layers. Weights are cold, as in a step: each layer evicts the next one's."""
+    """Return a timer of linear layers. Weights are cold, as in a step: each layer evicts the next one's.
+
+    Of a large target it takes some, chosen at random: all would make a start or a stream wait for seconds.
+    """
+    shuffled = random.Random(0).sample(linears, len(linears))
+    sizes = accumulate(linear.bytes for linear in shuffled)
+    linears = [linear for linear, size in zip(shuffled, sizes, strict=True) if size <= SAMPLE_BYTES] or shuffled[:1]
 
     def run(rows: int, count: int) -> float:
         inputs = {linear.in_features: torch.ones(rows, linear.in_features, dtype=dtype) for linear in linears}
@@ -121,7 +131,8 @@ class Threads:
             for looks in range(1, LOOKS + 1):
                 for count in times:
                     times[count] += run(rows, count)
-                if looks >= MIN_LOOKS and max(times.values()) > PLAINLY * min(times.values()):
+                enough = sum(times.values()) > LOOK_S or max(times.values()) > PLAINLY * min(times.values())
+                if looks >= MIN_LOOKS and enough:
                     break
             taken += sum(times.values())
             present = self.plan.count(rows)

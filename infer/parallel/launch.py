@@ -25,8 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from infer.config import EngineConfig, ModelConfig
 from infer.engine.exactness import probe_exactness
-from infer.engine.loading import resolve_device, resolve_dtype
 from infer.engine.threads import plan_threads
+from infer.options.devices import resolve_device, resolve_dtype
 from infer.parallel import messages
 from infer.parallel.children import Children
 from infer.parallel.comm import Channel, RankLost, Ranks

@@ -16,7 +16,7 @@ from infer.cli import compose, entry_point
 from infer.config import GenerateConfig, ModelConfig, ServeConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.engine.loading import resolve_dtype
+from infer.options.devices import resolve_dtype
 from infer.options.exported_heads import choose_head, head_folder, with_head
 from infer.options.model_choices import model_choices
 from infer.options.model_names import find_model, model_name, no_model, read_model

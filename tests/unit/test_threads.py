@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from infer.engine import threads as module
 from infer.engine.threads import (
     CLEARLY,
     FIRST_S,
+    LOOK_S,
     LOOKS_SHARE,
+    MIN_LOOKS,
     SELDOM_S,
     SLOW_STEPS,
     ThreadPlan,
     Threads,
+    timed_pass,
 )
+from kernels.linear import PackedLinear
 
 
 class Machine:
@@ -101,3 +107,27 @@ def test_a_number_that_was_configured_stays():
     threads = Threads(ThreadPlan(2, 2))
     machine.busy = True
     assert set(machine.decode(threads, 20.0)) == {2}
+
+
+@pytest.mark.parametrize("step", [1e-3, 0.05])
+def test_a_look_holds_streams_up_for_moments(step):
+    """On a large target a dozen passes would take seconds; on a small one a few would say nothing."""
+    machine = Machine(step)
+    threads = make_threads(machine)
+    machine.decode(threads, SELDOM_S + 1)
+    longest = max(machine.seconds(rows, 1) + machine.seconds(rows, 2) for rows in (2, 16))
+    assert 0 < machine.probe_seconds <= 2 * max(LOOK_S + longest, MIN_LOOKS * longest)
+
+
+def test_a_timing_takes_a_sample_of_a_large_target(monkeypatch):
+    layers = [PackedLinear(torch.zeros(64, 64)) for _ in range(20)]
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 5 * layers[0].bytes)
+    called = []
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: called.append((self, x.shape[0])))
+    assert timed_pass(layers, torch.float32, iter([1.0, 3.5]).__next__)(2, 1) == 2.5
+    assert [rows for _, rows in called] == [2] * 5
+    assert len({id(layer) for layer, _ in called}) == 5
+    called.clear()
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1)
+    timed_pass(layers, torch.float32, iter([0.0, 1.0]).__next__)(2, 1)
+    assert len(called) == 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from infer.engine.loading import resolve_device
 from infer.kvcache.tensors import kv_dtype
+from infer.options.devices import resolve_device
 from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS

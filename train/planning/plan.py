@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from infer.config_checks import resolve_path
-from infer.engine.loading import resolve_device
 from infer.kvcache.memory import free_bytes
+from infer.options.devices import resolve_device
 from models.heads import HEADS
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget

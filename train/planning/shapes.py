@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.engine.loading import resolve_dtype
+from infer.options.devices import resolve_dtype
 from models.checkpoint import fingerprint
 from models.heads.base import Head
 from models.targets import empty_target, resolve_checkpoint

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infer.engine.loading import dtype_name
+from infer.options.devices import dtype_name
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train.config import TrainConfig
