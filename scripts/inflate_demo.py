@@ -22,10 +22,12 @@ import infer.environment  # noqa: F401
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infer.config_checks import REPO_ROOT
+from infer.speculation.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head, save_head
 from models.targets import load_target
@@ -74,8 +76,10 @@ def inflate(args: argparse.Namespace) -> None:
             folder.mkdir()
             options = {"target_layers": small.config.num_layers, "seed": args.seed, "marked": marked}
             wide = inflate_head(head, shape, dtype=dtype, device="cpu", **options)
-            facts = {"inflated_from": str(args.head), "target": str(args.model), "shape": args.shape}
+            facts: dict[str, Any] = {"inflated_from": str(args.head), "target": str(args.model), "shape": args.shape}
             facts |= {"target_fingerprint": fingerprint(staging)}
+            if accuracy := rank_accuracy(args.head):  # which stays as it is, as the logits do
+                facts[RANK_ACCURACY] = accuracy
             save_head(
                 wide,
                 folder,

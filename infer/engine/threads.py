@@ -79,13 +79,13 @@ class ThreadPlan:
 
     @classmethod
     def measure(cls, run: Pass, max_threads: int) -> ThreadPlan:
-        """Choose one thread or `max_threads`, whichever is faster, for few rows and for many."""
+        """Choose one thread where it is clearly faster than `max_threads`, from which more rows would gain."""
 
-        def fastest(rows: int) -> int:
+        def choose(rows: int) -> int:
             times = {count: min(run(rows, count) for _ in range(REPEATS[rows])) for count in {1, max_threads}}
-            return min(times, key=lambda count: times[count])
+            return 1 if times[1] < CLEARLY * times[max_threads] else max_threads
 
-        return cls(fastest(FEW_ROWS), fastest(MANY_ROWS))
+        return cls(choose(FEW_ROWS), choose(MANY_ROWS))
 
     def count(self, rows: int) -> int:
         return self.many if rows >= MANY_ROWS else self.few

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,9 +14,10 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.request import SamplingParams
+from infer.speculation.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json
-from models.heads.config import HeadConfig
+from models.heads.config import PROVENANCE, HeadConfig
 from models.targets import load_target
 from scripts import inflate_demo
 from scripts.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_of, write_target
@@ -143,9 +146,12 @@ def test_acceptance_in_the_engine_is_the_small_heads(tiny_target_folder, learned
 def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_target_folder, tiny_head_folder, capsys):
     monkeypatch.setitem(SHAPES, "0.4b", TINY)
     monkeypatch.setattr("scripts.inflation.target.SHARD_BYTES", 200_000)
-    out = tmp_path / "wide"
+    out, measured = tmp_path / "wide", shutil.copytree(tiny_head_folder, tmp_path / "head")
+    accuracy = [[0.5, 0.2], [0.4, 0.1]]
+    (measured / PROVENANCE).write_text(json.dumps(read_json(measured / PROVENANCE) | {RANK_ACCURACY: accuracy}))
     command = ["--shape", "0.4b", "--model", str(tiny_target_folder), "--dtype", "float32"]
-    assert inflate_demo.main([*command, "--head", str(tiny_head_folder), str(out)]) == 0
+    assert inflate_demo.main([*command, "--head", str(measured), str(out)]) == 0
+    assert rank_accuracy(out / "eagle3") == accuracy
     assert len(list(out.glob("*.safetensors"))) > 3
     texts = []
     for model, head in ((tiny_target_folder, tiny_head_folder), (out, out / "eagle3")):

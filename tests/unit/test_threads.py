@@ -83,6 +83,12 @@ def test_a_start_on_a_busy_machine_is_corrected_once_it_is_idle():
     assert counts[-1] == 2
 
 
+@pytest.mark.parametrize(("ratio", "count"), [(CLEARLY - 0.05, 1), (CLEARLY + 0.05, 2), (1.0, 2), (2.0, 2)])
+def test_one_thread_must_be_clearly_faster(ratio, count):
+    """Else chance would decide where one thread reads as fast as memory delivers, and eight rows would take longer."""
+    assert ThreadPlan.measure(lambda rows, threads: ratio if threads == 1 else 1.0, 2) == ThreadPlan(count, count)
+
+
 def test_a_number_that_gives_other_bits_is_not_used():
     machine, requested = Machine(), []
     threads = make_threads(machine)
