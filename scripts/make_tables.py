@@ -47,11 +47,19 @@ Cell = dict[str, Any]
 
 
 def newest(name: str) -> Path:
-    """Return the result file of that name with the latest date. Raises ValueError if there is none."""
-    files = sorted(RESULTS.glob(f"{name}-*.json"), key=lambda file: file.stem.rpartition("_")[2])
+    """Return the result file of that name with the latest date. Raises ValueError if there is none.
+
+    `auto` is also how the file of `auto-code` begins, whose longer name counts as a part of the target's.
+    """
+    files = list(RESULTS.glob(f"{name}-*.json"))
     if not files:
         raise ValueError(f"scripts/results/{name}-*.json: no such file; make it with scripts/bench.py save={name}")
-    return files[-1]
+
+    def order(file: Path) -> tuple[int, str]:
+        named, _, date = file.stem.rsplit("_", 2)
+        return -len(named), date
+
+    return max(files, key=order)
 
 
 def label(system: str) -> str:

@@ -87,3 +87,15 @@ def test_positions_are_those_of_the_exported_head():
         curves = collect_runs.curves(rows, exported)
         assert curves["tau_over_tokens"] == [[200, 1.5], [400, 1.4]]
         assert curves["by_position"] == [shares[exported][1]]
+
+
+def test_a_name_is_not_the_beginning_of_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    for name in (
+        "auto-demo_2-core-cpu_2026-11-21",
+        "auto-demo_2-core-cpu_2026-11-22",
+        "auto-code-demo_h100_2026-11-24",
+    ):
+        (tmp_path / f"{name}.json").touch()
+    assert make_tables.newest("auto").name == "auto-demo_2-core-cpu_2026-11-22.json"
+    assert make_tables.newest("auto-code").name == "auto-code-demo_h100_2026-11-24.json"
