@@ -5,9 +5,12 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.environment
 
 # isort: split
+
+if __name__ == "__main__":
+    infer.environment.rest_collector()
 
 import secrets
 
@@ -34,6 +37,7 @@ def run(config: ChatConfig) -> None:
     engine = Engine.load(
         config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir, profile=False
     )
+    infer.environment.wake_collector()
     try:
         ChatSession(config, engine, params).run()
     finally:

@@ -5,9 +5,12 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.environment
 
 # isort: split
+
+if __name__ == "__main__":
+    infer.environment.rest_collector()
 
 import secrets
 
@@ -28,6 +31,7 @@ def run(config: GenerateConfig) -> None:
     from infer.request import SamplingParams
 
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+    infer.environment.wake_collector()
     assert engine.tokenizer is not None
     if texts is None:
         from models.demo.corpus import held_out_prompts

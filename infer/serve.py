@@ -5,14 +5,12 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.environment
 
 # isort: split
 
-import gc
-
 if __name__ == "__main__":
-    gc.disable()  # until the model is loaded: an eighth of the start went into looking for garbage among what stays
+    infer.environment.rest_collector()
 
 import importlib.util
 import json
@@ -36,7 +34,7 @@ def run(config: ServeConfig) -> None:
     address = url(listener)
     print(f"{address}: loading {config.model.name}" + (f", {replicas} times" if replicas > 1 else ""), flush=True)
     if replicas > 1:
-        gc.enable()
+        infer.environment.wake_collector()
         return run_replicas(config, listener, address, api_keys)
 
     # Imports that take seconds come only now, so that a mistake above is reported at once.
@@ -52,8 +50,7 @@ def run(config: ServeConfig) -> None:
         return Engine.load(*parts, output_dir=config.output_dir, profile=config.server.profile_first)
 
     def show(engine: Engine, _service: object) -> None:
-        gc.freeze()  # a collection of all that is loaded would stop every stream for a tenth of a second
-        gc.enable()
+        infer.environment.wake_collector()
         print_card(
             "Headway serves",
             [

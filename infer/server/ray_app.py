@@ -7,7 +7,6 @@ requests without the header are distributed.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config import ServeConfig
+from infer.environment import wake_collector
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 APPLICATION = "headway"
@@ -80,7 +80,7 @@ class Replica:
         end_after(runtime.died)  # and Ray starts another replica
         self._service = Service(config.model.name, runtime)
         self._service.attach(await runtime.start())
-        gc.freeze()  # as in infer/serve.py
+        wake_collector()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from infer.server.app import create_app
