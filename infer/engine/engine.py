@@ -407,9 +407,9 @@ class Engine:
     # ---- construction -------------------------------------------------------------------------------------------
 
     def _packed(self, head: Head) -> HeadProposer:
-        packed = copy.deepcopy(head).eval().requires_grad_(False)
+        packed = copy.deepcopy(head, {id(self.target.embed_tokens): self.target.embed_tokens})
         packed.borrow(self.target)
-        packed.to(device=self.device, dtype=self.dtype)
+        packed.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         packed.stack_layers()
         packed.pack(exact=self.config.exact, weight_format=self.config.head_format)
         return HeadProposer(packed, self.target.config.num_layers, self.proposer_config)

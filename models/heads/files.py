@@ -75,25 +75,36 @@ def load_head(
 ) -> Head:
     """Load a head for inference from our export, or any other format of models/formats that leaves nothing ambiguous.
 
-    Raises ValueError for what `read_head` refuses, and when the maps of the draft vocabulary are invalid.
+    An embedding that is the target's is the same module, if dtype and device are the target's too. Raises ValueError
+    for what `read_head` refuses, and when the maps of the draft vocabulary are invalid.
     """
     folder = Path(folder)
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
     head = HEADS[checkpoint.head].module()(config).to(dtype)
+    layout = head.checkpoint_layout()
     for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
         if shared in dict(head.named_parameters()) and shared not in tensors:
             if target is None:
                 raise ValueError(
                     f"{folder}: {shared} is not there, the head shares its target's; load it with a target"
                 )
-            tensors = tensors | {shared: read_target(target)}
-    load_into(head, tensors, head.checkpoint_layout(), source=str(folder))
+            if shared == EMBEDDING and _is_alike(target, dtype, device):
+                head.embed_tokens = target.embed_tokens
+                del layout[shared]
+            else:
+                tensors = tensors | {shared: read_target(target)}
+    load_into(head, tensors, layout, source=str(folder))
     _check_vocabulary(folder, head)
     head = head.to(device).eval().requires_grad_(False)
     if target is not None:
         head.borrow(target)
     return head
+
+
+def _is_alike(target: LlamaTarget, dtype: torch.dtype, device: str | torch.device) -> bool:
+    weight = target.norm.weight
+    return weight.dtype == dtype and weight.device == torch.empty(0, device=device).device
 
 
 def _full_lm_head(target: LlamaTarget) -> Tensor:

@@ -176,7 +176,10 @@ def test_an_embedding_that_is_the_targets_is_not_stored(tiny_target, tmp_path):
     folder = write(head, tmp_path / "head", tiny_target)
     assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
     loaded = load_head(folder, target=tiny_target)
-    assert torch.equal(loaded.get_parameter("embed_tokens.weight"), tiny_target.embedding_weight)
+    assert loaded.embed_tokens is tiny_target.embed_tokens
+    rounded = load_head(folder, target=tiny_target, dtype=torch.bfloat16).get_parameter("embed_tokens.weight")
+    assert torch.equal(rounded, tiny_target.embedding_weight.bfloat16())
+    assert tiny_target.embedding_weight.dtype == torch.float32
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is not there, the head shares its target's"):
         load_head(folder)
 

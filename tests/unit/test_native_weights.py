@@ -23,6 +23,7 @@ from models.attention import CausalAttention
 from models.gguf.file import GgufFile
 from models.heads import HEADS
 from models.heads.borrowing import Borrowed
+from models.heads.files import load_head, save_head
 from models.layers import PackedEmbedding
 from models.targets import load_target
 from tests.gguf_writing import write_gguf
@@ -195,3 +196,20 @@ def test_a_head_reads_its_targets_embedding_in_blocks(write, name, options, monk
         monkeypatch.undo()
     assert trees[0] == trees[1]
     assert all(len(row) == 4 for row in trees[0][1][0])
+
+
+def test_a_head_without_an_embedding_of_its_own_shares_the_targets_blocks(write, tmp_path):
+    target = load_target(str(write(LEGACY, tie_word_embeddings=True)), native=True, dtype=torch.bfloat16)
+    made = HEADS["eagle3"](aux_layers=[0, 1], own_embedding=False).make(target.config)
+    made.initialise(load_target(target.path), from_target=False, seed=1)
+    provenance = {"target_fingerprint": target.fingerprint}
+    save_head(made, tmp_path, verifier="tiny", verifier_architecture="L", speculative_tokens=4, provenance=provenance)
+    head, answers = load_head(tmp_path, target=target, dtype=torch.bfloat16), []
+    assert head.embed_tokens is target.embed_tokens
+    assert weight_bytes(target, head) - weight_bytes(target) == weight_bytes(head) - head.embed_tokens.packed.bytes
+    for drafter in (head, made.bfloat16()):
+        engine = Engine(target, head=drafter, proposer="head", config=EngineConfig(max_tokens_in_cache=256))
+        (completion,) = engine.generate([[5, 6, 7] * 4], SamplingParams(max_tokens=24, ignore_eos=True))
+        answers.append((completion.token_ids, completion.stats.drafted, completion.stats.accepted))
+    assert answers[0] == answers[1]
+    assert answers[0][1] > 0

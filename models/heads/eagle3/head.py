@@ -20,7 +20,7 @@ from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import Head
 from models.heads.eagle3.config import Eagle3Config
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
 from models.vocab import target_ids
 
@@ -119,7 +119,7 @@ class Eagle3Head(Head):
         return self.lm_head
 
     def draft_parts(self) -> DraftParts | None:
-        layer, norm_output = self.config.layer, self.config.norm_output
+        layer, norm_output, embedding = self.config.layer, self.config.norm_output, self.embed_tokens
         decoder = self._fused_decoder.decoder(
             self.layers, self.norm if norm_output else None, packed=self.fc.packed is not None
         )
@@ -129,8 +129,8 @@ class Eagle3Head(Head):
             decoder,
             layer.num_heads,
             layer.num_kv_heads,
-            embedding=self.embed_tokens.weight,
-            rotary=self.rotary.tables(self.embed_tokens.weight.device, decoder.dtype),
+            embedding=embedding.packed if isinstance(embedding, PackedEmbedding) else embedding.weight,
+            rotary=self.rotary.tables(self.d2t.device, decoder.dtype),
             joined=None,
             norm=None if norm_output else self.norm.weight,
             lm_head=self.lm_head.packed,
