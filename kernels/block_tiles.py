@@ -1,4 +1,5 @@
-"""Matrices in blocks (kernels/blocks.py) as Triton kernels read them: the bits of the file in another order.
+"""Matrices in blocks (kernels/blocks.py) as Triton kernels read them: the bits of the file in another order. Those in
+groups (kernels/groups.py) are packed into the same tiles by group_tiles.py.
 
 Outputs are in panels of 64, and a panel's weights in tiles of 128 along K (larger ones would take too many registers).
 An output has W words of 32 bits in a tile, 16 of them or 32 for Q8_0. Word j holds the 4 low bits of the weights j,
@@ -11,6 +12,10 @@ bits, in the same order. Scales are words too, a few for each output of a tile:
     super_offset  fp16 factors of scales and of offsets; the 4 low bits of 8 scales; the 4 low bits of 8 offsets; the
                   2 high bits of the scales, then of the offsets                       (Q4_K, Q5_K)
     super_scale   the factor in fp32; 4 scales of 8 bits; 4 more                       (Q6_K)
+    bfloat        two bf16 scales, of neighbouring groups                              (groups)
+    float         an fp32 scale, of each group                                         (groups)
+    half_zero     an fp16 scale and a zero point of 16 bits, of each group; the same with bfloat_zero      (groups)
+    float_zero    an fp32 scale, and a zero point, of each group                       (groups)
 
 Tiles that K does not fill are filled with weights and scales of zero, which kernels do not read as part of a row.
 """
@@ -41,10 +46,34 @@ class Storage(NamedTuple):
     signed: bool  # the integer is what is stored less half of the range
     group: int  # weights that share a scale
     scales: str
+    floats: bool = False  # the 8 bits of a weight are a float8_e4m3fn
 
     @property
     def offset(self) -> bool:
         return self.scales.endswith("_offset")
+
+    @property
+    def zero(self) -> bool:
+        return self.scales.endswith("_zero")
+
+    @property
+    def sharing(self) -> int:
+        """The number of tiles whose scales are stored together."""
+        return -(-(SUPER if self.scales == "super_offset" else max(self.group, WIDTH)) // WIDTH)
+
+    @property
+    def groups(self) -> int:
+        """The number of groups in a tile; a larger group is one in each of its tiles."""
+        return max(1, WIDTH // self.group)
+
+    @property
+    def words(self) -> int:
+        """The number of words that an output's scales have, in tiles that store them together."""
+        if self.scales in ("super_offset", "super_scale"):
+            return {"super_offset": 4, "super_scale": 3}[self.scales]
+        return {"half": -(-self.groups // 2), "bfloat": -(-self.groups // 2), "float_zero": 2 * self.groups}.get(
+            self.scales, self.groups
+        )
 
 
 STORAGE = {
@@ -61,41 +90,43 @@ STORAGE = {
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """A matrix `[outputs, inputs]` of one format: P panels of T tiles."""
+    """A matrix `[outputs, inputs]` of one format: P panels of T tiles.
+
+    `order` int64 `[inputs]`: the inputs in the order in which the tiles have them; None: as they are.
+    """
 
     block_format: str
+    storage: Storage
     outputs: int
     inputs: int
     words: Tensor  # int32 [P, T, 64, W]
     upper: Tensor | None  # int8 or int16 [P, T, 64, W]
-    scales: Tensor  # int32 [P, T, words of an output, 64]; super_offset: [P, T / 2, ..], of whole blocks
-
-    @property
-    def storage(self) -> Storage:
-        return STORAGE[self.block_format]
+    scales: Tensor  # int32 [P, T / tiles that share them, words of an output, 64]
+    order: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(each for each in (self.words, self.upper, self.scales) if each is not None)
+        return tuple(each for each in (self.words, self.upper, self.scales, self.order) if each is not None)
 
     @property
     def bytes(self) -> int:
         return sum(each.nbytes for each in self.tensors)
 
 
-def empty_tiles(block_format: str, outputs: int, inputs: int, device: torch.device) -> BlockTiles:
-    """Return tiles without values."""
-    storage = STORAGE[block_format]
-    panels, tiles, groups = -(-outputs // PANEL), -(-inputs // WIDTH), WIDTH // storage.group
-    count = {"half": groups // 2, "half_offset": groups, "super_offset": 4, "super_scale": 3}[storage.scales]
-    units = inputs // SUPER if storage.scales == "super_offset" else tiles
+def empty_tiles(
+    block_format: str, outputs: int, inputs: int, device: torch.device, storage: Storage | None = None
+) -> BlockTiles:
+    """Return tiles without values; `storage`: of a format that is none of GGUF files."""
+    storage = storage or STORAGE[block_format]
+    panels, tiles = -(-outputs // PANEL), -(-inputs // WIDTH)
+    units = -(-tiles // storage.sharing)
     shape = (panels, tiles, PANEL, WIDTH * storage.bits // 32)
     upper = None
     if storage.upper:
         upper = torch.empty(shape, dtype=torch.int8 if storage.upper == 1 else torch.int16, device=device)
     words = torch.empty(shape, dtype=torch.int32, device=device)
-    scales = torch.empty(panels, units, count, PANEL, dtype=torch.int32, device=device)
-    return BlockTiles(block_format, outputs, inputs, words, upper, scales)
+    scales = torch.empty(panels, units, storage.words, PANEL, dtype=torch.int32, device=device)
+    return BlockTiles(block_format, storage, outputs, inputs, words, upper, scales)
 
 
 def pack_tiles(matrix: BlockMatrix) -> list[BlockTiles]:
@@ -109,8 +140,7 @@ def pack_tiles(matrix: BlockMatrix) -> list[BlockTiles]:
 def _pack(parts: Sequence[BlockRows], device: torch.device) -> BlockTiles:
     name, inputs = parts[0].block_format, parts[0].inputs
     tiles = empty_tiles(name, sum(part.count for part in parts), inputs, device)
-    storage, columns = tiles.storage, tiles.words.shape[-1]
-    missing = tiles.words.shape[1] * WIDTH - inputs
+    storage = tiles.storage
     panels = max(1, CHUNK // inputs // PANEL)
     for index, raw in enumerate(_chunks(parts, panels * PANEL)):
         blocks = raw.to(device).unflatten(1, (-1, BLOCK_BYTES[name]))  # [R, blocks, bytes]
@@ -118,14 +148,24 @@ def _pack(parts: Sequence[BlockRows], device: torch.device) -> BlockTiles:
             raise _error(parts, index * panels * PANEL + broken[0], broken[1])
         blocks = F.pad(blocks, (0, 0, 0, 0, 0, -len(blocks) % PANEL))
         place = slice(index * panels, index * panels + len(blocks) // PANEL)
-        q = F.pad(_integers(blocks, name).flatten(1), (0, missing))
-        q = q.view(-1, PANEL, tiles.words.shape[1], 32 // storage.bits, columns)
-        tiles.words[place] = _joined(q & (2**storage.bits - 1), storage.bits).transpose(1, 2)
-        if tiles.upper is not None:
-            tiles.upper[place] = _joined(q >> storage.bits, storage.upper).transpose(1, 2).to(tiles.upper.dtype)
-        scales = _scales(blocks, storage.scales, tiles.scales.shape[1], WIDTH // storage.group)
-        tiles.scales[place] = scales.unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1)
+        store_integers(tiles, place, _integers(blocks, name).flatten(1))
+        store_scales(tiles, place, _scales(blocks, storage.scales, tiles.scales.shape[1], storage.groups))
     return tiles
+
+
+def store_integers(tiles: BlockTiles, place: slice, q: Tensor) -> None:
+    """Store the integers `[panels * 64, inputs]` uint8 of the panels at `place`."""
+    bits, columns = tiles.storage.bits, tiles.words.shape[-1]
+    q = F.pad(q, (0, tiles.words.shape[1] * WIDTH - tiles.inputs))
+    q = q.view(-1, PANEL, tiles.words.shape[1], 32 // bits, columns)
+    tiles.words[place] = _joined(q & (2**bits - 1), bits).transpose(1, 2)
+    if tiles.upper is not None:
+        tiles.upper[place] = _joined(q >> bits, tiles.storage.upper).transpose(1, 2).to(tiles.upper.dtype)
+
+
+def store_scales(tiles: BlockTiles, place: slice, words: Tensor) -> None:
+    """Store the words `[panels * 64, units, words of an output]` int32 of the panels' scales."""
+    tiles.scales[place] = words.unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1)
 
 
 def dequantise(rows: BlockRows) -> Tensor:

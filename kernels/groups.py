@@ -15,10 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.block_tiles import WIDTH
 from kernels.cpu.library import KINDS, LANES, library
 from kernels.quantise import NarrowFormat
+from kernels.triton import in_use
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
+NAN = 0x7F  # of float8_e4m3fn, without its sign
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,14 @@ class GroupedRows:
 
 @dataclass(frozen=True)
 class GroupedMatrix:
-    """A matrix `[N, K]` of several parts below one another, for rows of `dtype`. Parts may differ in their format."""
+    """A matrix `[N, K]` of several parts below one another, for rows of `dtype` on `device`, where it is packed.
+
+    Parts may differ in their format.
+    """
 
     parts: Sequence[GroupedRows]
     dtype: torch.dtype
-    device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,9 +82,18 @@ class GroupedMatrix:
         return sum(part.count for part in self.parts), inputs
 
 
+def sound_integers(rows: GroupedRows) -> tuple[Tensor, Tensor | None]:
+    """Return `rows.integers()`. Raises ValueError naming the matrix for a weight that is not a number."""
+    values, zeros = rows.integers()
+    if rows.weight_format == "fp8" and bool(((values.view(torch.uint8) & NAN) == NAN).any()):
+        raise ValueError(f"{rows.source}: damaged: a weight is not a number; copy or download the file again")
+    return values, zeros
+
+
 def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why no kernel reads a matrix for rows of `dtype`; None if one does."""
-    if dtype not in KINDS or device.type != "cpu" or library() is None:
+    gpu = in_use(device)
+    if not gpu and (dtype not in KINDS or device.type != "cpu" or library() is None):
         name = str(dtype).removeprefix("torch.")
         return f"no kernel reads {rows.block_format} ({rows.source}) for {name} on {device.type}"
     if rows.scales.dtype not in SCALES:
@@ -86,6 +101,14 @@ def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> s
     sizes = torch.tensor([rows.group]) if rows.groups is None else rows.groups.bincount(minlength=rows.scales.shape[1])
     if not bool((sizes == sizes[0]).all()):
         return f"no kernel reads groups of different sizes ({rows.source})"
-    if rows.group % LANES:
+    if gpu:
+        step = 16 if rows.weight_format == "int4" else 32
+        divides = WIDTH % rows.group == 0 and rows.group % step == 0
+        if not divides and rows.group % WIDTH and rows.group != rows.inputs:
+            return (
+                f"no kernel for GPUs reads {rows.block_format} ({rows.source}): a group must be a row, a multiple of "
+                f"{WIDTH}, or a part of {WIDTH} that is a multiple of {step}"
+            )
+    elif rows.group % LANES:
         return f"no kernel reads groups of {rows.group}, which is no multiple of {LANES} ({rows.source})"
     return None

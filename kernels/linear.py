@@ -1,9 +1,10 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
 CUDA devices use one Triton kernel with a fixed summation order along K for any number of rows
-(kernels/triton/linear.py, and blocks.py there for weights in blocks). CPUs use a C kernel (kernels/cpu/linear.c). If it
-cannot read unquantised weights (fp16, or a processor without AVX-512), they are prepacked for oneDNN, whose rows agree
-for every number of rows >= 2 (checked at start-up by `assert_row_invariant`), so a single row is padded to two.
+(kernels/triton/linear.py, and blocks.py there for weights in blocks and groups). CPUs use a C kernel
+(kernels/cpu/linear.c). If it cannot read unquantised weights (fp16, or a processor without AVX-512), they are prepacked
+for oneDNN, whose rows agree for every number of rows >= 2 (checked at start-up by `assert_row_invariant`), so a single
+row is padded to two.
 Elsewhere, and in fp16, rows are processed in blocks of a fixed size, so that every library call has the same shape.
 
 A layer can also activate its outputs, gate and up, or add them to the residual stream. Both have the bits of the
@@ -24,6 +25,7 @@ from kernels.cpu.blocks import block_segments
 from kernels.cpu.groups import grouped_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
 from kernels.elementwise import Gate, gate_mul
+from kernels.group_tiles import pack_group_tiles
 from kernels.groups import GroupedMatrix
 from kernels.quantise import NARROW_FORMATS, WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
@@ -90,13 +92,13 @@ class PackedLinear:
         self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
 
     def _pack_stored(self, weight: BlockMatrix | GroupedMatrix, bias: Tensor | None) -> None:
-        if isinstance(weight, GroupedMatrix):
-            self._pack_native(grouped_segments(weight), bias, weight.dtype)
-        elif self._triton:
-            self._dtype, self._tiles = weight.dtype, pack_tiles(weight)
+        grouped = isinstance(weight, GroupedMatrix)
+        if self._triton:
+            self._dtype, self._tiles = weight.dtype, pack_group_tiles(weight) if grouped else pack_tiles(weight)
             self.bytes = sum(tiles.bytes for tiles in self._tiles)
         else:
-            self._pack_native(block_segments(weight), bias, weight.dtype)
+            segments = grouped_segments(weight) if grouped else block_segments(weight)
+            self._pack_native(segments, bias, weight.dtype)
 
     def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None, dtype: torch.dtype) -> None:
         self.native = NativeLinear(segments, self.in_features, bias, dtype)
@@ -112,7 +114,7 @@ class PackedLinear:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """How kernels in C, and those of weights in blocks, find the weights stored, from first output to last."""
+        """How kernels in C, and those of blocks and groups, find the weights stored, from first output to last."""
         segments = [] if self.native is None else self.native.segments
         stored = [f"{segment.weight_format} {segment.scales}" for segment in segments]
         return (*stored, *(tiles.block_format for tiles in self._tiles))

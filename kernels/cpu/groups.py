@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kernels.cpu.linear import Segment, packed, panels
-
-if TYPE_CHECKING:
-    from kernels.groups import GroupedMatrix, GroupedRows
+from kernels.groups import GroupedMatrix, GroupedRows, sound_integers
 
 KINDS = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}  # of scales, as SCALES of linear.py
-NAN = 0x7F  # of float8_e4m3fn, without its sign
 
 
 def grouped_segments(matrix: GroupedMatrix) -> list[Segment]:
@@ -22,9 +17,7 @@ def grouped_segments(matrix: GroupedMatrix) -> list[Segment]:
 
 
 def _segment(rows: GroupedRows) -> Segment:
-    (values, zeros), order = rows.integers(), rows.order()
-    if rows.weight_format == "fp8" and bool(((values.view(torch.uint8) & NAN) == NAN).any()):
-        raise ValueError(f"{rows.source}: damaged: a weight is not a number; copy or download the file again")
+    (values, zeros), order = sound_integers(rows), rows.order()
     order = None if order is None else order.int()
     words = packed(values, rows.weight_format, order)
     scale, kind = panels(rows.scales), KINDS[rows.scales.dtype]

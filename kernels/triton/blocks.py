@@ -1,15 +1,16 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""Linear layers on a GPU whose weights are in blocks of 4 to 8 bits (kernels/block_tiles.py), and rows of such weights.
+"""Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (kernels/block_tiles.py), and their rows.
 
 As in linear.py a tile is `W [BLOCK_N, K] @ xᵀ [K, BLOCK_M]` in one order along K, whatever the number of rows. The left
-operand are the integers of the blocks, which fp16 and bf16 represent exactly; their scales and offsets never become
-16-bit numbers. For groups in order, each of weights scale * q + offset:
+operand are the integers of the blocks, less their zero points, which fp16 and bf16 represent exactly, or floats of 8
+bits; scales and offsets never become 16-bit numbers. For groups in order, each of weights scale * q + offset:
 
     total = fma(sum of x over the group, offset, total), in formats with offsets
     total = fma(sum of q x over the group, scale, total)
 
-Both sums are in fp32, of 16 columns after the other. Tensor cores also compute that of x, as a product with ones: a
-reduction would add in an order that follows from the tile. With rows in fp32 the products are fp32's.
+Both sums are in fp32, of 16 columns after the other; a group of more than 128 columns counts as several. Tensor cores
+also compute that of x, as a product with ones: a reduction would add in an order that follows from the tile. With rows
+in fp32 the products are fp32's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_tiles import PANEL, STORAGE, WIDTH, BlockTiles
+from kernels.block_tiles import PANEL, WIDTH, BlockTiles
 from kernels.elementwise import Gate
 from kernels.triton import INTERPRET
 from kernels.triton.dependent import dependent, follow, prefetch
@@ -42,10 +43,28 @@ def half(word, place):
 
 @triton.jit
 def factors(scales, g, SCALES: tl.constexpr):
-    """Return scale and offset, fp32, of group g of the tile at whose first words `scales` points."""
+    """Return scale and offset, fp32, of group g of the tile at whose first words `scales` points.
+
+    Of scales with zero points the second is the zero point; without either it has no meaning.
+    """
     if SCALES == "half":
         scale = half(tl.load(scales + g // 2 * LANES), g % 2)
         offset = scale
+    elif SCALES == "bfloat":
+        scale = (tl.load(scales + g // 2 * LANES) >> (16 * (g % 2)) << 16).to(tl.float32, bitcast=True)
+        offset = scale
+    elif SCALES == "float":
+        scale = tl.load(scales + g * LANES).to(tl.float32, bitcast=True)
+        offset = scale
+    elif SCALES == "half_zero":
+        word = tl.load(scales + g * LANES)
+        scale, offset = half(word, 0), (word >> 16).to(tl.float32)
+    elif SCALES == "bfloat_zero":
+        word = tl.load(scales + g * LANES)
+        scale, offset = (word << 16).to(tl.float32, bitcast=True), (word >> 16).to(tl.float32)
+    elif SCALES == "float_zero":
+        scale = tl.load(scales + 2 * g * LANES).to(tl.float32, bitcast=True)
+        offset = tl.load(scales + (2 * g + 1) * LANES).to(tl.float32)
     elif SCALES == "half_offset":
         word = tl.load(scales + g * LANES)
         scale, offset = half(word, 0), half(word, 1)
@@ -67,8 +86,12 @@ def factors(scales, g, SCALES: tl.constexpr):
 
 
 @triton.jit
-def integers(words, upper, h: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr, SIGNED: tl.constexpr):
-    """Return integer `h` of every word, in fp32; `upper`: the words of further bits, if there are any.
+def integers(
+    words, upper, zero, h: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr, SIGNED: tl.constexpr,
+    ZERO: tl.constexpr, FLOATS: tl.constexpr,
+):  # fmt: skip
+    """Return number `h` of every word, in fp32, less `zero` if ZERO; `upper`: the words of further bits, if there are
+    any. FLOATS: it is a float8_e4m3fn, whose bits are those of an fp16 number 2^8 times as small.
 
     Its bits stay where they are, or go 16 places down, and become the last ones of a number from 2^23 to 2^24, which is
     scaled and reduced exactly: two instructions in place of three and a conversion at a quarter of their rate.
@@ -76,14 +99,22 @@ def integers(words, upper, h: tl.constexpr, BITS: tl.constexpr, UPPER: tl.conste
     p: tl.constexpr = BITS * h % 16
     if BITS * h >= 16:
         words = words >> 16
-    bits = words & ((2**BITS - 1) << p)
-    if UPPER:
-        left: tl.constexpr = p + BITS - UPPER * h
-        shifted = upper << left if left >= 0 else upper >> -left
-        bits |= shifted & ((2**UPPER - 1) << (p + BITS))
-    bias: tl.constexpr = 2.0 ** (BITS + UPPER - 1) * SIGNED
-    number = (bits | 0x4B000000).to(tl.float32, bitcast=True)
-    return tl.fma(number, tl.full(number.shape, 2.0**-p, tl.float32), -(2.0 ** (23 - p)) - bias)
+    if FLOATS:
+        bits = (words << (8 - p) & 0x8000) | (words << 7 >> p & 0x3F80)
+        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        bits = words & ((2**BITS - 1) << p)
+        if UPPER:
+            left: tl.constexpr = p + BITS - UPPER * h
+            shifted = upper << left if left >= 0 else upper >> -left
+            bits |= shifted & ((2**UPPER - 1) << (p + BITS))
+        bias: tl.constexpr = 2.0 ** (BITS + UPPER - 1) * SIGNED
+        number = (bits | 0x4B000000).to(tl.float32, bitcast=True)
+        less = tl.full(number.shape, -(2.0 ** (23 - p)) - bias, tl.float32)
+        if ZERO:
+            less -= zero
+        number = tl.fma(number, tl.full(number.shape, 2.0**-p, tl.float32), less)
+    return number
 
 
 @triton.jit
@@ -101,7 +132,8 @@ def block_product(
     words, upper, scales, place, lane, inputs, in_m, K,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, SHARING: tl.constexpr,
     WHOLE_K: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr, SIGNED: tl.constexpr, GROUP: tl.constexpr,
-    SCALES: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
+    SCALES: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr,
+    DTYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile `W xᵀ` in fp32 from the places of the first words `[BLOCK_N, COLUMNS]` and of the first scale of
     each output `[BLOCK_N]`, and pointers to the inputs of the first columns `[COLUMNS, BLOCK_M]`. WORDS: of the scales
@@ -110,11 +142,12 @@ def block_product(
     k = tl.arange(0, COLUMNS)
     SPLIT: tl.constexpr = GROUP // COLUMNS  # products of a group
     GROUPS: tl.constexpr = INPUTS // GROUP
+    STEP: tl.constexpr = GROUPS * (GROUP < INPUTS)  # groups of tiles that share scales, from tile to tile
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     ones = tl.full([BLOCK_N, COLUMNS], 1.0, DTYPE)
     for tile in tl.range(0, tl.cdiv(K, INPUTS), num_stages=STAGES):
         start = tile * INPUTS
-        first = tile % SHARING * GROUPS
+        first = tile % SHARING * STEP
         w = tl.load(words + place)
         u = w
         if UPPER:
@@ -122,18 +155,15 @@ def block_product(
         for g in tl.static_range(GROUPS):
             scale, offset = factors(scales + (tile // SHARING * WORDS) * LANES + lane, first + g, SCALES)
             if OFFSET:  # before the integers are used, so that registers hold one of the two products
-                x = load_columns(inputs, in_m, k, K - start, g * SPLIT, WHOLE_K, DTYPE)
-                sums = tl.dot(ones, x, input_precision="ieee")
-                if SPLIT == 2:
-                    x = load_columns(inputs, in_m, k, K - start, g * SPLIT + 1, WHOLE_K, DTYPE)
+                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                for h in tl.static_range(g * SPLIT, (g + 1) * SPLIT):
+                    x = load_columns(inputs, in_m, k, K - start, h, WHOLE_K, DTYPE)
                     sums = tl.dot(ones, x, sums, input_precision="ieee")
                 total = tl.fma(sums, tl.broadcast_to(offset[:, None], [BLOCK_N, BLOCK_M]), total)
-            x = load_columns(inputs, in_m, k, K - start, g * SPLIT, WHOLE_K, DTYPE)
-            q = integers(w, u, g * SPLIT, BITS, UPPER, SIGNED).to(DTYPE)
-            part = tl.dot(q, x, input_precision="ieee")
-            if SPLIT == 2:
-                x = load_columns(inputs, in_m, k, K - start, g * SPLIT + 1, WHOLE_K, DTYPE)
-                q = integers(w, u, g * SPLIT + 1, BITS, UPPER, SIGNED).to(DTYPE)
+            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for h in tl.static_range(g * SPLIT, (g + 1) * SPLIT):
+                x = load_columns(inputs, in_m, k, K - start, h, WHOLE_K, DTYPE)
+                q = integers(w, u, offset[:, None], h, BITS, UPPER, SIGNED, ZERO, FLOATS).to(DTYPE)
                 part = tl.dot(q, x, part, input_precision="ieee")
             total = tl.fma(part, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), total)
         words += LANES * COLUMNS
@@ -170,6 +200,8 @@ def block_linear_kernel(
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     OFFSET: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
     GATED: tl.constexpr,
@@ -199,7 +231,7 @@ def block_linear_kernel(
         words, upper, scales, place[:, None] + k[None, :], panel // SHARING * (WORDS * LANES) + lane % LANES,
         x + m.to(tl.int64)[None, :] * x_stride + k[:, None], in_m, K,
         BLOCK_N, BLOCK_M, COLUMNS, WORDS, SHARING, WHOLE_K, BITS, UPPER, SIGNED, GROUP, SCALES, OFFSET,
-        tl.float32 if UPCAST else x.dtype.element_ty, STAGES,
+        ZERO, FLOATS, tl.float32 if UPCAST else x.dtype.element_ty, STAGES,
     )  # fmt: skip
     finish(
         total, before, bias, residual, residual_stride, out, out_stride, m, n, in_m, in_n, N,
@@ -225,6 +257,8 @@ def block_rows_kernel(
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
     OFFSET: tl.constexpr,
+    ZERO: tl.constexpr,
+    FLOATS: tl.constexpr,
 ):
     """One program per row and tile."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -235,10 +269,11 @@ def block_rows_kernel(
     u = w
     if UPPER:
         u = tl.load(upper + place).to(tl.int32)
+    STEP: tl.constexpr = INPUTS // GROUP * (GROUP < INPUTS)
     for h in tl.static_range(32 // BITS):
-        g = tile % SHARING * (INPUTS // GROUP) + h * COLUMNS // GROUP
+        g = tile % SHARING * STEP + h * COLUMNS // GROUP
         scale, offset = factors(scales + index // SHARING * (WORDS * LANES) + lane, g, SCALES)
-        value = integers(w, u, h, BITS, UPPER, SIGNED) * scale
+        value = integers(w, u, offset, h, BITS, UPPER, SIGNED, ZERO, FLOATS) * scale
         if OFFSET:
             value += offset
         k = tile * INPUTS + h * COLUMNS + j
@@ -249,7 +284,7 @@ def block_tile_for(rows: int, x: torch.dtype, part: BlockTiles, device: Limits) 
     """Return the tile of a launch; `k` is that of the weights, which affects no bits."""
     if x == torch.float32:  # no tensor cores
         return Tile(n=32, m=16 if rows <= 16 else 32, k=WIDTH, warps=4, stages=2)
-    weights = sum(each[0, 0].nbytes for each in part.tensors) // PANEL  # of an output
+    weights = sum(each[0, 0].nbytes for each in (part.words, part.upper, part.scales) if each is not None) // PANEL
 
     def stage(n: int, m: int) -> int:
         return n * weights + m * WIDTH * x.itemsize
@@ -287,6 +322,7 @@ def block_linear(
 def _launch(
     x: Tensor, part: BlockTiles, bias: Tensor | None, residual: Tensor | None, gate: Gate | None, out: Tensor
 ) -> None:
+    x = x if part.order is None else x[:, part.order]
     rows, columns = x.shape[0], part.outputs // 2 if gate else part.outputs
     tile = block_tile_for(rows, x.dtype, part, limits(x.device))
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(part.outputs, tile.n))
@@ -323,7 +359,7 @@ def _launch(
 
 
 def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows `ids` int64 `[R]` of the weights, `[R, K]`, each value rounded once."""
+    """Return rows `ids` int64 `[R]` of the weights, `[R, K]`, each value rounded once, in the order of the tiles."""
     out = torch.empty(len(ids), part.inputs, dtype=dtype, device=ids.device)
     tiles = part.words.shape[1]
     block_rows_kernel[(len(ids), tiles)](
@@ -342,15 +378,17 @@ def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _constants(part: BlockTiles) -> dict[str, int | str]:
-    storage = STORAGE[part.block_format]
+    storage = part.storage
     return {
         "COLUMNS": part.words.shape[3],
         "WORDS": part.scales.shape[2],
-        "SHARING": part.words.shape[1] // part.scales.shape[1],
+        "SHARING": storage.sharing,
         "BITS": storage.bits,
         "UPPER": storage.upper,
         "SIGNED": storage.signed,
-        "GROUP": storage.group,
+        "GROUP": min(storage.group, WIDTH),
         "SCALES": storage.scales,
         "OFFSET": storage.offset,
+        "ZERO": storage.zero,
+        "FLOATS": storage.floats,
     }

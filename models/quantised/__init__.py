@@ -1,8 +1,9 @@
 """Published checkpoints whose linear layers are quantised.
 
-Serving on a CPU reads their integers as they are (kernels/groups.py). Elsewhere, and in feature extraction and
-training, they are widened at load to the dtype that the target runs in; memory is that of the dtype. Nothing is
-guessed: an unknown method, format or key of `quantization_config` is an error that names it.
+Serving reads their integers as they are (kernels/groups.py). In feature extraction and training, with tensor
+parallelism, and where no kernel reads them, they are widened at load to the dtype that the target runs in; memory is
+that of the dtype. Nothing is guessed: an unknown method, format or key of `quantization_config` is an error that names
+it.
 """
 
 from __future__ import annotations

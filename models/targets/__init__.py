@@ -204,9 +204,7 @@ def take_blocks(
 ) -> dict[str, BlockMatrix | GroupedMatrix]:
     """Return the matrices that are stored in blocks or groups, all of their parts, by parameter, and empty these.
 
-    Those in blocks will be packed on `device`.
-
-    Raises ValueError for a matrix of another shape than the parameter.
+    They will be packed on `device`. Raises ValueError for a matrix of another shape than the parameter.
     """
     stored: dict[str, BlockMatrix | GroupedMatrix] = {}
     for name, parts in layout.items():
@@ -233,7 +231,7 @@ def stored_matrix(
     if len(blocks) == len(parts):
         return BlockMatrix(blocks, dtype, device)
     groups = [rows for part in parts if (rows := tensors.groups(part)) is not None]
-    return GroupedMatrix(groups, dtype) if len(groups) == len(parts) else None
+    return GroupedMatrix(groups, dtype, device) if len(groups) == len(parts) else None
 
 
 def pack_blocks(target: LlamaTarget, stored: Mapping[str, BlockMatrix | GroupedMatrix]) -> None:

@@ -137,11 +137,11 @@ def test_layers_that_are_not_quantised_stay_dense(make_target_folder, tmp_path):
 def test_what_cannot_stay_is_widened_and_an_error_only_if_it_must(published, make_target_folder, tmp_path):
     model = ModelConfig(name="tiny", path=str(published(ORDERED)))
     assert reads_native(model, EngineConfig(weights="native"), torch.bfloat16, CPU)
+    assert reads_native(model, EngineConfig(weights="native"), torch.float16, torch.device("cuda"))
     assert not reads_native(model, EngineConfig(weights="int4"), torch.bfloat16, CPU)
     layer = r"\S+: model\.layers\.0\.\S+"
     refused = [
         (model, torch.float16, CPU, False, rf"no kernel reads int4 in groups of 32 \({layer}\) for float16 on cpu"),
-        (model, torch.bfloat16, torch.device("cuda"), False, "for bfloat16 on cuda"),
         (model, torch.bfloat16, CPU, True, "not divided among ranks"),
     ]
     source = make_target_folder(num_hidden_layers=1, hidden_size=48, intermediate_size=96, seed=6)

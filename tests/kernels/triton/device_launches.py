@@ -8,6 +8,8 @@ from functools import partial
 from kernels.triton import device
 from kernels.triton.device import HOPPER
 from tests.kernels.triton.launches import (
+    INT4,
+    INT8,
     attend,
     draft_blocks,
     multiply,
@@ -45,6 +47,10 @@ CASES = {
     },
     "residual blocks": partial(residuals, 16),
     "blocks, 300 rows, Q6_K": partial(multiply_blocks, 300, "Q6_K"),
+    "blocks, 300 rows, int4 in groups, activated": partial(
+        multiply_blocks, 300, "int4", 28672, storage=INT4, gate="silu"
+    ),
+    "blocks, 300 rows, int8 by rows": partial(multiply_blocks, 300, "int8", storage=INT8),
     "blocks, 300 rows, Q5_K, activated": partial(multiply_blocks, 300, "Q5_K", 28672, gate="silu"),
     **{
         f"attention, head size {dim}, {'all splits' if whole else 'one split'}{', tree' if tree else ''}": partial(

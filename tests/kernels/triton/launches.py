@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kernels.advance import FIELDS, Nodes, Progress
-from kernels.block_tiles import empty_tiles
+from kernels.block_tiles import Storage, empty_tiles
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
 from kernels.early_exit import FIELDS as COLUMNS
 from kernels.early_exit import Drafting
@@ -43,6 +43,9 @@ from kernels.walk import Lattice, Transition
 META = torch.device("meta")
 BF16 = torch.bfloat16
 SLOTS = 2**20
+INT4 = Storage(4, 0, True, 128, "half_zero")  # in groups of 128 with zero points, as AWQ stores weights
+INT8 = Storage(8, 0, True, 14336, "bfloat")  # by rows
+FP8 = Storage(8, 0, False, 14336, "bfloat", True)
 
 
 def empty(*shape, dtype=BF16):
@@ -76,8 +79,10 @@ def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
     launch(rows, outputs=outputs, residual=empty(rows, outputs), **options)
 
 
-def multiply_blocks(rows, name, outputs=4096, inputs=14336, dtype=BF16, **epilogue):
-    block_linear(empty(rows, inputs, dtype=dtype), [empty_tiles(name, outputs, inputs, META)], None, **epilogue)
+def multiply_blocks(rows, name, outputs=4096, inputs=14336, dtype=BF16, storage=None, **epilogue):
+    """`storage`: of groups, in place of the blocks of that name."""
+    tiles = empty_tiles(name, outputs, inputs, META, storage)
+    block_linear(empty(rows, inputs, dtype=dtype), [tiles], None, **epilogue)
 
 
 def residuals(rows):
@@ -300,6 +305,8 @@ CASES = {
     "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
     "linear, 16 rows, Q4_K": partial(multiply_blocks, 16, "Q4_K"),
     "linear, 1 row, odd sizes, Q5_1": partial(multiply_blocks, 1, "Q5_1", 77, 96),
+    "linear, 16 rows, int4 in groups": partial(multiply_blocks, 16, "int4", storage=INT4),
+    "linear, 1 row, odd sizes, fp8 by rows": partial(multiply_blocks, 1, "fp8", 77, 100, storage=FP8),
     "embedding, Q5_K": lambda: block_rows(empty_tiles("Q5_K", 128256, 4096, META), empty(4, dtype=torch.int64), BF16),
     "norms": partial(norms, 4, 4096),
     "norms, 1 row": partial(norms, 1, 3 * 4096),
