@@ -14,7 +14,8 @@ bits, in the same order. Scales are words too, a few for each output of a tile:
     super_scale   the factor in fp32; 4 scales of 8 bits; 4 more                       (Q6_K)
     bfloat        two bf16 scales, of neighbouring groups                              (groups)
     float         an fp32 scale, of each group                                         (groups)
-    half_zero     an fp16 scale and a zero point of 16 bits, of each group; the same with bfloat_zero      (groups)
+    half_zero     an fp16 scale and a zero point of 16 bits, of each group             (groups)
+    bfloat_zero   the same with a bf16 scale                                           (groups)
     float_zero    an fp32 scale, and a zero point, of each group                       (groups)
 
 Tiles that K does not fill are filled with weights and scales of zero, which kernels do not read as part of a row.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.block_tiles import CHUNK, PANEL, BlockTiles, Storage, empty_tiles, store_integers, store_scales
+from kernels.block_tiles import CHUNK, PANEL, WIDTH, BlockTiles, Storage, empty_tiles, store_integers, store_scales
 from kernels.groups import GroupedMatrix, GroupedRows, sound_integers
 
 KINDS = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}  # of scales
@@ -27,7 +27,9 @@ class ReadRows:
     def storage(self) -> Storage:
         scales = KINDS[self.rows.scales.dtype] + ("" if self.zeros is None else "_zero")
         floats, bits = self.rows.weight_format == "fp8", 4 if self.rows.weight_format == "int4" else 8
-        return Storage(bits, 0, not floats, self.rows.group, scales, floats)
+        whole_row = self.rows.group == self.rows.inputs
+        group = max(self.rows.group, WIDTH) if whole_row else self.rows.group  # so that a short row fills its tile
+        return Storage(bits, 0, not floats, group, scales, floats)
 
     def joins(self, other: ReadRows) -> bool:
         """Return whether one launch can read both, the other below this."""

@@ -25,6 +25,8 @@ KINDS = {  # columns; weight format, group, dtype of scales, with zeros, columns
     "int8, fp16, zeros": (160, "int8", 32, torch.float16, True, False),
     "int8, bf16": (256, "int8", 64, torch.bfloat16, False, False),
     "int8, fp32, by rows": (300, "int8", 300, torch.float32, False, False),
+    "int8, fp16, zeros, short rows": (40, "int8", 40, torch.float16, True, False),
+    "int4, fp16, short rows": (100, "int4", 100, torch.float16, False, False),
     "fp8, bf16, by rows": (256, "fp8", 256, torch.bfloat16, False, False),
 }
 BIASED = "int4, bf16, zeros"
