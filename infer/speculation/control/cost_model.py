@@ -1,7 +1,6 @@
 """Cost model of a step on this machine: verifying B requests of R rows in all, and drafting for them.
 
-It consists of a table, measured once at start-up by profiler.py, and of corrections learnt from the steps themselves,
-since tables age and other processes use the machine. Pure arithmetic.
+A table, measured once by profiler.py, and corrections learnt from the steps since, as tables age. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from infer.speculation.budget import Budget
 
 # Weight of the newest step in a correction: steps vary by a tenth (LOG.md, 2026-11-23), a mean of ten by a thirtieth.
 LEARNS = 0.1
-# Steps that a correction counts like if it may have aged: as the table gives it, and after steps of the other kind.
+# After a change between plain and speculative steps a correction counts like this many steps, since it may have aged.
 AGED = 2.0
 # A step that takes so many times what those before it took, and a table in which a smaller work takes so many times
 # what a larger one does, show another process at work (LOG.md, 2026-11-25, "Threads beside busy processes").
@@ -109,14 +108,15 @@ def contradiction(table: CostTable) -> str:
 
 @dataclass
 class Correction:
-    """Measured over tabulated seconds: the mean of the first steps, of which there were `seen`, then a moving one."""
+    """Measured over tabulated seconds: the mean of the first steps, then a moving average."""
 
     factor: float
-    seen: float
+    guessed: bool  # so that the first step, however far from it, says more; else that may be one of cold caches
+    seen: float = 0.0
 
     def learn(self, ratio: float) -> None:
         self.seen += 1.0
-        if self.seen > 1.0:
+        if self.seen > 1.0 or not self.guessed:
             ratio = min(max(ratio, self.factor / DISTURBED), self.factor * DISTURBED)
         self.factor += max(LEARNS, 1 / self.seen) * (ratio - self.factor)
 
@@ -133,7 +133,7 @@ class CostModel:
     def __init__(self, table: CostTable, *, guess: bool = False) -> None:
         self.table = table
         self._step, self._draft = cache(table.step), cache(table.draft)  # a plan looks up some hundred
-        self._trials_left, self._trust = (round(1 / LEARNS), 0.0) if guess else (0, AGED)
+        self._guess, self._trials_left = guess, round(1 / LEARNS) if guess else 0
         self._corrections: dict[tuple[str, int], dict[int, Correction]] = {}  # by number of rows
         self._machine = 1.0  # the correction of plain steps learnt last
         self._before: tuple[bool, int] | None = None  # of the step before: was it speculative, and its batch size
@@ -193,7 +193,7 @@ class CostModel:
         if seconds <= 0 or tabulated <= 0:
             return
         corrections = self._corrections.setdefault((kind, bucket(batch)), {})
-        correction = corrections.setdefault(bucket(rows), Correction(self._factor(kind, batch, rows), self._trust))
+        correction = corrections.setdefault(bucket(rows), Correction(self._factor(kind, batch, rows), self._guess))
         if self._before is None or self._before[0] != (kind != "plain"):
             correction.seen = min(correction.seen, AGED)
         before = correction.factor
