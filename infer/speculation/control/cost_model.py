@@ -111,7 +111,7 @@ class Correction:
     """Measured over tabulated seconds: the mean of the first steps, then a moving average."""
 
     factor: float
-    guessed: bool  # so that the first step, however far from it, says more; else that may be one of cold caches
+    guessed: bool  # the factor is a guess, which the first step replaces; else that may be one of cold caches
     seen: float = 0.0
 
     def learn(self, ratio: float) -> None:
