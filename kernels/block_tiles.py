@@ -70,11 +70,10 @@ class Storage(NamedTuple):
     @property
     def words(self) -> int:
         """The number of words that an output's scales have, in tiles that store them together."""
-        if self.scales in ("super_offset", "super_scale"):
-            return {"super_offset": 4, "super_scale": 3}[self.scales]
-        return {"half": -(-self.groups // 2), "bfloat": -(-self.groups // 2), "float_zero": 2 * self.groups}.get(
-            self.scales, self.groups
-        )
+        if self.scales in ("half", "bfloat"):  # two groups share a word
+            return -(-self.groups // 2)
+        others = {"super_offset": 4, "super_scale": 3, "float_zero": 2 * self.groups}
+        return others.get(self.scales, self.groups)
 
 
 STORAGE = {

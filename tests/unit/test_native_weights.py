@@ -204,12 +204,13 @@ def test_a_head_without_an_embedding_of_its_own_shares_the_targets_blocks(write,
     made.initialise(load_target(target.path), from_target=False, seed=1)
     provenance = {"target_fingerprint": target.fingerprint}
     save_head(made, tmp_path, verifier="tiny", verifier_architecture="L", speculative_tokens=4, provenance=provenance)
-    head, answers = load_head(tmp_path, target=target, dtype=torch.bfloat16), []
+    head, outcomes = load_head(tmp_path, target=target, dtype=torch.bfloat16), []
     assert head.embed_tokens is target.embed_tokens
     assert weight_bytes(target, head) - weight_bytes(target) == weight_bytes(head) - head.embed_tokens.packed.bytes
     for drafter in (head, made.bfloat16()):
         engine = Engine(target, head=drafter, proposer="head", config=EngineConfig(max_tokens_in_cache=256))
         (completion,) = engine.generate([[5, 6, 7] * 4], SamplingParams(max_tokens=24, ignore_eos=True))
-        answers.append((completion.token_ids, completion.stats.drafted, completion.stats.accepted))
-    assert answers[0] == answers[1]
-    assert answers[0][1] > 0
+        outcomes.append((completion.token_ids, completion.stats.drafted, completion.stats.accepted))
+        assert (engine.head.embed_tokens is target.embed_tokens) == (drafter is head)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] > 0
