@@ -65,9 +65,19 @@ def test_never_slower_than_plain_and_about_as_fast_as_the_best_fixed_plan(machin
 
 def test_steps_whose_drafting_cannot_be_told_apart_are_learnt_from_too():
     """As rounds in flight are; the profile is of a fast hour."""
-    simulation = controlled(WIDE, CODE, 4, slow=0.5)
-    simulation.split = False
-    assert simulation.run(4000).speed >= 0.95 * references(WIDE, CODE, 4, 4000)[1]
+    shares = []
+    for seed in range(3):
+        simulation = controlled(WIDE, CODE, 4, slow=0.5, seed=seed)
+        simulation.split = False
+        shares.append(simulation.run(4000).speed / references(WIDE, CODE, 4, 4000, seed=seed)[1])
+    assert statistics.fmean(shares) >= 0.95
+
+
+def test_one_cold_plain_step_does_not_make_drafts_look_good():
+    """The profile of plain steps is of a slow moment, and the first one confirms it (LOG.md, 2026-11-27)."""
+    simulation = controlled(SMOLLM2, CHAT, 4, profiled=replace(SMOLLM2, step=9.0, row=0.7))
+    simulation.speed_of = lambda now: 1.2 if simulation.seen.steps == 1 else 1.0
+    assert simulation.run(1500).drafted < 0.2
 
 
 @pytest.mark.parametrize("machine", [SMOLLM2, WIDE, GPU], ids=lambda machine: machine.name)

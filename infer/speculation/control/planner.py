@@ -205,7 +205,7 @@ class Controller(Planner):
         batch = len(self._planned)
         plain, credit_s = self.costs.plain(batch), self._credit_s
         if self.current.budgets:
-            probe, price = Probe(None, PLAN_STEPS), SETTLES_S + plain
+            probe, price = Probe(None, 2 * PLAN_STEPS), 2 * SETTLES_S + plain
             least = price if self.costs.knows_plain(batch) else 0.0
         else:
             ready = [candidate for candidate in candidates if candidate.ready] or candidates
@@ -243,9 +243,9 @@ class Controller(Planner):
         if rows == batch:
             if self._plain_s >= SETTLES_S:
                 self.costs.learn_plain(batch, seconds - (drafting or 0.0))
-                if self._probe is not None and self._probe.candidate is None:
-                    self._probe, self._age = None, PLAN_STEPS
             self._plain_s += seconds
+            if self._plain_s >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
+                self._probe, self._age = None, PLAN_STEPS  # several short steps: one may have been slow by chance
             return
         if self._plain_s:  # it shows at once whether drafts keep what older ones and the table promised
             self._plain_s, self._age = 0.0, PLAN_STEPS
