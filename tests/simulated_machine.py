@@ -52,6 +52,7 @@ class Machine:
     beside: float = 0.0  # what a step with drafts takes beside its rows
     tracking: float = 0.05  # what keeping features adds to a plain step, as a share of one of one request
     after_drafts: float = 0.15  # what the first 25 ms of plain steps after drafts take longer
+    after_plain: float = 0.4  # what the first 25 ms of steps with drafts after plain ones do (LOG.md, 2026-11-27)
 
     def verify(self, batch: int, rows: int, context: float = PROMPT) -> float:
         rows_ms = self.row * (max(1, rows - self.free) + 0.1 * min(rows, self.free))
@@ -158,7 +159,7 @@ class Simulation:
         self.rng, self.requests, self.count = random.Random(seed), random.Random(seed + 1), 0
         self.running: list[Request] = []
         self.rates: dict[str, float] = {}
-        self.now, self.quiet = 0.0, 1.0
+        self.now, self.alike, self.drafted = 0.0, 1.0, False  # time, that of steps of the last one's kind, and its kind
         self.seen = Seen()
         self.speed_of: Callable[[float], float] = lambda now: 1 + 0.08 * math.sin(now / 1.1)  # drift
 
@@ -268,13 +269,15 @@ class Simulation:
             read = machine.read * (request.drafter_state is not DrafterState.NONE and self.speculator.default != "none")
             verify += (machine.prompt + read) * len(request.prompt_ids)
         drafting = machine.drafting(counts)
-        if rows == batch:
-            verify *= 1 + machine.after_drafts * (self.quiet < 0.025)
-            if self.speculator.wants_features(decoding):
-                verify += machine.tracking * machine.verify(1, 1)
+        if self.drafted != (rows > batch):
+            self.drafted, self.alike = rows > batch, 0.0
+        cold = 1 + (machine.after_plain if self.drafted else machine.after_drafts) * (self.alike < 0.025)
+        verify, drafting = cold * verify, cold * drafting
+        if not self.drafted and self.speculator.wants_features(decoding):
+            verify += machine.tracking * machine.verify(1, 1)
         slow = self.speed_of(self.now) * math.exp(self.rng.gauss(0.0, machine.noise))
         slow *= 4.0 if machine.noise and self.rng.random() < 0.005 else 1.0  # another process had the machine
-        self.quiet = self.quiet + 1e-3 * slow * verify if rows == batch else 0.0
+        self.alike += 1e-3 * slow * (verify + drafting)
         return 1e-3 * slow * (verify + drafting), 1e-3 * slow * drafting
 
 

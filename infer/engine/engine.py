@@ -268,14 +268,9 @@ class Engine:
 
     @property
     def costs(self) -> CostTable | None:
-        """Measured costs of steps and drafts.
-
-        None if drafting is not adaptive, or if the costs are guesses because the machine was too busy or too slow to be
-        profiled at start-up.
-        """
+        """Measured costs of steps and drafts; None if drafting is not adaptive, or if they are guesses (`profile`)."""
         planner = self.speculator.planner
-        costs = planner.costs if isinstance(planner, Controller) else None
-        return None if costs is None or costs.guessed else costs.table
+        return planner.costs.table if isinstance(planner, Controller) and not planner.costs.guessed else None
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Change the default proposer and, if passed, the head and the draft config.

@@ -63,6 +63,20 @@ def test_the_first_step_of_its_kind_may_be_slow():
     assert costs.plain(2) == pytest.approx(2 * table.plain(2))
 
 
+def test_steps_that_have_not_settled_show_only_what_is_cheaper():
+    costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
+    verify, draft = table.verify(1, 2), table.draft("head", 1, 1)
+    costs.settled = False
+    costs.learn_plain(1, 2 * table.plain(1))
+    costs.learn_drafted(1, 2, "head", [1], 2 * verify + 0.8 * draft, 0.8 * draft)
+    assert costs.plain(1) == table.plain(1)
+    assert costs.verify(1, 2) == verify
+    assert costs.draft("head", 1, 1) == pytest.approx(0.8 * draft)
+    costs.settled = True
+    costs.learn_drafted(1, 2, "head", [1], 1.5 * verify + draft, draft)
+    assert costs.verify(1, 2) == pytest.approx(1.5 * verify)
+
+
 def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
     """A level costs 1 plus 1 per request; the machine is half as fast as when it was profiled."""
     batches = (1, 2, 4)

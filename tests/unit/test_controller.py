@@ -236,6 +236,13 @@ def test_stalls_of_the_machine_end_no_drafts():
     assert simulation.run(2000).drafted > 0.85
 
 
+def test_slow_first_steps_with_drafts_do_not_end_drafting():
+    """Those after plain ones take three times as long here, later ones do not (LOG.md, 2026-11-27)."""
+    simulation = controlled(replace(SMOLLM2, after_plain=2.0), GOOD, 1)
+    simulation.run(200)
+    assert simulation.run(2000).drafted > 0.8
+
+
 def test_budgets_stay_within_what_a_request_allows():
     simulation = controlled(GPU, GOOD, 4)
     simulation.run(4000)

@@ -127,7 +127,8 @@ class CostModel:
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
     Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
     changes theirs changes all. `guess`: nothing was measured, so that nothing should be planned before corrections are
-    the mean of enough speculative steps.
+    the mean of enough speculative steps. The first steps with drafts after plain ones, or without after speculative
+    ones, are slow: those that have not `settled` only show what is cheaper than expected.
     """
 
     def __init__(self, table: CostTable, *, guess: bool = False) -> None:
@@ -136,7 +137,8 @@ class CostModel:
         self._guess, self._trials_left = guess, round(1 / LEARNS) if guess else 0
         self._corrections: dict[tuple[str, int], dict[int, Correction]] = {}  # by number of rows
         self._machine = 1.0  # the correction of plain steps learnt last
-        self._before: tuple[bool, int] | None = None  # of the step before: was it speculative, and its batch size
+        self.settled = True  # the step that is learnt from: its kind has gone on for SETTLES_S
+        self._before: bool | None = None  # whether the settled step before was speculative
 
     @property
     def guessed(self) -> bool:
@@ -168,7 +170,7 @@ class CostModel:
         """Learn from a step without prefill and drafts."""
         self._learn("plain", batch, seconds, self._step(batch, batch))
         self._machine = self._factor("plain", batch)
-        self._before = False, batch
+        self._before = False if self.settled else self._before
 
     def learn_drafted(
         self, batch: int, rows: int, drafter: str, counts: Sequence[int], seconds: float, drafting: float | None
@@ -186,15 +188,16 @@ class CostModel:
         self._learn("verify", batch, seconds - drafting, self._step(batch, rows), rows)
         if predicted > 0:
             self._learn(drafter, counts[0], drafting, predicted)
-        self._before = True, batch
+        self._before = True if self.settled else self._before
         self._trials_left -= self.guessed
 
     def _learn(self, kind: str, batch: int, seconds: float, tabulated: float, rows: int = 1) -> None:
-        if seconds <= 0 or tabulated <= 0:
+        factor = self._factor(kind, batch, rows)
+        if seconds <= 0 or tabulated <= 0 or not (self.settled or self.guessed or seconds < factor * tabulated):
             return
         corrections = self._corrections.setdefault((kind, bucket(batch)), {})
-        correction = corrections.setdefault(bucket(rows), Correction(self._factor(kind, batch, rows), self._guess))
-        if self._before is None or self._before[0] != (kind != "plain"):
+        correction = corrections.setdefault(bucket(rows), Correction(factor, self._guess))
+        if self._before != (kind != "plain"):
             correction.seen = min(correction.seen, AGED)
         before = correction.factor
         correction.learn(seconds / tabulated)
@@ -217,6 +220,5 @@ def bucket(batch: int) -> int:
 
 def guessed_cost_model(drafters: dict[str, Budget]) -> CostModel:
     """Return a model without a profile; a plain step is taken to last one second until one was seen."""
-    step = Curve((1.0, 2.0), (1.0, 1.0 + GUESSED_SHARE))
-    drafts = {name: (Curve((0.0, 1.0), (0.0, GUESSED_SHARE)),) for name in drafters}
-    return CostModel(CostTable((1,), (step,), drafts), guess=True)
+    step, draft = Curve((1.0, 2.0), (1.0, 1.0 + GUESSED_SHARE)), Curve((0.0, 1.0), (0.0, GUESSED_SHARE))
+    return CostModel(CostTable((1,), (step,), {name: (draft,) for name in drafters}), guess=True)

@@ -115,7 +115,7 @@ class Controller(Planner):
         self._planned: frozenset[str] = frozenset()  # requests that decoded when it was made
         self._probe: Probe | None = None
         self._credit_s, self._turn = 0.0, 0  # time earned for probes; whose turn is next
-        self._plain_s = SETTLES_S  # seconds of plain steps since the last speculative one
+        self._drafted, self._alike_s = False, SETTLES_S  # whether the last step drafted; seconds of such steps in a row
         self._depths: dict[str, list[int]] = {}  # by drafter, of the drafts in this step
         self._speedups: dict[tuple[str, Budget, bool, int], float] = {}  # expected by the plan in force's evidence
 
@@ -240,15 +240,17 @@ class Controller(Planner):
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         self._credit_s += self._probe_share * seconds
-        if rows == batch:
-            if self._plain_s >= SETTLES_S:
-                self.costs.learn_plain(batch, seconds - (drafting or 0.0))
-            self._plain_s += seconds
-            if self._plain_s >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
+        if self._drafted != (rows > batch):
+            self._drafted, self._alike_s = rows > batch, 0.0
+        self.costs.settled = self._alike_s >= SETTLES_S
+        self._alike_s += seconds
+        if not self._drafted:
+            self.costs.learn_plain(batch, seconds - (drafting or 0.0))
+            if self._alike_s >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
                 self._probe, self._age = None, PLAN_STEPS  # several short steps: one may have been slow by chance
             return
-        if self._plain_s:  # it shows at once whether drafts keep what older ones and the table promised
-            self._plain_s, self._age = 0.0, PLAN_STEPS
+        if not self.costs.settled and self._alike_s >= SETTLES_S:  # the next step shows whether drafts do as promised
+            self._age = max(self._age, PLAN_STEPS - 2)
         if len(self._depths) == 1:
             ((drafter, depths),) = self._depths.items()
             counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
