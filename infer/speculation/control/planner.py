@@ -245,7 +245,8 @@ class Controller(Planner):
         self.costs.settled = self._alike_s >= SETTLES_S
         self._alike_s += seconds
         if not self._drafted:
-            self.costs.learn_plain(batch, seconds - (drafting or 0.0))
+            if self.costs.settled or self.costs.knows_plain(batch):  # the first is not to be a slow one
+                self.costs.learn_plain(batch, seconds - (drafting or 0.0))
             if self._alike_s >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
                 self._probe, self._age = None, PLAN_STEPS  # several short steps: one may have been slow by chance
             return
