@@ -275,9 +275,8 @@ class Engine:
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Change the default proposer and, if passed, the head and the draft config.
 
-        "auto": the head if there is one, else n-gram. Graphs are captured again only for another shape or vocabulary of
-        the head, or another config. Raises ValueError for a proposer that this engine does not have, and while requests
-        are unfinished.
+        "auto": the head if there is one, else n-gram. Raises ValueError for a proposer that this engine does not have,
+        and while requests are unfinished.
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")

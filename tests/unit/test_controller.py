@@ -24,6 +24,7 @@ from tests.simulated_machine import (
     TREE,
     USELESS,
     WIDE,
+    Simulation,
     controlled,
     references,
 )
@@ -241,6 +242,21 @@ def test_slow_first_steps_with_drafts_do_not_end_drafting():
     simulation = controlled(replace(SMOLLM2, after_plain=2.0), GOOD, 1)
     simulation.run(200)
     assert simulation.run(2000).drafted > 0.8
+
+
+def test_drafts_that_never_last_until_they_settle_are_judged_by_their_first_steps():
+    """Responses of a few tokens, and a load that changes all the time: drafts pay for one request only."""
+
+    def speed(simulation: Simulation) -> float:
+        rng, tokens, seconds = random.Random(7), 0, 0.0
+        for _ in range(400):
+            simulation.batch = rng.choice([1, 1, 2, 3, 4])
+            seen = simulation.run(12)
+            tokens, seconds = tokens + seen.tokens, seconds + seen.seconds
+        return tokens / seconds
+
+    plain = speed(Simulation(SMOLLM2, GOOD, 1, default="none", output=(3, 6)))
+    assert speed(controlled(SMOLLM2, GOOD, 1, sizes=[1, 2, 4], output=(3, 6))) >= 0.98 * plain
 
 
 def test_budgets_stay_within_what_a_request_allows():

@@ -110,8 +110,6 @@ def make_controller(
                     file=sys.stderr,
                 )
             state.costs.setdefault(cache_key, guessed_cost_model(drafters))
-    costs = state.costs[cache_key]
-    if scored is None:
-        return Controller(costs, state.acceptance)
-    scored.confidence = state.confidence
-    return Controller(costs, state.acceptance, state.confidence)
+    if scored is not None:
+        scored.confidence = state.confidence
+    return Controller(state.costs[cache_key], state.acceptance, None if scored is None else state.confidence)

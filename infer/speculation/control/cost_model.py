@@ -127,8 +127,7 @@ class CostModel:
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
     Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
     changes theirs changes all. `guess`: nothing was measured, so that nothing should be planned before corrections are
-    the mean of enough speculative steps. The first steps with drafts after plain ones, or without after speculative
-    ones, are slow: those that have not `settled` only show what is cheaper than expected.
+    the mean of enough speculative steps. Steps that have not `settled` only show what is cheaper than expected.
     """
 
     def __init__(self, table: CostTable, *, guess: bool = False) -> None:
@@ -137,7 +136,7 @@ class CostModel:
         self._guess, self._trials_left = guess, round(1 / LEARNS) if guess else 0
         self._corrections: dict[tuple[str, int], dict[int, Correction]] = {}  # by number of rows
         self._machine = 1.0  # the correction of plain steps learnt last
-        self.settled = True  # the step that is learnt from: its kind has gone on for SETTLES_S
+        self.settled = True  # the step that is learnt from; the first of a kind, for SETTLES_S, may be slow
         self._before: bool | None = None  # whether the settled step before was speculative
 
     @property

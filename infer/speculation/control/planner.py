@@ -116,6 +116,7 @@ class Controller(Planner):
         self._probe: Probe | None = None
         self._credit_s, self._turn = 0.0, 0  # time earned for probes; whose turn is next
         self._drafted, self._alike_s = False, SETTLES_S  # whether the last step drafted; seconds of such steps in a row
+        self._lasted = self._lenient = True  # whether planned drafts went on until they settled; whether these may
         self._depths: dict[str, list[int]] = {}  # by drafter, of the drafts in this step
         self._speedups: dict[tuple[str, Budget, bool, int], float] = {}  # expected by the plan in force's evidence
 
@@ -241,8 +242,8 @@ class Controller(Planner):
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         self._credit_s += self._probe_share * seconds
         if self._drafted != (rows > batch):
-            self._drafted, self._alike_s = rows > batch, 0.0
-        self.costs.settled = self._alike_s >= SETTLES_S
+            self._drafted, self._alike_s, self._lenient = rows > batch, 0.0, self._lasted or rows == batch
+        self.costs.settled = self._alike_s >= SETTLES_S or not self._lenient
         self._alike_s += seconds
         if not self._drafted:
             if self.costs.settled or self.costs.knows_plain(batch):  # the first is not to be a slow one
@@ -250,8 +251,11 @@ class Controller(Planner):
             if self._alike_s >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
                 self._probe, self._age = None, PLAN_STEPS  # several short steps: one may have been slow by chance
             return
-        if not self.costs.settled and self._alike_s >= SETTLES_S:  # the next step shows whether drafts do as promised
+        if self._alike_s - seconds < SETTLES_S <= self._alike_s:  # the next step shows whether drafts do as promised
             self._age = max(self._age, PLAN_STEPS - 2)
+        elif self._alike_s == seconds and not self._lenient:
+            self._age = PLAN_STEPS
+        self._lasted = self._alike_s >= SETTLES_S or (self._lasted and not self.current.budgets)
         if len(self._depths) == 1:
             ((drafter, depths),) = self._depths.items()
             counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
