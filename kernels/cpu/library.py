@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.declarations import SOURCES, functions
+from kernels.cpu.level import compiler_flags
 
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
 LANES = 16  # floats per vector of vec.h; sizes that are no multiple of it use torch
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 600  # some ten seconds on an idle machine
@@ -37,6 +38,11 @@ def compiler() -> str | None:
         if name and (path := shutil.which(name)):
             return path
     return None
+
+
+def flags() -> tuple[str, ...]:
+    """Return the compiler's flags, the level's processor (level.py) before the others."""
+    return (*compiler_flags(), *FLAGS)
 
 
 def cache_folder() -> Path:
@@ -54,7 +60,7 @@ def processor() -> str:
 
 def library_file(cc: str) -> Path:
     version = subprocess.run([cc, "--version"], capture_output=True, check=True, timeout=BUILD_TIMEOUT_S).stdout
-    digest = hashlib.sha256(repr((FLAGS, version, processor(), platform.machine())).encode())
+    digest = hashlib.sha256(repr((flags(), version, processor(), platform.machine())).encode())
     for file in SOURCES:
         digest.update(file.read_bytes())
     return cache_folder() / f"kernels-{digest.hexdigest()[:24]}.so"
@@ -70,7 +76,7 @@ def build(cc: str, file: Path) -> None:
     os.close(handle)
     try:
         sources = [str(file) for file in SOURCES if file.suffix == ".c"]
-        command = [cc, *FLAGS, *sources, "-o", temporary]
+        command = [cc, *flags(), *sources, "-o", temporary]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
         os.replace(temporary, file)
     finally:

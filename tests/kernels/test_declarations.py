@@ -11,7 +11,7 @@ import torch
 from kernels.blocks import FORMATS
 from kernels.cpu import attention, blocks, decoder, draft, linear, vocabulary, walk
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
-from kernels.cpu.library import FLAGS, KINDS, LANES, compiler, library
+from kernels.cpu.library import KINDS, LANES, compiler, flags, library
 
 STRUCTURES = {
     "attention_args": (attention.Arguments, "attention.h"),
@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler on
 def compiles(source: str) -> bool:
     cc = compiler()
     assert cc is not None
-    command = [cc, *FLAGS, "-fsyntax-only", f"-I{SOURCES[0].parent}", "-xc", "-"]
+    command = [cc, *flags(), "-fsyntax-only", f"-I{SOURCES[0].parent}", "-xc", "-"]
     return subprocess.run(command, input=source.encode(), capture_output=True).returncode == 0
 
 
