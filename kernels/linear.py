@@ -2,9 +2,8 @@
 
 CUDA devices use one Triton kernel with a fixed summation order along K for any number of rows
 (kernels/triton/linear.py, and blocks.py there for weights in blocks and groups). CPUs use a C kernel
-(kernels/cpu/linear.c). If it cannot read unquantised weights (fp16, or a processor without AVX-512), they are prepacked
-for oneDNN, whose rows agree for every number of rows >= 2 (checked at start-up by `assert_row_invariant`), so a single
-row is padded to two.
+(kernels/cpu/linear.c). Without it, weights are prepacked for oneDNN, whose rows agree for every number of rows >= 2
+(checked at start-up by `assert_row_invariant`), so a single row is padded to two.
 Elsewhere, and in fp16, rows are processed in blocks of a fixed size, so that every library call has the same shape.
 
 A layer can also activate its outputs, gate and up, or add them to the residual stream. Both have the bits of the
@@ -68,7 +67,7 @@ class PackedLinear:
             return
         narrow = weight_format if weight_format in NARROW_FORMATS else None
         dtype, device = weight.dtype, weight.device
-        native = not self._triton and supported(self.in_features, dtype, device, narrow or "same")
+        native = not self._triton and supported(self.in_features, dtype, device)
         scale = None
         if narrow is not None:
             weight, scale = quantise(weight, narrow)
@@ -216,7 +215,7 @@ def adjacent(rows: Tensor) -> Tensor:
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads 8- and 4-bit weights directly for rows of `dtype`; if not, they are dequantised."""
-    return in_use(device) or supported(inputs, dtype, device, "int8")
+    return in_use(device) or supported(inputs, dtype, device)
 
 
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:
