@@ -20,7 +20,7 @@ from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
 if TYPE_CHECKING:
-    from kernels.quantise import TargetFormat, WeightFormat
+    from kernels.quantise import TargetFormat
 
 QUANTISED = ("int8", "fp8", "int4")
 BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16
@@ -108,8 +108,9 @@ class EngineConfig:
     # int8: linear layers whose weights are integers (in blocks, in groups, engine.weights=int8 or int4) quantise their
     # input, 32 values at a time, and multiply integers, on a CPU: faster, another rounding, which changes the output
     activations: str = choice("same", "same", "int8")
-    # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...); changes what is drafted, never the output
-    head_weights: str = choice("same", "same", *QUANTISED, *BLOCKS)
+    # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...), on a CPU with their input in 8 bits; auto: int8
+    # on a CPU, else same; changes what is drafted, never the output
+    head_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
     # CPU threads of a step, all ranks together; null: one or torch's default, as measured
@@ -146,10 +147,6 @@ class EngineConfig:
         """How a target is packed for serving, the same on every rank: keywords of `Shard`."""
         weights, activations = self.weight_format, self.activations
         return {"exact": self.exact, "weights": weights, "activations": activations, "kv": self.kv_dtype}
-
-    @property
-    def head_format(self) -> WeightFormat:
-        return cast("WeightFormat", self.head_weights)
 
 
 @dataclass

@@ -25,10 +25,15 @@ class Linear(nn.Linear):
 
     packed: PackedLinear | None = None
 
-    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
-        """Replace the weight by its packed form. Irreversible: the unpacked weight is freed."""
+    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantise_rows: bool = False) -> None:
+        """Replace the weight by its packed form. Irreversible: the unpacked weight is freed.
+
+        `quantise_rows`: round the input to 8 bits too, where the weights are integers that a CPU kernel multiplies.
+        """
         bias = None if self.bias is None else self.bias.detach()
         self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
+        if quantise_rows:
+            self.packed.quantise_rows()
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def pack_blocks(self, matrix: BlockMatrix | GroupedMatrix) -> None:
@@ -87,11 +92,13 @@ class PackedEmbedding(nn.Module):
         return self.packed.weight_rows(ids.reshape(-1)).view(*ids.shape, -1)
 
 
-def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
+def pack(
+    module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same", quantise_rows: bool = False
+) -> None:
     """Pack every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
     for child in module.modules():
         if isinstance(child, Linear) and child.packed is None:
-            child.pack(exact=exact, weight_format=weight_format)
+            child.pack(exact=exact, weight_format=weight_format, quantise_rows=quantise_rows)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@
 
 All use the same weights in `model.dtype`, have no prefix cache, and use every core unless the name says otherwise. They
 draft `proposer.max_draft_tokens` tokens unless the name has a shape; llama.cpp:ngram without one does what its own
-defaults say. llama.cpp reads a GGUF target as it is, and a head in 8 bits if `engine.head_weights=int8`.
+defaults say. llama.cpp reads a GGUF target as it is, and a head in 8 bits unless `engine.head_weights` is another.
 `scripts/peers.sh` builds the last two into `peers`.
 """
 
@@ -310,7 +310,7 @@ def llama_command(
     if variant.source == "ngram" and variant.shape:
         command += ["--spec-ngram-simple-size-n", str(LONGEST), "--spec-ngram-simple-size-m", str(depth)]
     if variant.source == "head":
-        out_type = "q8_0" if config.engine.head_weights == "int8" else OUT_TYPES[dtype]
+        out_type = "q8_0" if config.engine.head_weights in ("int8", "auto") else OUT_TYPES[dtype]
         head = gguf_of_head(folder, eagle3_folder(config), checkpoint_of(config), out_type)
         command += ["--spec-draft-model", str(head), "--spec-draft-n-max", str(depth)]
     return command, {}

@@ -16,7 +16,7 @@ from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
-from infer.options.stored_weights import why_widened
+from infer.options.stored_weights import head_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
 from kernels.blocks import reads_blocks
@@ -88,7 +88,8 @@ def describe_weights(engine: Engine) -> Sequence[Row]:
 
 def describe_head_weights(engine: Engine) -> Sequence[Row]:
     """Return how the head's weights were quantised, and whether a kernel reads them so."""
-    chosen, dtype, device = engine.config.head_weights, engine.dtype, engine.device
+    dtype, device = engine.dtype, engine.device
+    chosen = head_format(engine.config, dtype, device)
     if engine.head is None or chosen == "same":
         return []
     read = reads_blocks(chosen.upper(), dtype, device) if chosen in BLOCKS else reads_narrow(8, dtype, device)

@@ -35,7 +35,7 @@ from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
 from infer.options.engine_sizes import DeviceFacts, engine_sizes
-from infer.options.stored_weights import check_weights
+from infer.options.stored_weights import check_weights, head_format
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.parallel.target_worker import Shard
@@ -405,7 +405,7 @@ class Engine:
         packed.borrow(self.target)
         packed.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         packed.stack_layers()
-        packed.pack(exact=self.config.exact, weight_format=self.config.head_format)
+        packed.pack(exact=self.config.exact, weight_format=head_format(self.config, self.dtype, self.device))
         return HeadProposer(packed, self.target.config.num_layers, self.proposer_config)
 
     def _use_head(self, head: Head) -> None:

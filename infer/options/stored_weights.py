@@ -10,6 +10,8 @@ from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig
 from kernels.blocks import FORMATS, reads_blocks
+from kernels.linear import reads_narrow
+from kernels.quantise import WeightFormat
 from kernels.triton.device import limits
 from models.checkpoint import block_formats, read_config, stored_formats
 from models.gguf import is_gguf
@@ -55,6 +57,13 @@ def check_weights(engine: EngineConfig, target: LlamaTarget) -> None:
                 f"engine.{key}=fp8: this GPU has no 8-bit floats (compute capability {limits(device).capability / 10}, "
                 f"{FP8_FROM / 10} is needed); use engine.{key}={'same' if key == 'kv_dtype' else 'int8'}"
             )
+
+
+def head_format(engine: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightFormat:
+    """Return in which format a head's linear layers are packed (`engine.head_weights`)."""
+    if engine.head_weights != "auto":
+        return cast("WeightFormat", engine.head_weights)
+    return "int8" if device.type == "cpu" and reads_narrow(8, dtype, device) else "same"
 
 
 def why_widened(checkpoint: Path, dtype: torch.dtype, device: torch.device, *, divided: bool) -> str | None:

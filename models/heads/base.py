@@ -99,8 +99,11 @@ class Head(nn.Module, ABC):
         """Stack the weights of layers that run in one launch; called before they are packed."""
 
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """Pack the linear layers like models.layers.pack. Borrowed modules are the target's and stay as they are."""
-        pack(self, exact=exact, weight_format=weight_format)
+        """Pack the linear layers like models.layers.pack. Borrowed modules are the target's and stay as they are.
+
+        With weights that are integers rows are quantised too: that changes drafts alone, and hardly those.
+        """
+        pack(self, exact=exact, weight_format=weight_format, quantise_rows=True)
 
     def draft_parts(self) -> DraftParts | None:
         """Return the weights for kernels that run whole draft levels, once packed; None where none runs its layers."""

@@ -81,7 +81,7 @@ class BorrowingHead(Head):
         if (weight := lm_head.unpacked_weight()) is not None:
             self.narrow_lm_head = Linear(*reversed(weight.shape), bias=False, device="meta")
             self.narrow_lm_head.weight = nn.Parameter(weight, requires_grad=False)
-            self.narrow_lm_head.pack(exact=exact, weight_format=weight_format)
+            self.narrow_lm_head.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def] # as nn.Module has it
         super()._apply(fn, recurse)

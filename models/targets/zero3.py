@@ -52,7 +52,7 @@ class GatheredLinear(Linear):
 
     _exact: bool | None = None  # set by `pack`
 
-    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
+    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantise_rows: bool = False) -> None:
         assert weight_format == "same", "refused with the configuration"
         self._exact = exact
 

@@ -53,7 +53,7 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     ("key", "value", "choices"),
     [
         ("weights", "q8_0", "same, native, widened, int8, fp8, int4$"),
-        ("head_weights", "int3", "same, int8, fp8, int4, q8_0, q5_1, q5_0, q4_1, q4_0$"),
+        ("head_weights", "int3", "same, auto, int8, fp8, int4, q8_0, q5_1, q5_0, q4_1, q4_0$"),
     ],
 )
 def test_an_unknown_format_is_an_error(key, value, choices):

@@ -123,7 +123,7 @@ class DFlashHead(BlockHead):
         projection.weight = nn.Parameter(torch.cat([linear.weight[queries:] for linear in weights]).detach(), False)
         if layer.attention_bias:
             projection.bias = nn.Parameter(torch.cat([linear.bias[queries:] for linear in weights]).detach(), False)
-        projection.pack(exact=exact, weight_format=weight_format)
+        projection.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
         super().pack(exact=exact, weight_format=weight_format)
         self._context_proj = projection
 
