@@ -19,7 +19,7 @@ from kernels import capabilities, slower
 from kernels.attention import assert_rows_independent
 from kernels.cpu.level import LEVELS, level
 from kernels.cpu.library import library
-from kernels.elementwise import gate_mul
+from kernels.elementwise import Gate, gate_mul
 from kernels.linear import PackedLinear
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def run_sweep() -> None:
             if weight_format in ("int8", "fp8", "int4"):
                 stored = widen(*quantise(weight, weight_format))
             elif weight_format != "same":
-                stored = None
+                stored = None  # tests/kernels/test_blocks.py checks the values
             check(layer, dtype, stored, offset)
             kernels[f"{dtype} {weight_format} {inputs}"] = layer.kernel
             assert torch.equal(assert_row_invariant(layer, dtype, cpu), assert_row_invariant(layer, dtype, cpu))
@@ -133,7 +133,7 @@ def test_attention_is_invariant_with_a_library_that_sums_in_an_order_by_shape() 
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
-def test_activations_in_torch_do_not_depend_on_rows_or_threads(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_in_torch_do_not_depend_on_rows_or_threads(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch divides large tensors among threads anywhere, and computes the end of a part by other functions."""
     monkeypatch.setattr("kernels.elementwise.library", lambda: None)
     before, x = torch.get_num_threads(), torch.randn(513, 2 * 1544, generator=torch.Generator().manual_seed(0))
