@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from kernels.decoder import LayerParts, fuse_layers
 from kernels.draft import DraftParts, fuse_draft
 from kernels.groups import GroupedMatrix, GroupedRows, why_unread
 from kernels.linear import PackedLinear
-from kernels.quantise import NARROW_FORMATS, WeightFormat, quantise, widen
+from kernels.quantise import NARROW_FORMATS, TargetFormat, quantise, widen
 from kernels.rows import AttentionRows
 from kernels.slower import TILES, cure, name_of
 
@@ -61,7 +61,7 @@ def try_all() -> Iterator[Trial]:
     """Try everything that serving on a CPU runs."""
     yield from try_dtypes()
     for weight_format in NARROW_FORMATS:
-        yield guarded(weight_format, lambda name: try_narrow(name, name, torch.bfloat16))
+        yield guarded(weight_format, partial(try_narrow, weight_format=weight_format, dtype=torch.bfloat16))
     for block_format in FORMATS:
         yield guarded(block_format, lambda name: try_blocks(name, torch.bfloat16))
     yield guarded("int4 in groups", lambda name: try_groups(name, torch.bfloat16))
@@ -76,10 +76,10 @@ def guarded(name: str, trial: Callable[[str], Trial]) -> Trial:
         return Trial(name, "", fault=f"{type(error).__name__}: {error}")
 
 
-def try_narrow(name: str, weight_format: WeightFormat, dtype: torch.dtype) -> Trial:
+def try_narrow(name: str, weight_format: TargetFormat, dtype: torch.dtype) -> Trial:
     """Try a layer whose weights are dense (`same`) or quantised by us."""
     weight = random((OUTPUTS, INPUTS)).to(dtype) * INPUTS**-0.5
-    stored = weight.float() if weight_format == "same" else widen(*quantise(weight, weight_format))
+    stored = widen(*quantise(weight, weight_format)) if weight_format in NARROW_FORMATS else weight.float()
     return try_layer(name, PackedLinear(weight, weight_format=weight_format), stored, dtype)
 
 

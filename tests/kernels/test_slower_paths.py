@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 REACHED = LEVELS[: LEVELS.index(level()) + 1]
 FORMATS = ("same", "int8", "fp8", "int4", "q8_0", "q4_0", "q5_1")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-BLOCKS, GROUPS = ("Q4_0", "Q6_K"), ("int4", 32, torch.float16, True, True)
 
 
 def run_sweep() -> None:
@@ -52,7 +51,7 @@ def run_sweep() -> None:
             check(layer, dtype, stored, offset)
             kernels[f"{dtype} {weight_format} {inputs}"] = layer.kernel
             assert torch.equal(assert_row_invariant(layer, dtype, cpu), assert_row_invariant(layer, dtype, cpu))
-        groups = make_groups(70, 384, *GROUPS)
+        groups = make_groups(70, 384, "int4", 32, torch.float16, True, True)
         if why_unread(groups, dtype, cpu) is None:
             layer = PackedLinear(GroupedMatrix([groups], dtype))
             check(layer, dtype, groups.widened(), None)
@@ -99,7 +98,9 @@ def test_16_bit_rows_are_widened_where_the_library_lacks_their_product(monkeypat
     weight, bias, x = torch.randn(40, 64).bfloat16(), torch.randn(40).bfloat16(), torch.randn(7, 64).bfloat16()
     layer = PackedLinear(weight, bias)
     assert layer.kernel in ("oneDNN in float32", "torch in float32")
-    assert torch.equal(layer.unpacked_weight(), weight)
+    unpacked = layer.unpacked_weight()
+    assert unpacked is not None
+    assert torch.equal(unpacked, weight)
     assert layer.bytes == 4 * weight.numel()
     bias.copy_(torch.randn(40))
     expected = x.double() @ weight.double().T + bias.double()
