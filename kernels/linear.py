@@ -68,7 +68,7 @@ class PackedLinear:
             return
         narrow = weight_format if weight_format in NARROW_FORMATS else None
         dtype, device = weight.dtype, weight.device
-        native = not self._triton and supported(self.in_features, dtype, device, narrow or "same")
+        native = not self._triton and supported(self.in_features, dtype, device)
         scale = None
         if narrow is not None:
             weight, scale = quantise(weight, narrow)
@@ -241,7 +241,7 @@ def adjacent(rows: Tensor) -> Tensor:
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads 8- and 4-bit weights directly for rows of `dtype`; if not, they are dequantised."""
-    return in_use(device) or supported(inputs, dtype, device, "int8")
+    return in_use(device) or supported(inputs, dtype, device)
 
 
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:

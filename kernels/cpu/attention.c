@@ -9,16 +9,13 @@
  * widened once for all of them. Every sum keeps the order in which it would be computed alone.
  */
 #include "attention.h"
+#include "reduce.h"
 #include "threads.h"
 
-#define MAX_CHUNKS 16 /* head sizes up to 256 */
+#define MAX_CHUNKS (256 / LANES) /* head sizes up to 256 */
 #define QUERIES 8     /* most queries that are processed together */
 #define MAX_TAIL 64   /* bits of a tree mask */
-#ifdef __AVX512F__
-#define SUMS 16 /* most vectors of sums that stay in registers, with the vectors added to them */
-#else
-#define SUMS 4
-#endif
+#define SUMS (REGISTERS / 2) /* most vectors of sums that stay in registers, with the vectors added to them */
 
 /* Rows first .. first + rows - 1, all of one request. Row r sees the first `shared[r]` of the keys that the rows share,
  * and then the `tail[r]` keys of its tail.
@@ -77,7 +74,7 @@ INLINE ptrdiff_t slot_at(const block *b, int64_t r, int64_t i) {
     return i < b->shared[r] ? b->slots[i] : b->tails[r * MAX_TAIL + i - b->shared[r]];
 }
 
-/* Prefetch what is read sixteen keys after `i`, if before `end`: the hardware prefetcher stops at the end of a page. */
+/* Prefetch what is read LANES keys after `i`, if before `end`: the hardware prefetcher stops at the end of a page. */
 INLINE void fetch(const attention_args *a, ptrdiff_t base, const int32_t *slots, int64_t i, int64_t end, int kind, int chunks) {
     if (i + LANES >= end) return;
     ptrdiff_t element = kind == FLOAT32 ? sizeof(float) : sizeof(bf16), bytes = chunks * LANES * element;
@@ -110,25 +107,39 @@ INLINE float exponentials(float *scores, int64_t count) {
     return sum_lanes(sums);
 }
 
-/* Add the values of keys `begin` to `end`, exclusive, to the sums of `n` queries, weighted by scores `stride` apart. */
+/* Add `count` vectors, from `first` on, of the values of keys `begin` to `end`, exclusive, to the sums of `n` queries,
+ * weighted by scores `stride` apart. */
 INLINE void add_values(
     const attention_args *a, ptrdiff_t values, const int32_t *slots, int64_t begin, int64_t end, const float *scores,
-    int64_t stride, vec (*out)[MAX_CHUNKS], int n, int kind, int chunks
+    int64_t stride, vec (*out)[MAX_CHUNKS], int n, int kind, int chunks, int first, int count
 ) {
-    vec sums[MAX_CHUNKS], value[MAX_CHUNKS]; /* sums: n * chunks are used, at most SUMS unless n is 1 */
+    vec sums[MAX_CHUNKS], value[MAX_CHUNKS]; /* sums: n * count are used */
     for (int j = 0; j < n; j++)
-        for (int c = 0; c < chunks; c++) sums[j * chunks + c] = out[j][c];
+        for (int c = 0; c < count; c++) sums[j * count + c] = out[j][first + c];
     for (int64_t i = begin; i < end; i++) {
-        ptrdiff_t at = values + (ptrdiff_t)slots[i] * chunks * LANES;
-        fetch(a, values, slots, i, end, kind, chunks);
-        for (int c = 0; c < chunks; c++) value[c] = load(a->cache, at + c * LANES, kind);
+        ptrdiff_t at = values + (ptrdiff_t)slots[i] * chunks * LANES + first * LANES;
+        if (first == 0) fetch(a, values, slots, i, end, kind, chunks);
+        for (int c = 0; c < count; c++) value[c] = load(a->cache, at + c * LANES, kind);
         for (int j = 0; j < n; j++) {
             vec w = splat(scores[j * stride + i - begin]);
-            for (int c = 0; c < chunks; c++) sums[j * chunks + c] += w * value[c];
+            for (int c = 0; c < count; c++) sums[j * count + c] += w * value[c];
         }
     }
     for (int j = 0; j < n; j++)
-        for (int c = 0; c < chunks; c++) out[j][c] = sums[j * chunks + c];
+        for (int c = 0; c < count; c++) out[j][first + c] = sums[j * count + c];
+}
+
+/* The same for all vectors of the values, as many at a time as fit the registers for n queries. */
+INLINE void add_all_values(
+    const attention_args *a, ptrdiff_t values, const int32_t *slots, int64_t begin, int64_t end, const float *scores,
+    int64_t stride, vec (*out)[MAX_CHUNKS], int n, int kind, int chunks
+) {
+    int most = SUMS / n, count = most < chunks ? most : chunks, whole = chunks / count * count;
+#pragma GCC unroll 1
+    for (int first = 0; first < whole; first += count)
+        add_values(a, values, slots, begin, end, scores, stride, out, n, kind, chunks, first, count);
+    if (whole < chunks)
+        add_values(a, values, slots, begin, end, scores, stride, out, n, kind, chunks, whole, chunks - whole);
 }
 
 /* Compute the block's rows for query heads `head` .. `head` + `heads` - 1, which share a KV head. */
@@ -176,14 +187,14 @@ INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_
     }
     for (int64_t j = 0; j < queries;) {
         int64_t left = queries - j;
-        int n = left >= 4 && 4 * chunks <= SUMS ? 4 : left >= 2 && 2 * chunks <= SUMS ? 2 : 1;
+        int n = left >= 4 ? 4 : left >= 2 ? 2 : 1;
         const float *own = scores + j * stride;
         if (n == 4)
-            add_values(a, values, b->slots, begin, together, own, stride, out + j, 4, kind, chunks);
+            add_all_values(a, values, b->slots, begin, together, own, stride, out + j, 4, kind, chunks);
         else if (n == 2)
-            add_values(a, values, b->slots, begin, together, own, stride, out + j, 2, kind, chunks);
+            add_all_values(a, values, b->slots, begin, together, own, stride, out + j, 2, kind, chunks);
         else
-            add_values(a, values, b->slots, begin, together, own, stride, out + j, 1, kind, chunks);
+            add_all_values(a, values, b->slots, begin, together, own, stride, out + j, 1, kind, chunks);
         j += n;
     }
     for (int64_t j = 0; j < queries; j++) {
@@ -221,24 +232,26 @@ INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
 }
 
 /* Head sizes are compile-time constants: with a constant number of chunks, query and output stay in registers. */
-#define CASE(kind, chunks) \
-    case kind * 32 + chunks: \
-        share(a, self, kind, chunks); \
+#define EACH_DIM(each, ...) \
+    each(16, __VA_ARGS__) each(32, __VA_ARGS__) each(64, __VA_ARGS__) each(80, __VA_ARGS__) each(96, __VA_ARGS__) \
+        each(128, __VA_ARGS__) each(256, __VA_ARGS__)
+#define SHARE_CASE(dim, kind) \
+    case dim: \
+        share(a, self, kind, dim / LANES); \
         break;
-#define CASES(kind) CASE(kind, 1) CASE(kind, 2) CASE(kind, 4) CASE(kind, 5) CASE(kind, 6) CASE(kind, 8) CASE(kind, 16)
 
 void attention_share(const attention_args *a, int64_t self) {
-    switch (a->kind * 32 + a->dim / LANES) {
-        CASES(FLOAT32)
-        CASES(BFLOAT16)
+    if (a->kind == FLOAT32) {
+        switch (a->dim) { EACH_DIM(SHARE_CASE, FLOAT32) }
+    } else {
+        switch (a->dim) { EACH_DIM(SHARE_CASE, BFLOAT16) }
     }
 }
 
+#define SAME_DIM(dim, wanted) || wanted == dim
+
 /* Return whether a head size has a case above. */
-int attention_takes(int64_t dim) {
-    int64_t chunks = dim / LANES;
-    return dim % LANES == 0 && (chunks == 1 || chunks == 2 || chunks == 4 || chunks == 5 || chunks == 6 || chunks == 8 || chunks == 16);
-}
+int attention_takes(int64_t dim) { return 0 EACH_DIM(SAME_DIM, dim); }
 
 static void work(void *data) {
     const attention_args *a = data;

@@ -55,10 +55,7 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
         packed = (*layer.linears, *(conv.projection for conv in convolutions))
         halves = (layer.input_norm, layer.post_norm, layer.token_norm, layer.attended_norm, layer.mlp_norm)
         norms = (*halves, *((layer.qk_norm.q, layer.qk_norm.k) if layer.qk_norm else ()))
-        if any(
-            linear.native is None or linear.native.arguments is None or linear.native.dtype is not dtype
-            for linear in packed
-        ):
+        if any(linear.native is None or linear.native.dtype is not dtype for linear in packed):
             return False
         if any(norm is not None and norm.dtype is not dtype for norm in norms):
             return False
@@ -203,6 +200,5 @@ def convolved(conv: Convolution) -> tuple[Convolved, linears.Arguments]:
 
 
 def linear_arguments(linear: PackedLinear) -> linears.Arguments:
-    arguments = linear.native and linear.native.arguments
-    assert arguments is not None, "supported() has asked"
-    return arguments
+    assert linear.native is not None, "supported() has asked"
+    return linear.native.arguments

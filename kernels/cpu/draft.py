@@ -44,7 +44,7 @@ def supported(parts: DraftParts) -> bool:
     """Return whether draft.c supports these parts: one dtype, on the CPU, linears that linear.c reads directly."""
     dtype, (dense, blocks) = parts.decoder.dtype, stored_embedding(parts)
     linears = [part for part in (parts.joined, parts.lm_head, blocks) if part is not None]
-    if any(part.native is None or part.native.arguments is None or part.native.dtype is not dtype for part in linears):
+    if any(part.native is None or part.native.dtype is not dtype for part in linears):
         return False
     tensors = [part for part in (dense, *parts.rotary, parts.norm) if part is not None]
     if any(part.dtype is not dtype or not part.is_contiguous() or part.device.type != "cpu" for part in tensors):

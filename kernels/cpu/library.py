@@ -25,7 +25,7 @@ from kernels.cpu.declarations import SOURCES, functions
 from kernels.cpu.level import compiler_flags
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
-LANES = 16  # floats per vector of vec.h; sizes that are no multiple of it use torch
+LANES = 16  # floats of the longest vector of vec.h; sizes that are no multiple of it use torch
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 600  # some ten seconds on an idle machine
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves

@@ -3,6 +3,9 @@
  * on a processor with matrix tiles, linear_tiles.c computes the layers that it supports. Outputs whose weights are stored
  * in different formats are computed one format after another.
  *
+ * Where the processor multiplies no bf16, rows in bf16 are widened first, each thread its own copy, and weights in bf16
+ * while they are read.
+ *
  * The sum of an output runs along K in one order for any number of rows: here from first to last.
  */
 #include "linear_integer.h"
@@ -19,7 +22,21 @@ typedef uint32_t quad __attribute__((vector_size(16)));
 #define TAKE(a, b, ...) __builtin_shuffle(a, b, (quad){__VA_ARGS__})
 #endif
 
-#define WIDE_ROWS 12 /* of a tile: their sums fit the registers, and one pass over the weights is enough */
+#if REGISTERS == 32
+#define WIDE_ROWS 12 /* most rows of a tile: their sums fit the registers, and few passes over the weights are enough */
+#define WIDE_SUMS 24 /* vectors of sums that fit the registers beside weights and a row's input */
+#define EACH_ROWS(each) each(1) each(2) each(3) each(4) each(5) each(6) each(7) each(8) each(9) each(10) each(11) each(12)
+#else
+#define WIDE_ROWS 5 /* with six the compiler spills sums of bf16 */
+#define WIDE_SUMS 12
+#define EACH_ROWS(each) each(1) each(2) each(3) each(4) each(5)
+#endif
+#define MOST_AT_ONCE 4 /* vectors of outputs */
+#ifdef __AVX512BF16__
+#define PAIRED 1 /* products of bf16 pairs */
+#else
+#define PAIRED 0
+#endif
 
 INLINE void answer_kind(
     const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int vectors, int kind
@@ -83,58 +100,67 @@ void pack_tile(const uint32_t *x, int64_t rows, int64_t places, int64_t steps, u
     }
 }
 
-/* sums[r][v] += the dot products of the pair x[r] and the pairs w[v]. */
-INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, const vec *w, int rows) {
-#ifdef __AVX512BF16__
+/* Return how many vectors of outputs of a panel are summed at once. */
+INLINE int wide_vectors(int rows) {
+    for (int vectors = MOST_AT_ONCE < WIDE_VECTORS ? MOST_AT_ONCE : WIDE_VECTORS; vectors > 1; vectors /= 2)
+        if (rows * vectors <= WIDE_SUMS) return vectors;
+    return 1;
+}
+
+/* sums[r][v] += one[r] * w[v] */
+INLINE void add_singles(vec *sums, const uint32_t *x, const vec *w, int rows, int vectors) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        float one;
+        memcpy(&one, x + r, sizeof one);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sums[r * vectors + v] += one * w[v];
+    }
+}
+
+/* sums[r][v] += the dot products of a pair of inputs per row and the pairs w[v], both in bf16; or, if x is fp32, the
+ * products of two inputs of every row and the pairs' halves. */
+INLINE void add_pairs(vec *sums, const uint32_t *x, const vec *w, int rows, int vectors) {
+#if PAIRED
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r]);
-#pragma GCC unroll 2
-        for (int v = 0; v < WIDE_VECTORS; v++)
-            sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            sums[r * vectors + v] = (vec)_mm512_dpbf16_ps((__m512)sums[r * vectors + v], pair, (__m512bh)w[v]);
     }
 #else
     /* The low halves, then the high ones: with both widened at once the sums would be spilled from the registers. */
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-        vec wide[WIDE_VECTORS];
-#pragma GCC unroll 2
-        for (int v = 0; v < WIDE_VECTORS; v++) wide[v] = (vec)(half ? (uvec)w[v] & 0xffff0000u : (uvec)w[v] << 16);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            uint32_t word = half ? x[r] & 0xffff0000u : x[r] << 16;
-            float one;
-            memcpy(&one, &word, sizeof one);
-#pragma GCC unroll 2
-            for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] += one * wide[v];
-        }
+        vec wide[MOST_AT_ONCE];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) wide[v] = (vec)(half ? (uvec)w[v] & 0xffff0000u : (uvec)w[v] << 16);
+        add_singles(sums, x + half * rows, wide, rows, vectors);
     }
 #endif
 }
 
-/* sums[r][v] += the products of `steps` words per row of x and a panel's weights; x holds the first word of every row,
- * then the second, and so on. Every step prefetches `lines` cache lines from `fetch` on. */
+/* Return how many words a row of x has for each word of the weights. */
+INLINE int words_per_word(int format) { return format == WIDE_BF16 && !PAIRED ? 2 : 1; }
+
+/* sums[r][v] += the products of x and `vectors` vectors of a panel's weights over `steps` words; x holds the first word of
+ * every row, then the second, and so on. Every step prefetches `lines` cache lines from `fetch` on. */
 INLINE void add_words(
-    vec sums[][WIDE_VECTORS], const uint32_t *x, const uint32_t *words, int64_t steps, const uint32_t *fetch, int lines,
-    int rows, int kind
+    vec *sums, const uint32_t *x, const uint32_t *words, int64_t steps, const uint32_t *fetch, int lines, int rows,
+    int vectors, int format
 ) {
-    for (int64_t k = 0; k < steps; k++, x += rows, words += WIDE_PANEL, fetch += lines * LANES) {
-        vec w[WIDE_VECTORS];
+    for (int64_t k = 0; k < steps; k++, words += WIDE_PANEL, fetch += lines * 16) {
+        vec w[MOST_AT_ONCE];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
 #pragma GCC unroll 2
-        for (int v = 0; v < WIDE_VECTORS; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
-#pragma GCC unroll 2
-        for (int i = 0; i < lines; i++) __builtin_prefetch(fetch + i * LANES, 0, 2);
-        if (kind == BFLOAT16) {
-            add_pairs(sums, x, w, rows);
-            continue;
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            float one;
-            memcpy(&one, x + r, sizeof one);
-#pragma GCC unroll 2
-            for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] += one * w[v];
-        }
+        for (int i = 0; i < lines; i++) __builtin_prefetch(fetch + i * 16, 0, 2);
+        if (format == WIDE_BF16)
+            add_pairs(sums, x, w, rows, vectors);
+        else
+            add_singles(sums, x, w, rows, vectors);
+        x += words_per_word(format) * rows;
     }
 }
 
@@ -146,38 +172,42 @@ typedef struct {
     int64_t first, steps, lines;
 } wide_tile;
 
-INLINE void sum_tile(const wide_tile *t, int rows, int kind) {
-    vec sums[WIDE_ROWS][WIDE_VECTORS];
+INLINE void sum_tile(const wide_tile *t, int rows, int format) {
+    int vectors = wide_vectors(rows);
+#pragma GCC unroll 1
+    for (int from = 0; from < WIDE_PANEL; from += vectors * LANES) {
+        vec sums[WIDE_SUMS];
+        float *held = t->held + from;
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] = t->first ? load_f32(t->held + r * WIDE_PANEL + v * LANES) : splat(0.0f);
-    if (t->lines == 2)
-        add_words(sums, t->x, t->words, t->steps, t->fetch, 2, rows, kind);
-    else if (t->lines == 1)
-        add_words(sums, t->x, t->words, t->steps, t->fetch, 1, rows, kind);
-    else
-        add_words(sums, t->x, t->words, t->steps, t->fetch, 0, rows, kind);
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++)
+                sums[r * vectors + v] = t->first ? load_f32(held + r * WIDE_PANEL + v * LANES) : splat(0.0f);
+        int64_t lines = from ? 0 : t->lines;
+        if (lines == 2)
+            add_words(sums, t->x, t->words + from, t->steps, t->fetch, 2, rows, vectors, format);
+        else if (lines == 1)
+            add_words(sums, t->x, t->words + from, t->steps, t->fetch, 1, rows, vectors, format);
+        else
+            add_words(sums, t->x, t->words + from, t->steps, t->fetch, 0, rows, vectors, format);
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int v = 0; v < WIDE_VECTORS; v++) store_f32(t->held + r * WIDE_PANEL + v * LANES, sums[r][v]);
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) store_f32(held + r * WIDE_PANEL + v * LANES, sums[r * vectors + v]);
+    }
 }
 
 /* The number of rows of a tile is a compile-time constant, so that its sums stay in registers. */
 #define WIDE_CASE(rows) \
     case rows: \
-        if (kind == FLOAT32) \
-            sum_tile(t, rows, FLOAT32); \
+        if (format == WIDE) \
+            sum_tile(t, rows, WIDE); \
         else \
-            sum_tile(t, rows, BFLOAT16); \
+            sum_tile(t, rows, WIDE_BF16); \
         break;
 
-static void wide_rows(const wide_tile *t, int64_t rows, int64_t kind) {
-    switch (rows) {
-        WIDE_CASE(1) WIDE_CASE(2) WIDE_CASE(3) WIDE_CASE(4) WIDE_CASE(5) WIDE_CASE(6)
-        WIDE_CASE(7) WIDE_CASE(8) WIDE_CASE(9) WIDE_CASE(10) WIDE_CASE(11) WIDE_CASE(12)
-    }
+static void wide_rows(const wide_tile *t, int64_t rows, int64_t format) {
+    switch (rows) { EACH_ROWS(WIDE_CASE) }
 }
 
 /* Pack `count` rows from `row` on into tiles, and return the number of tiles. In a tile the words of all its rows for
@@ -194,25 +224,25 @@ static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64
 
 /* Compute rows in tiles; every BLOCK of a panel's weights is read for all of the tiles before the next BLOCK. */
 static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel) {
-    int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
+    int64_t steps = a->format == WIDE ? a->inputs : a->inputs / 2, each = words_per_word((int)a->format);
     int64_t blocks = (a->rows + PACKED_ROWS - 1) / PACKED_ROWS;
-    uint32_t *scratch = a->scratch + self * scratch_rows(a) * steps;
+    uint32_t *scratch = a->scratch + self * scratch_rows(a) * a->scratch_words;
     const uint32_t *packed = a->rows > 1 ? scratch : a->x; /* a single row already has the layout of a tile */
     float held[PACKED_ROWS * WIDE_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t row = part(a->rows, b, blocks), count = part(a->rows, b + 1, blocks) - row;
-        int64_t tiles = a->rows > 1 ? pack_rows(a, row, count, steps, scratch) : 1;
+        int64_t tiles = a->rows > 1 ? pack_rows(a, row, count, steps * each, scratch) : 1;
         for (int64_t panel = first_panel; panel < end_panel; panel++) {
             const uint32_t *words = a->words + panel * steps * WIDE_PANEL;
             for (int64_t k = 0; k < steps; k += BLOCK)
                 for (int64_t t = 0; t < tiles; t++) {
                     int64_t from = part(count, t, tiles), rows = part(count, t + 1, tiles) - from;
-                    wide_tile own = {.x = packed + from * steps + k * rows, .words = words + k * WIDE_PANEL,
+                    wide_tile own = {.x = packed + (from * steps + k * rows) * each, .words = words + k * WIDE_PANEL,
                                      .held = held + from * WIDE_PANEL, .first = k,
                                      .steps = steps - k < BLOCK ? steps - k : BLOCK};
                     own.lines = tiles == 1 ? 2 : t < 2; /* of the next block, shared by the first two tiles */
-                    own.fetch = own.words + own.steps * (WIDE_PANEL + t * own.lines * LANES);
-                    wide_rows(&own, rows, a->x_kind);
+                    own.fetch = own.words + own.steps * WIDE_PANEL + t * own.lines * own.steps * 16;
+                    wide_rows(&own, rows, a->format);
                 }
             linear_answer(a, row, panel, count, held, WIDE_VECTORS);
         }
@@ -224,36 +254,51 @@ static void panels_share(const linear_args *a, int64_t self, int64_t first, int6
         integer_share(a, self, first, end);
     else if (takes_tiles(a))
         tile_share(a, self, first, end);
-    else if (a->format == WIDE)
+    else if (is_wide(a->format))
         wide_share(a, self, first, end);
     else
         narrow_share(a, self, first, end);
 }
 
-/* to `[rows, inputs]` = the rows of x from `row` on, their inputs in the order of the weights. */
-INLINE void reorder(const linear_args *a, int64_t row, int64_t rows, void *to, int kind) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t k = 0, from = (row + r) * a->inputs; k < a->inputs; k++)
-            if (kind == FLOAT32)
-                ((float *)to)[r * a->inputs + k] = ((const float *)a->x)[from + a->order[k]];
+/* Return whether rows are copied before they are multiplied: in the order of the weights, or widened to fp32. */
+INLINE int widens_rows(const linear_args *a) { return !PAIRED && a->x_kind == BFLOAT16 && !a->integer; }
+
+INLINE int copies_rows(const linear_args *a) { return a->order || widens_rows(a); }
+
+/* to `[rows, inputs]` = the rows of x from `row` on, their inputs in the order of the weights, of `to_kind`. */
+INLINE void copy_rows(const linear_args *a, int64_t row, int64_t rows, void *to, int kind, int to_kind) {
+    int64_t first = row * a->inputs;
+    if (!a->order) { /* inputs are a multiple of eight, which whole vectors may not divide */
+        int64_t count = rows * a->inputs, whole = count - count % LANES;
+        for (int64_t k = 0; k < whole; k += LANES) store(to, k, load(a->x, first + k, kind), to_kind);
+        for (int64_t k = whole; k < count; k++) ((float *)to)[k] = element(a->x, first + k, kind);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++, first += a->inputs)
+        for (int64_t k = 0; k < a->inputs; k++)
+            if (to_kind == FLOAT32)
+                ((float *)to)[r * a->inputs + k] = element(a->x, first + a->order[k], kind);
             else
-                ((bf16 *)to)[r * a->inputs + k] = ((const bf16 *)a->x)[from + a->order[k]];
+                ((bf16 *)to)[r * a->inputs + k] = ((const bf16 *)a->x)[first + a->order[k]];
 }
 
-/* Compute panels of a layer whose inputs are reordered first, for as many rows at a time as scratch has room for. */
-static void ordered_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
-    int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2, room = scratch_rows(a);
+/* Compute panels of a layer whose rows are copied first, for as many rows at a time as scratch has room for. */
+static void copied_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
+    int64_t to_kind = widens_rows(a) ? FLOAT32 : a->x_kind, room = scratch_rows(a);
+    int64_t words = to_kind == FLOAT32 ? a->inputs : a->inputs / 2;
     int64_t line = a->stride * (a->out_kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
     linear_args own = *a;
-    own.order = 0, own.scratch = a->scratch + self * room * a->scratch_words;
-    uint32_t *x = own.scratch + room * (a->scratch_words - steps);
+    own.order = 0, own.x_kind = to_kind, own.scratch = a->scratch + self * room * a->scratch_words;
+    uint32_t *x = own.scratch + room * (a->scratch_words - words);
     own.x = x;
     for (int64_t row = 0; row < a->rows; row += own.rows) {
         own.rows = a->rows - row < PACKED_ROWS ? a->rows - row : PACKED_ROWS;
         if (a->x_kind == FLOAT32)
-            reorder(a, row, own.rows, x, FLOAT32);
+            copy_rows(a, row, own.rows, x, FLOAT32, FLOAT32);
+        else if (to_kind == FLOAT32)
+            copy_rows(a, row, own.rows, x, BFLOAT16, FLOAT32);
         else
-            reorder(a, row, own.rows, x, BFLOAT16);
+            copy_rows(a, row, own.rows, x, BFLOAT16, BFLOAT16);
         own.out = (char *)a->out + row * line;
         own.residual = a->residual ? (const char *)a->residual + row * line : 0;
         panels_share(&own, 0, first, end);
@@ -262,10 +307,10 @@ static void ordered_share(const linear_args *a, int64_t self, int64_t first, int
 
 /* Compute part `index` of a thread for each, without the outputs of `next`, as thread `self`. */
 static void own_share(const linear_args *a, int64_t self, int64_t index) {
-    int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
+    int64_t outputs = is_wide(a->format) ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
     int64_t first = part(panels, index, a->threads), end = part(panels, index + 1, a->threads);
-    if (a->order)
-        ordered_share(a, self, first, end);
+    if (copies_rows(a))
+        copied_share(a, self, first, end);
     else
         panels_share(a, self, first, end);
 }
@@ -288,14 +333,8 @@ static void work(void *data) {
     linear_share(a, this_thread(a->threads));
 }
 
-/* Return whether weights in the dtype of x are supported: only where the sums of a tile fit the registers. */
-int linear_takes_wide(void) {
-#ifdef __AVX512F__
-    return 1;
-#else
-    return 0;
-#endif
-}
+/* Return whether rows in bf16 are multiplied as they are; if not, they are widened in scratch. */
+int linear_takes_bf16(void) { return PAIRED; }
 
 void linear(linear_args *a) {
     run_threads(work, a, &a->threads);

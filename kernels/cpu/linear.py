@@ -14,10 +14,11 @@ from torch import Tensor
 from kernels.cpu.declarations import fields
 from kernels.cpu.library import KINDS, address, library, threads
 from kernels.cpu.memory import zeros
-from kernels.quantise import NarrowFormat, WeightFormat
+from kernels.quantise import NarrowFormat
 
 # of the words, as in widen.h, and of the scales, as in scales.h
-FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}
+FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}
+WIDE = {torch.float32: 3, torch.bfloat16: 8}  # the format of weights in the dtype of the rows, "same"
 SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3, "super_scale": 4}
 SCALES |= {"bf16_scale": 5, "float_zero": 6, "half_zero": 7, "bf16_zero": 8}
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
@@ -42,9 +43,9 @@ class PackArguments(ctypes.Structure):
     _fields_ = fields("pack_args")
 
 
-def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> bool:
+def supported(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     lib = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
-    return lib is not None and (weight_format != "same" or bool(lib.linear_takes_wide()))
+    return lib is not None
 
 
 class Segment(NamedTuple):
@@ -69,13 +70,14 @@ class NativeLinear:
         self.segments, self.dtype, self._inputs = segments, dtype, inputs
         self._outputs = sum(segment.outputs for segment in segments)
         narrow = segments[0].weight_format != "same"
-        self._x_dtype = torch.float32 if narrow and not lib.linear_takes_bf16() else dtype
         ends = list(accumulate((segment.outputs for segment in segments), initial=0))
         self._biases = [
             None if bias is None else panels(bias[first:end, None].float()) for first, end in pairwise(ends)
         ]
-        # words per row and thread: x, perhaps once more reordered, and with scales its sum over each group
-        words = inputs * self._x_dtype.itemsize // 4 * (1 + any(each.order is not None for each in segments))
+        # words per row and thread: x, perhaps once more reordered or widened, and with scales its sum over each group
+        widened = dtype is torch.bfloat16 and not lib.linear_takes_bf16()
+        copied = widened or any(each.order is not None for each in segments)
+        words = inputs * (4 if widened else dtype.itemsize) // 4 * (1 + copied)
         self.scratch = words + max(inputs // each.group if narrow else 0 for each in segments)
         first, *others = (
             {
@@ -86,9 +88,9 @@ class NativeLinear:
                 "inputs": inputs,
                 "outputs": segment.outputs,
                 "group": segment.group,
-                "format": FORMATS[segment.weight_format],
+                "format": FORMATS.get(segment.weight_format, WIDE[dtype]),
                 "scales": SCALES[segment.scales],
-                "x_kind": KINDS[self._x_dtype],
+                "x_kind": KINDS[dtype],
                 "out_kind": KINDS[dtype],
                 "stride": self._outputs,
                 "column": column,
@@ -116,13 +118,12 @@ class NativeLinear:
             span is None or segment.group % span for span, segment in zip(spans, self.segments, strict=True)
         ):
             return False
-        self._x_dtype = self.dtype
         # words per row and thread: four inputs each, a scale for every 32 and sums for every 16 or twice for every 32,
         # and x once more if it is reordered
         reordered = any(segment.order is not None for segment in self.segments)
         self.scratch = self._inputs // 4 + self._inputs // 32 + self._inputs // 16
         self.scratch += self._inputs * self.dtype.itemsize // 4 * reordered
-        changed = {"integer": 1, "x_kind": KINDS[self.dtype], "scratch_words": self.scratch}
+        changed = {"integer": 1, "scratch_words": self.scratch}
         self._fixed |= changed
         for arguments in (self._arguments, *self._others):
             for field, value in changed.items():
@@ -130,9 +131,9 @@ class NativeLinear:
         return True
 
     @property
-    def arguments(self) -> Arguments | None:
-        """Arguments for C callers, without x, out, rows, scratch and threads; None if rows must first become fp32."""
-        return Arguments(**self._fixed) if self._x_dtype is self.dtype else None
+    def arguments(self) -> Arguments:
+        """Arguments for C callers, without x, out, rows, scratch and threads."""
+        return Arguments(**self._fixed)
 
     def copy_(self, other: NativeLinear) -> None:
         """Overwrite the weights by those of a layer of the same shape and format. Addresses stay."""
@@ -159,7 +160,7 @@ class NativeLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Apply the layer: `[R, K]` -> `[R, N]`."""
-        rows = rows.to(self._x_dtype).contiguous()
+        rows = rows.to(self.dtype).contiguous()
         count = rows.shape[0]
         out = torch.empty(count, self._outputs, dtype=self.dtype)
         args, scratch = self._arguments, torch.empty(self.room(count), dtype=torch.int32)

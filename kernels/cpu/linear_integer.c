@@ -12,32 +12,44 @@
  * rows: each span's integer times (scale of x * scale of the weights), followed by (scale of x * sum of q) times the
  * weights' offset, if there are any.
  */
+/* GCC would add the products of two operands before their sums, which then no longer fit the registers. */
+#pragma GCC optimize("no-tree-reassoc")
 #include "linear_integer.h"
+#include "reduce.h"
 #include "scales.h"
 #include "widen.h"
-#ifdef __AVX2__
-#include <immintrin.h>
+#ifdef __ARM_FEATURE_DOTPROD
+#include <arm_neon.h>
 #endif
 
 /* Most rows of a tile whose sums, integers and floats, fit the registers: for one vector of outputs, two and four. */
-#ifdef __AVX512F__
+#if REGISTERS == 32
 #define TILE_ROWS 12
 #define PAIRED_ROWS 6
 #define FEW_ROWS 2
 #define EACH_SIZE(each, ...) \
     each(1, __VA_ARGS__) each(2, __VA_ARGS__) each(4, __VA_ARGS__) each(6, __VA_ARGS__) each(8, __VA_ARGS__) each(12, __VA_ARGS__)
 #else
-#define TILE_ROWS 2
-#define PAIRED_ROWS 2
+#define TILE_ROWS 6
+#define PAIRED_ROWS 4
 #define FEW_ROWS 1
-#define EACH_SIZE(each, ...) each(1, __VA_ARGS__) each(2, __VA_ARGS__)
+#define EACH_SIZE(each, ...) each(1, __VA_ARGS__) each(2, __VA_ARGS__) each(4, __VA_ARGS__) each(6, __VA_ARGS__)
 #endif
+#define TOTALS_HELD (REGISTERS == 32) /* whether a tile's totals are in registers beside its integer sums */
+#define AT_ONCE 4 /* most vectors of outputs that are computed at once */
 #define ALIGNED __attribute__((aligned(64)))
 #define QUANTISED 32   /* inputs of a row that share a scale */
 #define TINY 0x1p-100f /* below it 127 / largest or the scale might not be a normal number */
 
+/* Whether the products of bytes take unsigned weights; else weights of 8 bits stay signed. */
+#ifdef __AVX512VNNI__
+#define UNSIGNED_BYTES 1
+#else
+#define UNSIGNED_BYTES 0
+#endif
+
 INLINE int zero_point(int format) {
-    return format == INT4 ? 8 : format == INT5 ? 16 : format == INT6 ? 32 : format == INT8 ? 128 : 0;
+    return format == INT4 ? 8 : format == INT5 ? 16 : format == INT6 ? 32 : format == INT8 && UNSIGNED_BYTES ? 128 : 0;
 }
 
 INLINE int span_of(int format) { return format == INT6 ? 16 : QUANTISED; }
@@ -48,7 +60,7 @@ INLINE int parts_of(int format) { return held_by(format) / 4; }
 /* Return operand `part` of every word: four weights, raised by the zero point, in the order in which `write_operands`
  * has the inputs. */
 INLINE uvec operand(piece p, int part, int format) {
-    if (format == INT8) return p.low ^ 0x80808080u;
+    if (format == INT8) return UNSIGNED_BYTES ? p.low ^ 0x80808080u : p.low;
     uvec bytes = (format == INT4 ? p.low ^ 0x88888888u : p.low) >> (4 * part) & 0x0f0f0f0fu;
     if (upper_bits(format) == 1)
         bytes |= (p.upper << (4 - part) & 0x00100010u) | (p.upper << (10 - part) & 0x10001000u);
@@ -57,34 +69,72 @@ INLINE uvec operand(piece p, int part, int format) {
     return bytes;
 }
 
-/* Return sums + the products of the bytes of each word of weights and the bytes of x: four, exactly. */
-#if !defined(__AVX512VNNI__) && defined(__AVX2__)
-/* A sum of two products has 16 bits and saturates: exact for weights up to 128, since 2 * 128 * 127 < 2^15. */
-INLINE ivec add_narrow(ivec sums, uvec weights, uint32_t x) {
-#ifdef __AVX512BW__
-    __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32((int32_t)x));
-    return sums + (ivec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+/* Products of the four bytes of each word of weights and four bytes of x are added to a register of sums, exactly: to
+ * sums of 32 bits, or, on x86 without VNNI, to pairs of sums of 16 bits, which hold the products of a few words only and
+ * are then added to those of 32 bits. */
+#if defined(__AVX512VNNI__) || !defined(__SSSE3__)
+#define SHORT_SUMS 0
 #else
-    __m256i halves[2];
-    memcpy(halves, &weights, sizeof weights);
-    for (int i = 0; i < 2; i++)
-        halves[i] = _mm256_madd_epi16(_mm256_maddubs_epi16(halves[i], _mm256_set1_epi32((int32_t)x)), _mm256_set1_epi16(1));
-    ivec products;
-    memcpy(&products, halves, sizeof products);
-    return sums + products;
+#define SHORT_SUMS 1
+#if LANES == 16
+typedef __m512i register_of_bytes;
+#define MULTIPLY_BYTES _mm512_maddubs_epi16
+#define ADD_SHORTS _mm512_add_epi16
+#define ADD_PAIRS(shorts) _mm512_madd_epi16(shorts, _mm512_set1_epi16(1))
+#define REPEAT _mm512_set1_epi32
+#define MAGNITUDES _mm512_abs_epi8
+#define SIGNED(x, w) _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x)
+#elif LANES == 8 && defined(__AVX2__)
+typedef __m256i register_of_bytes;
+#define MULTIPLY_BYTES _mm256_maddubs_epi16
+#define ADD_SHORTS _mm256_add_epi16
+#define ADD_PAIRS(shorts) _mm256_madd_epi16(shorts, _mm256_set1_epi16(1))
+#define REPEAT _mm256_set1_epi32
+#define MAGNITUDES _mm256_abs_epi8
+#define SIGNED _mm256_sign_epi8
+#elif LANES == 4
+typedef __m128i register_of_bytes;
+#define MULTIPLY_BYTES _mm_maddubs_epi16
+#define ADD_SHORTS _mm_add_epi16
+#define ADD_PAIRS(shorts) _mm_madd_epi16(shorts, _mm_set1_epi16(1))
+#define REPEAT _mm_set1_epi32
+#define MAGNITUDES _mm_abs_epi8
+#define SIGNED _mm_sign_epi8
+#else
+#undef SHORT_SUMS
+#define SHORT_SUMS 0
 #endif
-}
 #endif
 
+/* Return of how many words of weights sums of 16 bits hold the products: 2 * 127 times the largest weight each. */
+INLINE int words_held(int format) {
+    return upper_bits(format) == 2 ? 1 : upper_bits(format) == 1 ? 2 : format == INT8 ? 1 : 4;
+}
+
+/* Return sums + the products of the bytes of each word of weights and the bytes of x. */
 INLINE ivec add_products(ivec sums, uvec weights, uint32_t x, int format) {
-#if defined(__AVX512VNNI__)
+#if SHORT_SUMS
+    register_of_bytes w = (register_of_bytes)weights, four = REPEAT((int32_t)x);
+    if (format == INT8) four = SIGNED(four, w), w = MAGNITUDES(w); /* |w| <= 128, and 2 * 128 * 127 < 2^15 */
+    register_of_bytes added = ADD_SHORTS((register_of_bytes)sums, MULTIPLY_BYTES(w, four));
+    __asm__("" : "+x"(added));
+    return (ivec)added;
+#elif defined(__AVX512VNNI__)
     return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32((int32_t)x));
-#elif defined(__AVX2__)
-    if (format == INT8) sums = add_narrow(sums, weights & 0x80808080u, x), weights &= 0x7f7f7f7fu;
-    return add_narrow(sums, weights, x);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (ivec)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, vreinterpretq_s8_u32(vdupq_n_u32(x)));
 #else
-    for (int byte = 0; byte < 32; byte += 8) sums += (ivec)(weights >> byte & 255) * (int8_t)(x >> byte);
+    for (int byte = 0; byte < 32; byte += 8) sums += ((ivec)(weights << (24 - byte)) >> 24) * (int8_t)(x >> byte);
     return sums;
+#endif
+}
+
+/* Return sums of 32 bits + those of add_products. */
+INLINE ivec add_sums(ivec sums, ivec products) {
+#if SHORT_SUMS
+    return sums + (ivec)ADD_PAIRS((register_of_bytes)products);
+#else
+    return products;
 #endif
 }
 
@@ -152,10 +202,10 @@ INLINE void quantise_row(
         float scale = quantise(a->x, row * a->inputs + b * QUANTISED, kind, q);
         t->scales[b * places + place] = scale;
         write_operands(q, t->x + b * (QUANTISED / 4) * places + place, places, format);
-        vec halves[2] = {load_f32(q), load_f32(q + LANES)};
-        if (span_of(format) == QUANTISED) halves[0] += halves[1];
         for (int i = 0; i < QUANTISED / span_of(format); i++) {
-            float sum = sum_lanes(halves[i]); /* of integers: exact in any order */
+            vec sums = splat(0.0f);
+            for (int k = 0; k < span_of(format); k += LANES) sums += load_f32(q + i * span_of(format) + k);
+            float sum = sum_lanes(sums); /* of integers: exact in any order */
             int64_t to = (b * (QUANTISED / span_of(format)) + i) * places + place;
             if (zero_point(format)) t->starts[to] = -zero_point(format) * (int32_t)sum;
             if (offsets) t->sums[to] = scale * sum;
@@ -172,37 +222,40 @@ INLINE void add_spans(
     int64_t span = span_of(format), unit = unit_weights(format), step = scale_step(a->scales), next = s + a->group / span;
     const uint32_t *x = t->x + s * (span / 4) * places;
     int64_t ahead = (end - s) * (span / unit) * unit_words(format) * PANEL; /* to the groups or the panel after these */
+    int held = SHORT_SUMS ? words_held(format) : span / held_by(format), many = span / held_by(format) > held;
     vec total[2 * TILE_ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < places; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) total[r * vectors + v] = load_f32(totals + r * PANEL + v * LANES);
+        for (int v = 0; v < vectors && TOTALS_HELD; v++) total[r * vectors + v] = load_f32(totals + r * PANEL + v * LANES);
 #pragma GCC unroll 1
     for (; s < end; s++) {
         if (s == next) scale += step, next += a->group / span;
-        ivec part[2 * TILE_ROWS];
+        ivec sum[2 * TILE_ROWS], part[2 * TILE_ROWS];
 #pragma GCC unroll 12
         for (int r = 0; r < places; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++)
-                part[r * vectors + v] = (ivec){0} + (zero_point(format) ? t->starts[s * places + r] : 0);
+            for (int v = 0; v < vectors; v++) {
+                sum[r * vectors + v] = (ivec){0} + (zero_point(format) ? t->starts[s * places + r] : 0);
+                part[r * vectors + v] = SHORT_SUMS ? (ivec){0} : sum[r * vectors + v];
+            }
 #pragma GCC unroll 1
         for (int64_t u = 0; u < span / unit; u++, words += unit_words(format) * PANEL)
-#pragma GCC unroll 1
+#pragma GCC unroll 4
             for (int index = 0; index < low_words(format); index++) {
-                piece pieces[VECTORS];
+                piece pieces[AT_ONCE];
 #pragma GCC unroll 4
                 for (int v = 0; v < vectors; v++) {
                     pieces[v].low = load_words(words + index * PANEL + v * LANES);
                     pieces[v].upper = load_upper(words + v * LANES, PANEL, format) >> (4 * upper_bits(format) * index);
-                    if (vectors == VECTORS) continue; /* read in order: the processor prefetches */
+                    if (vectors == VECTORS || v * LANES % 16) continue; /* read in order: the processor prefetches */
                     __builtin_prefetch(words + index * PANEL + v * LANES + ahead, 0, 2);
                     if (upper_bits(format) && index == 0)
                         __builtin_prefetch(words + low_words(format) * PANEL + v * LANES + ahead, 0, 2);
                 }
 #pragma GCC unroll 2
                 for (int half = 0; half < parts_of(format); half++, x += places) {
-                    uvec w[VECTORS];
+                    uvec w[AT_ONCE];
 #pragma GCC unroll 4
                     for (int v = 0; v < vectors; v++) w[v] = operand(pieces[v], half, format);
 #pragma GCC unroll 12
@@ -211,22 +264,30 @@ INLINE void add_spans(
                         for (int v = 0; v < vectors; v++)
                             part[r * vectors + v] = add_products(part[r * vectors + v], w[v], x[r], format);
                 }
+                if (!many || (index + 1) % held) continue;
+#pragma GCC unroll 24
+                for (int i = 0; i < places * vectors; i++) sum[i] = add_sums(sum[i], part[i]), part[i] = (ivec){0};
             }
 #pragma GCC unroll 12
         for (int r = 0; r < places; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++) {
-                vec products = __builtin_convertvector(part[r * vectors + v], vec);
+                int i = r * vectors + v;
+                vec products = __builtin_convertvector(many ? sum[i] : add_sums(sum[i], part[i]), vec);
                 float x_scale = t->scales[s * span / QUANTISED * places + r];
-                total[r * vectors + v] += products * (x_scale * load_f32(scale + v * LANES));
-                if (offsets)
-                    total[r * vectors + v] += t->sums[s * places + r] * load_f32(scale + PANEL + v * LANES);
+                vec before = TOTALS_HELD ? total[i] : load_f32(totals + r * PANEL + v * LANES);
+                vec after = before + products * (x_scale * load_f32(scale + v * LANES));
+                if (offsets) after += t->sums[s * places + r] * load_f32(scale + PANEL + v * LANES);
+                if (TOTALS_HELD)
+                    total[i] = after;
+                else
+                    store_f32(totals + r * PANEL + v * LANES, after);
             }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < places; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store_f32(totals + r * PANEL + v * LANES, total[r * vectors + v]);
+        for (int v = 0; v < vectors && TOTALS_HELD; v++) store_f32(totals + r * PANEL + v * LANES, total[r * vectors + v]);
 }
 
 /* Add the sums of groups `g` to `g` + `count` of a panel, with their scales, to `totals` `[places, 64]` of a tile. */
@@ -234,7 +295,7 @@ INLINE void add_groups(
     const linear_args *a, int64_t panel, const row_tile *t, const float *scale, int64_t g, int64_t count, float *totals,
     int places, int format, int offsets
 ) {
-    int vectors = places > PAIRED_ROWS ? 1 : places > FEW_ROWS ? VECTORS / 2 : VECTORS;
+    int vectors = places > PAIRED_ROWS ? 1 : places > FEW_ROWS ? 2 : AT_ONCE;
     int64_t span = span_of(format), spans = a->group / span;
     int64_t words_of_span = span / unit_weights(format) * unit_words(format) * PANEL;
     const uint32_t *words = a->words + (panel * (a->inputs / span) + g * spans) * words_of_span;

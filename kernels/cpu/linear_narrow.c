@@ -10,21 +10,25 @@
  * Zen 4 longer than two multiplications.
  */
 #include "linear_narrow.h"
+#include "reduce.h"
 #include "scales.h"
 #include "widen.h"
 
-#ifdef __AVX512F__
+#if REGISTERS == 32
 #define TILE_ROWS 12 /* most rows of a tile; a weight is widened once for each tile */
+#define TILE_SUMS 24 /* most vectors of sums of a tile */
 #else
-#define TILE_ROWS 2
+#define TILE_ROWS 4 /* with six the compiler spills sums while it widens */
+#define TILE_SUMS 8
 #endif
+#define AT_ONCE 4 /* most vectors of outputs that are computed at once */
 #define FETCHED 32 /* a panel's words along K are prefetched so far ahead, 8 KB, where it is read line by line */
 #define ALIGNED __attribute__((aligned(64)))
 
 /* Return for how many vectors of outputs the sums of a tile fit the registers; where its totals do not, the compiler keeps
  * them on the stack. */
 INLINE int vectors_at_once(int places, int format) {
-    if (TILE_ROWS == 2) return places == 1 ? 4 : 2;
+    if (REGISTERS == 16) return places == 1 ? 4 : 2;
     if (places > 4) return places == 12 || (places == 8 && format == INT8) ? 1 : 2; /* INT8 is widened by constants */
     return 4;
 }
@@ -50,7 +54,7 @@ INLINE void add_pieces(vec *part, const piece *words, const uint32_t *x, int pla
     if (x_kind == BFLOAT16) {
 #pragma GCC unroll 4
         for (int place = 0; place < held_by(format); place += 2) {
-            __m512bh w[VECTORS];
+            __m512bh w[AT_ONCE];
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++) w[v] = widen_pair(words[v], place, format);
 #pragma GCC unroll 12
@@ -66,7 +70,7 @@ INLINE void add_pieces(vec *part, const piece *words, const uint32_t *x, int pla
 #endif
 #pragma GCC unroll 8
     for (int place = 0; place < held_by(format); place++) {
-        vec w[VECTORS];
+        vec w[AT_ONCE];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) w[v] = widen(words[v], place, format);
 #pragma GCC unroll 12
@@ -99,11 +103,11 @@ INLINE void sum_group(
     for (int i = 0; i < places * vectors; i++) part[i] = splat(0.0f);
 #pragma GCC unroll 1
     for (int64_t u = 0; u < units; u++, words += unit_words(format) * PANEL) {
-        piece pieces[VECTORS];
+        piece pieces[AT_ONCE];
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             pieces[v].upper = load_upper(words + v * LANES, PANEL, format);
-            if (vectors == VECTORS && upper_bits(format))
+            if (vectors == VECTORS && upper_bits(format)) /* each vector is a cache line then */
                 __builtin_prefetch(words + v * LANES + (low_words(format) + FETCHED) * PANEL, 0, 3);
         }
 #pragma GCC unroll 1
@@ -112,6 +116,7 @@ INLINE void sum_group(
             for (int v = 0; v < vectors; v++) {
                 const uint32_t *own = words + v * LANES + index * PANEL;
                 pieces[v].low = load_words(own);
+                if (v * LANES % 16) continue; /* in the same cache line as the last */
                 if (vectors < VECTORS) /* else the panel is read line by line */
                     __builtin_prefetch(own + ahead, 0, 2);
                 else
@@ -152,7 +157,7 @@ INLINE void sum_tile(
         const uint32_t *words = panel_words + t->first * group_words + first, *x = t->x + t->first * group_steps * places;
         const float *scale = t->scale + first, *x_sums = t->x_sums + t->first * places;
         float *totals = t->totals + first;
-        vec total[2 * TILE_ROWS], part[2 * TILE_ROWS];
+        vec total[TILE_SUMS], part[TILE_SUMS];
 #pragma GCC unroll 12
         for (int r = 0; r < places; r++)
 #pragma GCC unroll 4
@@ -182,7 +187,7 @@ INLINE void sum_tile(
 #define EACH_SINGLE(each, ...) \
     each(1, __VA_ARGS__) each(2, __VA_ARGS__) each(4, __VA_ARGS__) each(6, __VA_ARGS__) each(8, __VA_ARGS__) each(12, __VA_ARGS__)
 #else
-#define EACH_SINGLE(each, ...) each(1, __VA_ARGS__) each(2, __VA_ARGS__)
+#define EACH_SINGLE(each, ...) each(1, __VA_ARGS__) each(2, __VA_ARGS__) each(4, __VA_ARGS__)
 #endif
 #define FITS(size, rows) if (rows <= size) return size;
 #define SIZE_CASE(size, format, offsets, x_kind) case size: sum_tile(a, panel, t, size, format, offsets, x_kind); break;
@@ -239,13 +244,4 @@ void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end
             linear_answer(a, row, panel, rows, totals, VECTORS);
         }
     }
-}
-
-/* Return whether x may be bf16 with weights of 4 to 8 bits; if not, the caller widens it. */
-int linear_takes_bf16(void) {
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
 }

@@ -227,7 +227,7 @@ void tile_share(const linear_args *a, int64_t self, int64_t first, int64_t end) 
 }
 
 int takes_tiles(const linear_args *a) {
-    return tiles_allowed && a->x_kind == BFLOAT16 && a->group % (a->format == WIDE ? 2 * TILE : TILE) == 0;
+    return tiles_allowed && a->x_kind == BFLOAT16 && a->group % (is_wide(a->format) ? 2 * TILE : TILE) == 0;
 }
 
 int linear_tiles(int wanted) {

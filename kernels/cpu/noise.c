@@ -2,9 +2,7 @@
 #pragma GCC optimize("fp-contract=off")
 #pragma STDC FP_CONTRACT OFF
 #include "noise.h"
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "reduce.h"
 
 INLINE uint32_t mix(uint32_t x) {
     x ^= x >> 16;
@@ -20,10 +18,6 @@ INLINE uvec mix_lanes(uvec x) {
     x ^= x >> 13;
     x *= 0xC2B2AE35u;
     return x ^ (x >> 16);
-}
-
-INLINE vec choose_lanes(ivec mask, vec yes, vec no) {
-    return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask));
 }
 
 /* (1 + *f) 2^*exponent = x, sqrt(1/2) <= 1 + *f < sqrt(2) */
@@ -51,10 +45,10 @@ INLINE vec uniform(uvec word) { return (__builtin_convertvector(word, vec) + 0.5
 
 INLINE vec gumbel(uvec word) {
     vec u = uniform(word), most = splat(1.0f - 0x1p-24f), f, exponent;
-    u = choose_lanes(u < most, u, most);
+    u = pick(u < most, u, most);
     split(1.0f - u, &f, &exponent);
     ivec near = u < 0.25f;
-    vec exponential = -log_of(choose_lanes(near, -u, f), choose_lanes(near, splat(0.0f), exponent));
+    vec exponential = -log_of(pick(near, -u, f), pick(near, splat(0.0f), exponent));
     split(exponential, &f, &exponent);
     return -log_of(f, exponent);
 }
@@ -67,12 +61,12 @@ INLINE vec most_gumbel(uvec word) {
 }
 
 INLINE int any_above(vec a, vec b) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif defined(__AVX__)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
 #else
-    int found = 0;
-    for (int i = 0; i < LANES; i++) found |= a[i] > b[i];
-    return found;
+    return any_lane(a > b);
 #endif
 }
 
@@ -97,7 +91,7 @@ INLINE uint32_t row_key(int64_t low, int64_t high, int64_t position) {
     return mix(mix(mix((uint32_t)low) ^ (uint32_t)high) ^ (uint32_t)position);
 }
 
-/* Return the random words from which the noise of the sixteen columns from `v` on is computed. */
+/* Return the random words from which the noise of the LANES columns from `v` on is computed. */
 INLINE uvec column_words(const int64_t *ids, int64_t v, uint32_t key) {
     uint32_t lanes[LANES];
     for (int64_t i = 0; i < LANES; i++)
@@ -115,7 +109,7 @@ INLINE void choose_rows(
         uint32_t key = row_key(low[row], high[row], positions[row]);
         int sampled = temperature[row] > 0.0f;
         vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), bar = best;
-        ivec at = {0}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        ivec at = {0}, lane = lane_numbers();
         for (int64_t v = 0; v < size; v += LANES) {
             vec value = load(logits, row * stride + v, kind);
             if (sampled) {
@@ -125,7 +119,7 @@ INLINE void choose_rows(
                 value += gumbel(word);
             }
             ivec better = value > best;
-            best = choose_lanes(better, value, best);
+            best = pick(better, value, best);
             at = ((lane + (int32_t)v) & better) | (at & ~better);
             if (sampled) bar = splat(max_lanes(best));
         }
@@ -156,7 +150,7 @@ INLINE void best_rows(
                 value += gumbel(word);
             }
             if (masses) {
-                vec most = choose_lanes(value > peak, value, peak);
+                vec most = pick(value > peak, value, peak);
                 mass = mass * vec_exp(peak - most) + vec_exp(value - most);
                 peak = most;
             }

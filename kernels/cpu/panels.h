@@ -7,10 +7,10 @@
 
 #include "linear.h"
 
-#define VECTORS 4 /* of a panel */
-#define PANEL (VECTORS * LANES)
-#define WIDE_VECTORS 2
-#define WIDE_PANEL (WIDE_VECTORS * LANES)
+#define PANEL 64
+#define VECTORS (PANEL / LANES)
+#define WIDE_PANEL 32
+#define WIDE_VECTORS (WIDE_PANEL / LANES)
 #define BLOCK 128 /* words along K that are summed for all rows before the next block: they stay in cache */
 
 INLINE int64_t part(int64_t total, int64_t index, int64_t parts) { return total * index / parts; }

@@ -1,5 +1,6 @@
 /* The small row-wise operations of a decoder layer. No row's bits depend on another row. Sizes are multiples of 16 (the
  * caller checks). In bf16, intermediate results are rounded where torch would round them. */
+#include "reduce.h"
 #include "rows.h"
 
 #define BY_KIND(kind, call_f32, call_bf16) \
@@ -47,14 +48,6 @@ INLINE void add_elements(void *x, const void *delta, int64_t count, int kind) {
 /* x += delta, count elements of each, a multiple of 16. */
 void add_rows(void *x, const void *delta, int64_t count, int64_t kind) {
     BY_KIND(kind, add_elements(x, delta, count, FLOAT32), add_elements(x, delta, count, BFLOAT16))
-}
-
-INLINE float element(const void *base, int64_t index, int kind) {
-    if (kind == FLOAT32) return ((const float *)base)[index];
-    uint32_t bits = (uint32_t)((const bf16 *)base)[index] << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }
 
 /* Load the number of each channel's group, for the channels from i on. */

@@ -1,19 +1,11 @@
 #include "scales.h"
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
 
 /* Widen finite fp16, denormal numbers included. */
 INLINE vec load_half(const uint16_t *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__F16C__)
-    __m256 halves[2] = {
-        _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + 1))
-    };
-    vec v;
-    memcpy(&v, halves, sizeof v);
-    return v;
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #else
     hvec h;
     memcpy(&h, p, sizeof h);
@@ -22,9 +14,9 @@ INLINE vec load_half(const uint16_t *p) {
 #endif
 }
 
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
-typedef int8_t signed16 __attribute__((vector_size(16)));
-typedef int16_t words16 __attribute__((vector_size(32)));
+typedef uint8_t byte_vec __attribute__((vector_size(LANES)));
+typedef int8_t signed_vec __attribute__((vector_size(LANES)));
+typedef int16_t short_vec __attribute__((vector_size(2 * LANES)));
 
 /* Prefetch the superblock after this one, which is read next. */
 INLINE void fetch_next(const void *super, int64_t bytes) {
@@ -32,18 +24,18 @@ INLINE void fetch_next(const void *super, int64_t bytes) {
 }
 
 /* Widened step by step: GCC converts bytes to floats one by one. */
-INLINE vec from_words(words16 w) { return __builtin_convertvector(__builtin_convertvector(w, ivec), vec); }
+INLINE vec from_shorts(short_vec w) { return __builtin_convertvector(__builtin_convertvector(w, ivec), vec); }
 
 INLINE vec load_bytes(const uint8_t *p) {
-    bytes16 b;
+    byte_vec b;
     memcpy(&b, p, sizeof b);
-    return from_words(__builtin_convertvector(b, words16));
+    return from_shorts(__builtin_convertvector(b, short_vec));
 }
 
 INLINE vec load_signed(const int8_t *p) {
-    signed16 b;
+    signed_vec b;
     memcpy(&b, p, sizeof b);
-    return from_words(__builtin_convertvector(b, words16));
+    return from_shorts(__builtin_convertvector(b, short_vec));
 }
 
 /* Scales of one type and zero points of `count` groups -> scales and offsets. */

@@ -1,4 +1,5 @@
-/* Sixteen floats at a time, in GNU vector types: no intrinsics, so any compiler and processor will do.
+/* As many floats at a time as a register of the processor holds, in GNU vector types: any compiler and processor will do.
+ * What is stored in vectors is laid out for sixteen (panels.h), so it is the same for all.
  *
  * Nothing here may be compiled with -ffast-math: the order of every sum is part of the contract (a row's bits depend on
  * that row alone), and the rounding trick in vec_exp needs IEEE addition.
@@ -9,14 +10,29 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
+#if defined(__AVX512F__)
 #define LANES 16
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
-typedef float vec8 __attribute__((vector_size(32)));
-typedef float vec4 __attribute__((vector_size(16)));
+#define REGISTERS 32
+#elif defined(__AVX__)
+#define LANES 8
+#define REGISTERS 16
+#else
+#define LANES 4
+#ifdef __aarch64__
+#define REGISTERS 32
+#else
+#define REGISTERS 16
+#endif
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
@@ -62,6 +78,14 @@ INLINE void store(void *base, ptrdiff_t index, vec v, int kind) {
         store_bf16((bf16 *)base + index, v);
 }
 
+INLINE float element(const void *base, int64_t index, int kind) {
+    if (kind == FLOAT32) return ((const float *)base)[index];
+    uint32_t bits = (uint32_t)((const bf16 *)base)[index] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* Round to what a tensor of `kind` holds: for intermediate results that torch rounds. */
 INLINE vec rounded(vec v, int kind) {
     if (kind == FLOAT32) return v;
@@ -72,47 +96,13 @@ INLINE vec rounded(vec v, int kind) {
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 
-INLINE float sum_lanes(vec v) {
-    vec8 a[2];
-    memcpy(a, &v, sizeof v);
-    vec8 b = a[0] + a[1];
-    vec4 c[2];
-    memcpy(c, &b, sizeof b);
-    vec4 d = c[0] + c[1];
-    return (d[0] + d[2]) + (d[1] + d[3]);
-}
+INLINE vec pick(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
-#ifdef __clang__
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define PICK(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-
-/* sum_lanes of each of sixteen vectors, which are overwritten: the same additions, several vectors at a time. */
-INLINE vec sum_lanes_of_each(vec *v) {
-    for (int i = 0; i < 8; i++) {
-        vec a = v[2 * i], b = v[2 * i + 1];
-        v[i] = PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 4; i++) {
-        vec a = v[2 * i], b = v[2 * i + 1];
-        v[i] = PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
-    for (int i = 0; i < 2; i++) {
-        vec a = v[2 * i], b = v[2 * i + 1];
-        v[i] = PICK(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-               PICK(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    }
-    return PICK(v[0], v[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           PICK(v[0], v[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
-INLINE float max_lanes(vec v) {
-    float m = v[0];
-    for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;
-    return m;
+/* Return 0, 1, 2 and so on. */
+INLINE ivec lane_numbers(void) {
+    ivec n = {0};
+    for (int i = 0; i < LANES; i++) n[i] = i;
+    return n;
 }
 
 /* e^x for x <= 88, to about one unit in the last place (Cephes' polynomial); zero for x <= -87. */

@@ -4,7 +4,7 @@
  * A row whose largest logit is not finite, or that contains a NaN, yields NaN throughout, as in torch.
  */
 #include "threads.h"
-#include "vec.h"
+#include "reduce.h"
 
 typedef struct {
     void *logits;           /* [rows, size]; with `factor`, on return their gradient */
@@ -60,12 +60,10 @@ INLINE const void *row_of(const void *base, int64_t row, int64_t size, int kind)
     return (const char *)base + row * size * (kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
 }
 
-INLINE vec pick(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
-
 /* Return the largest element of a row, NaN if it is not finite or any element is NaN; `column`: its first column. */
 INLINE float largest(const void *z, int64_t size, int64_t *column, int kind) {
     vec most = MINUS_INFINITY, wrong = splat(0.0f);
-    ivec place = {0}, now = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ivec place = {0}, now = lane_numbers();
     for (int64_t i = 0; i < size; i += LANES, now += LANES) {
         vec v = load_part(z, i, size, kind);
         ivec above = v > most;

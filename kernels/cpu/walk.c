@@ -3,7 +3,7 @@
  * independent of each other.
  */
 #include "noise.h"
-#include "vec.h"
+#include "reduce.h"
 
 #define MOST_CANDIDATES 64
 

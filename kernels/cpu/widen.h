@@ -1,4 +1,4 @@
-/* Widening of weights of 4 to 8 bits, in words of 32 bits, sixteen outputs at a time. The weights of a word form pairs:
+/* Widening of weights of 4 to 8 bits, in words of 32 bits, a vector of outputs at a time. The weights of a word form pairs:
  * the first of each pair is in the low half of the word, the second in the high half. So one shift by the pair's place
  * yields both halves of an operand of the bf16 dot product.
  *
@@ -9,11 +9,11 @@
 #define HEADWAY_WIDEN_H
 
 #include "vec.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
-enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3, UINT4 = 4, INT5 = 5, UINT5 = 6, INT6 = 7 };
+/* WIDE and WIDE_BF16: fp32 and bf16, which are not quantised. */
+enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3, UINT4 = 4, INT5 = 5, UINT5 = 6, INT6 = 7, WIDE_BF16 = 8 };
+
+INLINE int is_wide(int64_t format) { return format == WIDE || format == WIDE_BF16; }
 
 INLINE uvec load_words(const uint32_t *p) {
     uvec w;
@@ -34,7 +34,7 @@ INLINE int unit_words(int format) { return low_words(format) + (upper_bits(forma
 
 INLINE int unit_weights(int format) { return low_words(format) * held_by(format); }
 
-/* A word of each of sixteen outputs and, from bit 0 of both halves on, the upper bits of its weights. */
+/* A word of each output of a vector and, from bit 0 of both halves on, the upper bits of its weights. */
 typedef struct {
     uvec low, upper;
 } piece;

@@ -32,7 +32,7 @@ def build(folder: Path, compiler: str = AARCH64[0], flags: Sequence[str] = ()) -
     """Compile driver and kernels, statically, since the emulator has none of the other processor's libraries."""
     program = folder / "call_kernel"
     sources = [str(file) for file in SOURCES if file.suffix == ".c"]
-    command = [compiler, "-O2", "-std=gnu11", "-static", *flags, str(DRIVER), *sources, "-o", str(program), "-lm"]
+    command = [compiler, "-O1", "-std=gnu11", "-static", *flags, str(DRIVER), *sources, "-o", str(program), "-lm"]
     subprocess.run(command, check=True, timeout=TIMEOUT_S)
     return program
 

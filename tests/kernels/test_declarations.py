@@ -67,13 +67,14 @@ def test_the_compiler_lays_out_what_ctypes_lays_out(name):
 @needs_compiler
 def test_constants_are_those_of_c():
     names = ("PANEL", "WIDE_PANEL", "PACKED_ROWS", "FILLED_ROWS")
-    sizes = {"LANES": LANES, **{name: getattr(linear, name) for name in names}}
+    sizes = {name: getattr(linear, name) for name in names}
     kinds = {"FLOAT32": KINDS[torch.float32], "BFLOAT16": KINDS[torch.bfloat16]}
-    formats = {"WIDE" if name == "same" else name.upper(): value for name, value in linear.FORMATS.items()}
+    formats = {name.upper(): value for name, value in linear.FORMATS.items()}
+    formats |= {"WIDE": linear.WIDE[torch.float32], "WIDE_BF16": linear.WIDE[torch.bfloat16]}
     scales = {name.upper(): value for name, value in linear.SCALES.items()}
     kept = {name: index for index, name in enumerate(FORMATS)}
     expressions = [f"{name} == {value}" for name, value in (sizes | kinds | formats | scales | kept).items()]
-    assert compiles(asserting(expressions, "blocks.c"))
+    assert compiles(asserting([*expressions, f"{LANES} % LANES == 0"], "blocks.c"))
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
