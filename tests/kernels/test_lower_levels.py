@@ -64,7 +64,14 @@ def test_the_tests_pass(group: str, chosen: str) -> None:
 def test_quickstart_in_miniature(chosen: str, tmp_path: Path) -> None:
     """Train a head for the demo for two updates, publish it, and generate with it."""
     folder = f"output_dir={tmp_path}"
-    few = ["data.num_sequences=16", "data.max_new_tokens=16", "sequence_length=48", "eval_prompts=2", "batch_size=4"]
+    few = [
+        "data.num_sequences=16",
+        "data.max_new_tokens=16",
+        "data.prompt_tokens=16",
+        "sequence_length=48",
+        "eval_prompts=2",
+        "batch_size=4",
+    ]
     train = [sys.executable, "train/run.py", "model=demo", "head=eagle3", "minutes=null", "steps=2", folder, *few]
     run(train, chosen)
     prompt = ["prompt=def main(", "chat=false", "max_tokens=8"]
