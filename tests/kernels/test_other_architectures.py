@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,12 +39,13 @@ def aarch64(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     structures = {"linear": linear.Arguments, "paged_attention": attention.Arguments}
     for name, structure in structures.items():
         monkeypatch.setattr(library(), name, emulate(name, structure, program, AARCH64[1:]))
+    monkeypatch.setattr(library(), "linear_takes_bf16", lambda: 0)  # there rows are widened, which takes more scratch
 
 
 @pytest.mark.usefixtures("aarch64")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["same", "int8", "fp8", "int4", *FORMATS, "groups"])
-def test_layers_match_float64_in_any_number_of_rows(name: str, dtype: torch.dtype) -> None:
+def test_layers_match_float64_in_any_number_of_rows(name: Any, dtype: torch.dtype) -> None:
     outputs, inputs = 70, 256
     weight, x = states(outputs, inputs, dtype) * inputs**-0.5, states(20, inputs, dtype)
     if name in FORMATS:
