@@ -18,6 +18,7 @@ from kernels.cpu.library import KINDS, LANES, library
 from kernels.triton import INTERPRETED, in_use
 
 Gate = Literal["silu", "gelu"]
+SERIAL = 2**14  # numbers that torch computes in one thread; more it divides anywhere, and a part's end gets other bits
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
@@ -99,13 +100,20 @@ def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
             from kernels.triton import elementwise as gpu
 
             return gpu.gate_mul(_rows(gate_up), gelu=gelu).view(*gate_up.shape[:-1], size)
-        left, right = gate_up.chunk(2, dim=-1)
-        return (F.gelu(left, approximate="tanh") if gelu else F.silu(left)) * right
+        if gate_up.device.type != "cpu" or torch.is_grad_enabled():
+            return _gated(gate_up, gelu)
+        blocks = _rows(gate_up).split(max(1, SERIAL // size))
+        return torch.cat([_gated(block, gelu) for block in blocks]).view(*gate_up.shape[:-1], size)
     gate_up = gate_up.contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     call = native.gelu_mul if gelu else native.silu_mul
     call(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, KINDS[gate_up.dtype])
     return out
+
+
+def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    left, right = gate_up.chunk(2, dim=-1)
+    return (F.gelu(left, approximate="tanh") if gelu else F.silu(left)) * right
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 CUDA devices use one Triton kernel with a fixed summation order along K for any number of rows
 (kernels/triton/linear.py, and blocks.py there for weights in blocks and groups). CPUs use a C kernel
-(kernels/cpu/linear.c). Without it, weights are prepacked for oneDNN, whose rows agree for every number of rows >= 2
-(checked at start-up by `assert_row_invariant`), so a single row is padded to two.
-Elsewhere, and in fp16, rows are processed in blocks of a fixed size, so that every library call has the same shape.
+(kernels/cpu/linear.c). What it does not read (fp16, odd sizes, no C compiler) is prepacked for oneDNN, in fp32 where a
+probe shows that oneDNN lacks products of the dtype on this processor (kernels/capabilities.py). Its rows agree for
+every number of rows >= 2 (checked at start-up by `assert_row_invariant`), so a single row is padded to two.
+Elsewhere rows are processed in blocks of a fixed size, so that every library call has the same shape.
 
 A layer can also activate its outputs, gate and up, or add them to the residual stream. Both have the bits of the
 separate operations; on a CUDA device they take no launch of their own.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from kernels.block_tiles import BlockTiles, pack_tiles
 from kernels.blocks import BLOCK_FORMATS, BlockMatrix, in_blocks
+from kernels.capabilities import multiply, onednn_multiplies, prepack, product_dtype
 from kernels.cpu.blocks import block_segments
 from kernels.cpu.groups import grouped_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
@@ -30,7 +32,6 @@ from kernels.quantise import NARROW_FORMATS, WeightFormat, pack_nibbles, quantis
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
-ONEDNN = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear:
@@ -41,7 +42,7 @@ class PackedLinear:
 
     `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
-    dequantised again, which saves no memory.
+    dequantised again, which saves no memory; without oneDNN's products of 16 bits it takes that of fp32.
     Raises ValueError if no group or block size divides K, and for a damaged block.
     """
 
@@ -83,24 +84,28 @@ class PackedLinear:
                 segment = quantised_segment(weight, scale, narrow)
             self._pack_native([segment], bias, dtype)
             return
-        self._onednn = not self._triton and device.type == "cpu" and dtype in ONEDNN
-        if self._onednn:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self.dtype, self._onednn = dtype, False
+        if self._triton:
+            self._weight = weight.contiguous()
+        elif device.type == "cpu":
+            weight = weight.to(product_dtype(dtype))
+            self._onednn = onednn_multiplies(weight.dtype)
+            self._weight = prepack(weight) if self._onednn else weight
         else:
-            self._weight = weight.contiguous() if self._triton else weight
+            self._weight = weight
         self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
 
     def _pack_stored(self, weight: BlockMatrix | GroupedMatrix, bias: Tensor | None) -> None:
         grouped = isinstance(weight, GroupedMatrix)
         if self._triton:
-            self._dtype, self._tiles = weight.dtype, pack_group_tiles(weight) if grouped else pack_tiles(weight)
+            self.dtype, self._tiles = weight.dtype, pack_group_tiles(weight) if grouped else pack_tiles(weight)
             self.bytes = sum(tiles.bytes for tiles in self._tiles)
         else:
             segments = grouped_segments(weight) if grouped else block_segments(weight)
             self._pack_native(segments, bias, weight.dtype)
 
     def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.native = NativeLinear(segments, self.in_features, bias, dtype)
+        self.dtype, self.native = dtype, NativeLinear(segments, self.in_features, bias, dtype)
         self.bytes = self.native.bytes
 
     def quantise_rows(self) -> bool:
@@ -110,6 +115,21 @@ class PackedLinear:
         row-invariant like the default. Nothing may have read `native.arguments` before.
         """
         return self.native is not None and self.native.quantise_rows()
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.native is not None or (not self._triton and self._weight.device.type == "cpu")
+
+    @property
+    def kernel(self) -> str:
+        """What computes this layer, for people."""
+        if self.native is not None:
+            return "a kernel in C"
+        if self._triton:
+            return "Triton"
+        library = "oneDNN" if self._onednn else "torch"
+        widened = self._weight.dtype is not self.dtype
+        return f"{library} in {str(self._weight.dtype).removeprefix('torch.')}" if widened else library
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -142,7 +162,7 @@ class PackedLinear:
             return None
         if self.native is not None:
             return self.native.unpacked_weight()
-        return self._weight.to_dense() if self._onednn else self._weight
+        return (self._weight.to_dense() if self._onednn else self._weight).to(self.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -161,7 +181,7 @@ class PackedLinear:
         from kernels.triton.blocks import block_rows
 
         (tiles,) = self._tiles
-        return block_rows(tiles, ids, self._dtype)
+        return block_rows(tiles, ids, self.dtype)
 
     def whole_weight(self) -> Tensor:
         """Return all of `weight_rows`, on the weight's device."""
@@ -194,18 +214,24 @@ class PackedLinear:
         return linear(adjacent(rows), self._weight, self._bias, self._scale, residual=residual, gate=gate)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:
-        count = rows.shape[0]
+        count, dtype = rows.shape[0], self._weight.dtype
         if count == 1:
             rows = rows.expand(2, -1)
-        out = torch.ops.mkldnn._linear_pointwise(rows.contiguous(), self._weight, self._bias, "none", [], "")
-        return out[:1] if count == 1 else out
+        return multiply(rows.to(dtype), self._weight, self._wide_bias(dtype))[:count].to(self.dtype)
 
     def _rows_blocked(self, rows: Tensor) -> Tensor:
+        count, dtype = rows.shape[0], self._weight.dtype
+        rows, bias = rows.to(dtype), self._wide_bias(dtype)
         if not self._exact:
-            return F.linear(rows, self._weight, self._bias)
-        count = rows.shape[0]
+            return F.linear(rows, self._weight, bias).to(self.dtype)
         padded = F.pad(rows, (0, 0, 0, -count % ROW_BLOCK))
-        return torch.cat([F.linear(block, self._weight, self._bias) for block in padded.split(ROW_BLOCK)])[:count]
+        return torch.cat([F.linear(block, self._weight, bias) for block in padded.split(ROW_BLOCK)])[:count].to(
+            self.dtype
+        )
+
+    def _wide_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the bias, which is the caller's tensor and may change, in the dtype of the product."""
+        return None if self._bias is None else self._bias.to(dtype)
 
 
 def adjacent(rows: Tensor) -> Tensor:

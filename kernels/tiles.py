@@ -1,21 +1,23 @@
 """Paged attention in torch, for devices and machines without a native kernel.
 
-Keys are read in tiles of KV_TILE positions at fixed offsets, each tile one matrix product of fixed inner shape; partial
-results are combined in tile order by their log-sum-exp. A masked key weighs exactly zero. Rows that see the same
-sequence (a prompt, a chain) share its tiles; each row of a tree gathers its ancestors in order of position, which costs
-a gather per row and preserves the bits of plain decoding.
+Keys are read in tiles of KV_TILE positions at fixed offsets. A tile is multiplied by QUERIES queries at a time, so that
+every matrix product has one shape: with other shapes a library may sum in another order. Partial results are combined
+in tile order by their log-sum-exp. A masked key weighs exactly zero. Rows that see the same sequence (a prompt, a
+chain) share its tiles; each row of a tree gathers its ancestors in order of position, which costs a gather per row and
+preserves the bits of plain decoding.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.move import read_slots, write_slots
 from kernels.rows import WORD_BITS, AttentionRows, set_bit_positions
 
 KV_TILE = 256
-MIN_GEMM_ROWS = 8  # with fewer rows the CPU's library takes another code path (measured: fewer than 4 differ)
+QUERIES = 16  # of a matrix product, the last ones zeros; with other numbers libraries sum in another order
 MASKED = -1e30  # finite, so that a tile without visible keys yields weight 0 and no NaN
 
 
@@ -36,7 +38,7 @@ class TiledAttention:
             nth, set_bits = set_bit_positions(rows.tree_mask)
             ends = committed + set_bits
         width = int(counts.max())
-        self._width = max(width, -(-MIN_GEMM_ROWS // group))
+        self._width = width
         self._sequences, self._kv_heads, self._group = len(counts), num_kv_heads, group
         tiles = (ends + KV_TILE - 1) // KV_TILE  # [G]
         self._tile_of = torch.repeat_interleave(torch.arange(len(counts), device=device), tiles)  # [S]
@@ -75,22 +77,30 @@ class TiledAttention:
         q = q.view(G, N, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, G, N * group, dim).float()
         q = q.index_select(1, self._tile_of).view(-1, N * group, dim)  # [nkv * S, N * group, D]
         keys, values = read_slots(cache, self._gather).float().view(2, -1, KV_TILE, dim)
-        scores = torch.baddbmm(self._bias(window), q, keys.transpose(1, 2), alpha=scale)
-        out = torch.bmm(scores.softmax(-1), values)
+        q = F.pad(q, (0, 0, 0, -q.shape[1] % QUERIES))
+        bias, keys = self._bias(window).split(QUERIES, 1), keys.transpose(1, 2)
+        parts = zip(bias, q.split(QUERIES, 1), strict=True)
+        scores = torch.cat([torch.baddbmm(hidden, part, keys, alpha=scale) for hidden, part in parts], 1)
+        out = torch.cat([torch.bmm(part, values) for part in scores.softmax(-1).split(QUERIES, 1)], 1)
         if self._merge.shape[1] > 1:
             out = self._combine(out, scores)
-        out = out.view(kv_heads, G, N, group, dim).permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
+        out = out[..., : N * group, :].reshape(kv_heads, G, N, group, dim)
+        out = out.permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
         return out.index_select(0, self._rows).to(dtype)
 
     def _bias(self, window: int | None) -> Tensor:
-        """Additive mask [nkv * S, N * group, KV_TILE] of the keys that a row does not see; cached, shared by layers."""
+        """Additive mask [nkv * S, M, KV_TILE] of the keys that a row does not see; cached, shared by layers.
+
+        M: the N * group queries, filled up to a multiple of QUERIES.
+        """
         if window not in self._biases:
             key, limit = self._key[:, None, :], self._limit[:, :, None]
             hidden = key >= limit
             if window is not None:
                 hidden |= key < limit - window
             bias = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, MASKED)
-            self._biases[window] = bias.repeat_interleave(self._group, dim=1).repeat(self._kv_heads, 1, 1)
+            bias = bias.repeat_interleave(self._group, dim=1).repeat(self._kv_heads, 1, 1)
+            self._biases[window] = F.pad(bias, (0, 0, 0, -bias.shape[1] % QUERIES))
         return self._biases[window]
 
     def _combine(self, out: Tensor, scores: Tensor) -> Tensor:
@@ -102,4 +112,8 @@ class TiledAttention:
         log_sum = log_sum.view(kv_heads, G, T, -1).masked_fill(~valid, MASKED)
         weight = (log_sum - log_sum.amax(2, keepdim=True)).exp() * valid  # [nkv, G, T, M]
         parts = out.view(kv_heads, -1, *out.shape[1:])[:, flat].view(kv_heads, G, T, *out.shape[1:])
-        return (parts * weight[..., None]).sum(2) / weight.sum(2)[..., None]
+        total, weights = parts[:, :, 0] * weight[:, :, 0, :, None], weight[:, :, 0]
+        for tile in range(1, T):  # in this order, however many tiles the longest sequence has
+            total = total + parts[:, :, tile] * weight[:, :, tile, :, None]
+            weights = weights + weight[:, :, tile]
+        return total / weights[..., None]

@@ -109,6 +109,19 @@ ensure_browser() {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
 }
 
+# Tests run on processors that this machine lacks: in an emulator, on kernels that a cross compiler built.
+ensure_emulators() {
+    if command -v qemu-x86_64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null; then return; fi
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        say "no emulator: tests of other processors are skipped; install it (Debian: apt-get install qemu-user gcc-aarch64-linux-gnu)"
+        return
+    fi
+    say "installing emulators and a compiler for the tests of other processors"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+        qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross >/dev/null ||
+        say "they could not be installed: those tests are skipped"
+}
+
 # tests/kernels/triton/test_compile.py compiles with the oldest version as well. It lies outside of .venv, whose Triton
 # is the one that torch wants, and outside of the tree, which every CI run makes anew.
 ensure_oldest_triton() {
@@ -125,5 +138,6 @@ ensure_oldest_triton() {
 setup_env "$1"
 if [ "$1" = dev ]; then
     ensure_browser
+    ensure_emulators
     ensure_oldest_triton
 fi

@@ -14,6 +14,7 @@ from infer.kvcache.memory import free_bytes
 from infer.kvcache.tensors import KVLayers, LayerShape, kv_dtype
 from kernels.quantise import WeightFormat
 from kernels.rows import AttentionRows
+from kernels.slower import say_slower, slower_attention, slower_layers
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget, TargetOutput
 
@@ -46,6 +47,8 @@ class Shard:
         self.device, self.dtype = weight.device, weight.dtype
         self.kv_dtype = kv_dtype(kv, self.dtype)
         _, kv_heads, head_dim = target.heads
+        say_slower(slower_layers(self.linears, "engine.weights"))
+        say_slower(slower_attention(head_dim, self.dtype, self.device, self.kv_dtype))
         self.layer_shapes = [LayerShape(kv_heads, head_dim)] * target.config.num_layers
         self._kv: KVLayers | None = None
 

@@ -9,21 +9,27 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kernels.cpu import library as building
+from kernels.cpu.level import LEVELS, level
 from kernels.cpu.library import library
 
 Compile = Callable[..., ctypes.CDLL]
+NEEDS = {"x86-64": "baseline", "x86-64-v3": "avx2", "skylake-avx512": "avx512"}  # the level that runs an architecture
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     """Return a function that compiles the kernels with further flags and loads them for the rest of the test.
 
-    Tests with the same flags share the library, in all workers.
+    Tests with the same flags share the library, in all workers. Where this processor, or HEADWAY_CPU_LEVEL, lacks
+    instructions of `-march=`, a flag, the test is skipped: loading them would end the process by SIGILL.
     """
 
     def compile_with(*flags: str) -> ctypes.CDLL:
         if building.platform.machine() != "x86_64":
             pytest.skip("not an x86 processor")
+        for architecture in (flag.removeprefix("-march=") for flag in flags if flag.startswith("-march=")):
+            if LEVELS.index(NEEDS[architecture]) > LEVELS.index(level()):
+                pytest.skip(f"this processor runs no {architecture}")
         monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *flags))
         folder = tmp_path_factory.getbasetemp()  # of this run; of this worker, if there are several
         folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder

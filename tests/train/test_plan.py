@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infer.cli import compose
 from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
 from train.loop import train
+from train.planning import kernel_plan
 from train.planning import plan as module
 from train.planning.plan import make_plan, readable
 
@@ -37,7 +39,7 @@ def test_the_plan_is_printed_and_nothing_is_written(
 ) -> None:
     numbers = check(settings)
     topics = [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()]
-    assert topics == ["run", "data", "data", "memory", "memory", "disk", "time", "writes"]
+    assert topics == ["run", "data", "data", "memory", "memory", "disk", "time", *["kernels"] * 3, "writes"]
     assert not (tmp_path / "outputs").exists()
     assert (numbers["tokens"], numbers["answers"]) == (24 * 40, 24)
     assert set(numbers["seconds"]) == {"generating", "a step", "all steps"}
@@ -121,3 +123,25 @@ def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], mon
     parallel, recurrent = seconds("head=p-eagle", "eval_draft_tokens=1"), seconds("objective.steps=8")
     shares = sum(max(0.7**depth, 0.2) for depth in range(8))
     assert parallel[0] / recurrent[0] == pytest.approx(shares / 8 * parallel[1] / recurrent[1], rel=0.01)
+
+
+def test_what_computes_the_target_is_said(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    check(settings, "model.dtype=float16")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kernels")]
+    assert "dense float16: oneDNN in float32" in lines[0] or "dense float16: oneDNN, " in lines[0]
+    assert "faster: model.dtype=" in lines[0]
+    assert "attention float16: torch, in tiles" in lines[1]
+    assert "training multiplies " in lines[2]
+
+
+def test_the_faster_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.float32: 50e9, torch.bfloat16: 5e9}
+    monkeypatch.setattr(kernel_plan, "product_rate", rates.__getitem__)
+    monkeypatch.setattr(kernel_plan, "multiplies_faster", lambda dtype, other: rates[dtype] > rates[other])
+    assert kernel_plan.describe_precision("bf16").endswith("float32 at 100: precision=fp32 may be faster")
+    assert kernel_plan.describe_precision("fp32") == "training multiplies float32 at 100 GFLOP/s"
+
+
+def test_a_measurement_of_nothing_says_that_the_machine_is_busy() -> None:
+    assert "the machine is busy" in kernel_plan.describe_flops(3e8)
+    assert "busy" not in kernel_plan.describe_flops(3e10)

@@ -26,6 +26,7 @@ from models.tokenizer import Tokenizer
 from train.config import OfflineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data.prompts import longest_prompt, read_prompts
 from train.features.layout import Layout
+from train.planning.kernel_plan import describe_flops, kernel_lines
 from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
 from train.planning.refusals import refusals
 from train.planning.shapes import processes, shapes
@@ -87,6 +88,8 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, responses)
+    for topic, text in kernel_lines(config, target.norm.weight.dtype):
+        plan.add(topic, text)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
         other = other_export(config)
@@ -197,7 +200,7 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
             estimates["all steps"] = step * config.steps
     text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
-    plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {speed.flops / 1e9:.0f} GFLOP/s, estimated)")
+    plan.add("time", f"{text or 'nothing to compute here'}{limit} ({describe_flops(speed.flops)})")
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
 
 

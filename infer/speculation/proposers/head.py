@@ -34,10 +34,11 @@ from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
 from kernels.draft import fuse_draft
+from kernels.slower import say_slower, slower_layers
 from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.heads.block import BlockHead
-from models.layers import copy_packed
+from models.layers import Linear, copy_packed
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
@@ -71,6 +72,8 @@ class HeadProposer(Proposer):
     def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
         self.aux_layers = head.config.aux_layers
         attn = head.attention
+        layers = [module.packed for module in head.modules() if isinstance(module, Linear)]
+        say_slower(slower_layers((packed for packed in layers if packed is not None), "engine.head_weights"))
         self.kv_layers = () if attn is None else (LayerShape(attn.num_kv_heads, attn.head_dim),) * attn.layers
         self.warm_up = MIN_SEEN if self.kv_layers else 0
         self._head, self._first_layer = head, first_layer

@@ -1,0 +1,90 @@
+"""The C kernels compiled for aarch64 and run in its emulator: layers and attention match float64, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.attention import plan_attention
+from kernels.blocks import FORMATS, BlockMatrix
+from kernels.cpu import attention, linear
+from kernels.cpu.library import library
+from kernels.groups import GroupedMatrix
+from kernels.linear import PackedLinear
+from kernels.quantise import quantise, widen
+from kernels.reference.attention import paged_attention
+from kernels.rows import AttentionRows
+from tests.kernels.emulated import AARCH64, build, emulate, missing
+from tests.kernels.grouped import make_groups
+from tests.kernels.test_blocks import TOLERANCE, error, make, states
+from tests.kernels.test_integer_linear import quantised
+
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="no C compiler on this machine"),
+    pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())} (scripts/setup_env.sh dev)"),
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("aarch64"))
+
+
+@pytest.fixture
+def aarch64(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers and attention made in this test compute as on aarch64."""
+    structures = {"linear": linear.Arguments, "paged_attention": attention.Arguments}
+    for name, structure in structures.items():
+        monkeypatch.setattr(library(), name, emulate(name, structure, program, AARCH64[1:]))
+    monkeypatch.setattr(library(), "linear_takes_bf16", lambda: 0)  # there rows are widened, which takes more scratch
+
+
+@pytest.mark.usefixtures("aarch64")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["same", "int8", "fp8", "int4", *FORMATS, "groups"])
+def test_layers_match_float64_in_any_number_of_rows(name: Any, dtype: torch.dtype) -> None:
+    outputs, inputs = 70, 256
+    weight, x = states(outputs, inputs, dtype) * inputs**-0.5, states(20, inputs, dtype)
+    if name in FORMATS:
+        rows, stored = make(name, outputs, inputs)
+        layer = PackedLinear(BlockMatrix([rows], dtype))
+    elif name == "groups":
+        groups = make_groups(outputs, inputs, "int4", 64, torch.float16, True, True)
+        layer, stored = PackedLinear(GroupedMatrix([groups], dtype)), groups.widened()
+    else:
+        layer = PackedLinear(weight, weight_format=name)
+        stored = weight.float() if name == "same" else widen(*quantise(weight, name))
+    if layer.native is None:
+        pytest.skip("this processor has no such kernel")
+    out = layer(x)
+    assert error(out, x, stored) < TOLERANCE[dtype]
+    for count in (1, 5):
+        assert torch.equal(layer(x[:count]), out[:count])
+    if name in FORMATS:
+        assert layer.quantise_rows()
+        out = layer(x)
+        assert error(out, quantised(x), stored) < TOLERANCE[dtype]
+        assert torch.equal(layer(x[:1]), out[:1])
+
+
+@pytest.mark.usefixtures("aarch64")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_attention_matches_the_oracle_alone_and_among_others(dim: int, dtype: torch.dtype, tolerance: float) -> None:
+    committed, heads, page = 90, 4, 16
+    table = 1 + torch.arange(7)[None]
+    cache = states(2 * 2 * 8 * page, dim, dtype).view(2, 2, 8 * page, dim)
+    q, k, v = (states(8 * count + 1, dim, dtype)[1:].view(8, count, dim) for count in (heads, 2, 2))
+
+    def attend(count: int) -> torch.Tensor:
+        rows = AttentionRows.blocks(table, [committed], [count], page_size=page)
+        return plan_attention(rows, heads, 2, dim, dtype)(q[:count], k[:count], v[:count], cache, dim**-0.5)
+
+    out = attend(8)
+    expected = paged_attention(q, cache, table, [committed], [8], page_size=page, scale=dim**-0.5)
+    assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max()
+    for count in (1, 3):
+        assert torch.equal(attend(count), out[:count])
