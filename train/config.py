@@ -262,7 +262,8 @@ class TrainConfig:
     # false: a row is one sequence, padded to the longest of its batch | true: as many as fit into sequence_length
     packing: bool = False
     accumulate: int = number(1, low=1)  # forwards per optimiser step
-    precision: str = choice("fp32", "fp32", "bf16")
+    # of matrix products; parameters are fp32. auto: bf16 where it is faster, measured; a resumed run keeps its own
+    precision: str = choice("fp32", "auto", "fp32", "bf16")
     # intervals in steps
     log_every: int = number(1, low=1)
     eval_every: int = number(50, low=1)

@@ -40,6 +40,7 @@ from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.flops import head_flops
 from train.planning.plan import check_plan, describe_plan
+from train.planning.precision import choose_precision
 from train.planning.refusals import refuse
 from train.preparation.prepare import prepare, start_engine
 from train.publishing.publish import publish_run
@@ -67,6 +68,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     if config.check:
         return check_plan(config, overrides)
     started = time.perf_counter()
+    precision = choose_precision(config)
+    config = dataclasses.replace(config, precision=precision.name)
     accelerator = make_accelerator(config)
     config = dataclasses.replace(config, run=broadcast(accelerator, run_folder.name_run(config).run))
     with StopRequest() as stop, ExitStack() as resources:
@@ -78,6 +81,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         try:
             if accelerator.is_main_process:
                 refuse(config, overrides)
+            if precision.reason:
+                log_main(accelerator, f"precision={precision.name}: {precision.reason}")
             return run.execute()
         except Interrupted:
             log_main(accelerator, f"stopped; resume with: {resume}")

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infer.options.command_words import head_words, model_overrides, python_command
 from train import checkpoint
 from train.config import TrainConfig
 from train.evaluation import acceptance_metrics
 from train.planning.plan import measure
+from train.planning.precision import compute_dtype
 from train.preparation.prepare import Prepared
 from train.publishing.export import Measured, export_head
 from train.publishing.plots import draw_plots
@@ -79,9 +78,7 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         data_source=prepared.data_source,
         data_hash=prepared.data_hash,
         data_counts=prepared.data_counts,
-        peak_flops=measure(
-            placement.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32
-        ).flops,
+        peak_flops=measure(placement.accelerator.device, compute_dtype(config)).flops,
     )
 
 
