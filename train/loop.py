@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
+from infer.engine.threads import cpu_threads
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.folder import open_data
@@ -48,8 +49,8 @@ from train.publishing.trackers import Trackers, make_trackers
 from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, memory_bytes
 from train.storage import run_folder
+from train.threads import work_threads
 
-TRIAL_STEPS = 3  # timed to convert minutes into steps
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
 SHOWN_ROWS = 16  # at most, in the message about a non-finite update
 
@@ -104,6 +105,7 @@ class Run:
         self.folder = resolve_path(config.output_dir) / str(config.run)
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
+        self.threads = work_threads(config, accelerator.device, accelerator.num_processes)
         self.step = self.tokens = 0
         self.seconds = 0.0  # spent on updates, summed over all resumptions of the run
         self.skipped = self.skipped_in_a_row = 0  # updates skipped for a non-finite loss or gradient
@@ -147,16 +149,20 @@ class Run:
             self._catch_up()
             flops = head_flops(self.prepared.head, self.prepared.placement.plain.steps)
             while self.step < self.steps:
+                if self.threads.due:
+                    self.threads.look(self._trial)
                 self.clock.start()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak, self.warmup)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
-                result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
-                with self.clock.part("optimizer"):
-                    norm = self._update(result.loss, rate)
+                with cpu_threads(self.threads.count):
+                    result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
+                    with self.clock.part("optimizer"):
+                        norm = self._update(result.loss, rate)
                 self.step += 1
                 self.tokens += result.tokens
                 seconds = self.clock.elapsed
                 self.seconds += seconds
+                self.threads.record(result.tokens, seconds)
                 speed = result.tokens / seconds
                 if self.skipped_in_a_row:
                     self.trackers.log(self.step, {"train/skipped_steps": self.skipped, "train/lr": rate})
@@ -318,7 +324,8 @@ class Run:
         """Return τ in the engine, measured on the main process while others wait. Raises Interrupted on all of them."""
         self.prepared.placement.collect()
         taus: list[float] = []
-        self._on_main_process(lambda: taus.append(self._evaluate_alone()))
+        with cpu_threads(self.threads.count):  # the engine's steps have their own
+            self._on_main_process(lambda: taus.append(self._evaluate_alone()))
         return broadcast(self.accelerator, taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
@@ -400,16 +407,16 @@ class Run:
         return schedule.steps_in(60 * self.config.minutes, self._trial_seconds(), 0.0, self.config.eval_every)
 
     def _trial_seconds(self) -> float:
-        """Return the seconds of one step, measured without changing any state."""
-        times = []
-        for _ in range(1 + TRIAL_STEPS):
-            with stopping_together(self.accelerator):
-                self.stop.check()
-            start = time.perf_counter()
-            self._forward_backward(metrics=False, progress=1.0)
-            self.prepared.placement.drop()
-            times.append(time.perf_counter() - start)
-        return sorted(times[1:])[TRIAL_STEPS // 2]  # the first is warm-up
+        """Return the seconds of one step, with as many threads as are fastest."""
+        self._trial()  # warm-up
+        return self.threads.look(self._trial)
+
+    def _trial(self) -> None:
+        """Compute the gradients of the next step, without changing any state."""
+        with stopping_together(self.accelerator):
+            self.stop.check()
+        self._forward_backward(metrics=False, progress=1.0)
+        self.prepared.placement.drop()
 
     def _finish(self) -> dict[str, Any]:
         """Export and return the summary on the main process; the others have nothing left to do."""
@@ -417,5 +424,6 @@ class Run:
         progress = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
         inputs = self.config, self.folder, self.prepared, self.trackers, progress, self.best, self._log
         self.prepared.placement.collect()
-        self._on_main_process(lambda: summary.update(publish_run(*inputs)))
+        with cpu_threads(self.threads.count):
+            self._on_main_process(lambda: summary.update(publish_run(*inputs)))
         return {**summary, "seconds": round(time.perf_counter() - self.started, 1)}
