@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,13 +44,15 @@ from train.planning.flops import head_flops
 from train.planning.plan import check_plan, describe_plan
 from train.planning.precision import choose_precision
 from train.planning.refusals import refuse
+from train.planning.time_limit import time_limit
 from train.preparation.prepare import prepare, start_engine
+from train.preparation.threads import work_threads
 from train.publishing.publish import publish_run
 from train.publishing.trackers import Trackers, make_trackers
+from train.publishing.verdict import verdict
 from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, memory_bytes
 from train.storage import run_folder
-from train.threads import work_threads
 
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
 SHOWN_ROWS = 16  # at most, in the message about a non-finite update
@@ -122,7 +125,8 @@ class Run:
             for line in describe_plan(config):
                 log_main(accelerator, line)
         engine = start_engine(config, accelerator, self.resources)
-        data = open_data(config, engine, accelerator, self.folder / "data", self.stop)
+        limit = partial(time_limit, config, engine, self.started)
+        data = open_data(config, engine, accelerator, self.folder / "data", self.stop, limit)
         if config.stage == "regenerate":
             self._log("runs with the same data settings and output_dir will reuse these sequences")
             return {"run": config.run, "data": str(self.folder / "data"), "counts": data.counts}
@@ -362,6 +366,12 @@ class Run:
             pace = step_seconds + eval_seconds / config.eval_every
             left = 60 * config.minutes - (time.perf_counter() - self.started)
             fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
+            if fit < schedule.LEAST_UPDATES:
+                self._log(
+                    f"minutes={config.minutes:g}: on this machine there is time for {fit} updates; up to "
+                    f"{schedule.LEAST_UPDATES} are made, since a head is no use after fewer"
+                )
+                fit = schedule.LEAST_UPDATES
         decided = min(limit for limit in (config.steps, fit) if limit is not None)
         budget = schedule.Budget(broadcast(self.accelerator, decided), config.steps, config.minutes, fit, pace)
         budget = dataclasses.replace(budget, warmup=schedule.warmup_steps(budget.decided, config.optim))
@@ -422,8 +432,13 @@ class Run:
         """Export and return the summary on the main process; the others have nothing left to do."""
         summary: dict[str, Any] = {"run": self.config.run}
         progress = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
-        inputs = self.config, self.folder, self.prepared, self.trackers, progress, self.best, self._log
+        inputs = self.config, self.folder, self.prepared, self.trackers, progress, self.best, self._judge, self._log
         self.prepared.placement.collect()
         with cpu_threads(self.threads.count):
             self._on_main_process(lambda: summary.update(publish_run(*inputs)))
         return {**summary, "seconds": round(time.perf_counter() - self.started, 1)}
+
+    def _judge(self, tau: float) -> str | None:
+        other = max(0.0, time.perf_counter() - self.started - self.seconds)
+        limit = self.config.minutes if self.config.steps != self.steps else None
+        return verdict(tau, self.steps, tokens=self.tokens, seconds=self.seconds, other_seconds=other, minutes=limit)

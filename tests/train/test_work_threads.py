@@ -9,11 +9,20 @@ import torch
 
 from infer.cli import compose
 from infer.engine import Engine
-from train import threads as module
 from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.features.online import CachedFeatures, compute_features
-from train.threads import FIRST_S, LONGEST_S, LOOKS, LOOKS_SHARE, SELDOM_S, SLOW_WORKS, WorkThreads, work_threads
+from train.preparation import threads as module
+from train.preparation.threads import (
+    FIRST_S,
+    LONGEST_S,
+    LOOKS,
+    LOOKS_SHARE,
+    SELDOM_S,
+    SLOW_WORKS,
+    WorkThreads,
+    work_threads,
+)
 
 
 class Machine:

@@ -23,9 +23,9 @@ from models.targets.llama import LlamaTarget
 from train.config import FeaturesConfig, OnlineFeaturesConfig
 from train.data.sequences import Batch, Sequences
 from train.objectives import alignment
+from train.preparation.threads import WorkThreads
 from train.signals import Interrupted
 from train.storage import atomic
-from train.threads import WorkThreads
 
 
 class TopTokens(NamedTuple):

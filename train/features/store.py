@@ -27,10 +27,10 @@ from models.tokenizer import Tokenizer
 from train.data.sequences import Batch, Sequences
 from train.features.layout import Layout
 from train.features.online import Features, compute_features
+from train.preparation.threads import WorkThreads
 from train.publishing.provenance import code_state
 from train.storage import atomic
 from train.storage.reuse import text_hash, tokenizer_record
-from train.threads import WorkThreads
 
 MANIFEST, FORMAT = "manifest.json", 3
 SHARD_MB = 512  # an interruption loses at most about this much

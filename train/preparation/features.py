@@ -22,9 +22,9 @@ from train.features.store import (
     store_name,
     wider_layout,
 )
+from train.preparation.threads import work_threads
 from train.publishing.trackers import warn
 from train.signals import StopRequest
-from train.threads import work_threads
 
 
 def open_features(

@@ -30,11 +30,13 @@ def publish_run(
     tracker: Tracker,
     progress: Mapping[str, Any],
     best: float,
+    judge: Callable[[float], str | None],
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Export the head and write plots and report; return the summary. For one process.
 
-    `progress`: steps, tokens and seconds of the run; `best`: its highest acceptance length in the engine.
+    `progress`: steps, tokens and seconds of the run; `best`: its highest acceptance length in the engine. `judge`
+    returns a line for an acceptance length that means nothing.
     """
     record = record_of(config, prepared, progress)
     target, head_folder, measured = export(prepared, record)
@@ -59,10 +61,14 @@ def publish_run(
     lengths = measured.greedy.summary()
     positions = " ".join(f"{share:.2f}" for share in measured.greedy.engine.acceptance_by_position)
     log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
+    note = judge(lengths["engine"])
+    if note is not None:
+        log(note)
     log(f"exported to {head_folder}; report in {report}")
     arguments = [*model_overrides(target.config.model), *head_words(config.head, config.output_dir)]
     log(f"serve it: {python_command('infer/serve.py', *arguments)}")
-    return {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
+    summary = {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
+    return summary if note is None else {**summary, "note": note}
 
 
 def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, Any]) -> dict[str, Any]:

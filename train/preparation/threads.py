@@ -26,7 +26,6 @@ SLOW_WORKS = 3  # so many more slow works than others prompt a look
 FIRST_S, SELDOM_S, LONGEST_S = 2.0, 60.0, 900.0  # seconds of work before a look: first, without slow works, maximum
 
 
-
 def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
@@ -62,7 +61,7 @@ class WorkThreads:
         )
 
     def look(self, run: Callable[[], object]) -> float:
-        """Time `run`, which changes nothing, with one and with all threads and keep the faster; return its seconds with that many.
+        """Time `run`, which changes nothing, with one and with all threads; return its seconds with the faster number.
 
         The present number stays unless the other is clearly faster. Where it cannot change, `run` is timed as it is.
         """

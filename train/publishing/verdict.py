@@ -1,0 +1,27 @@
+"""Says in one line when a run's acceptance length means nothing, why, and what would give more."""
+
+from __future__ import annotations
+
+import math
+
+USEFUL = 1.25  # τ below which fewer than a quarter of the verifies accept a drafted token: drafting cannot pay
+ENOUGH = 200  # updates after which τ of every head of the demo is well above that (LOG.md)
+
+
+def verdict(
+    tau: float, updates: int, *, tokens: int, seconds: float, other_seconds: float, minutes: float | None
+) -> str | None:
+    """Return the line for a head of acceptance length `tau` after `updates`, None if it is useful.
+
+    The updates took `seconds` for `tokens`, all else `other_seconds`. `minutes`: the budget, if that ended the run.
+    """
+    if tau >= USEFUL:
+        return None
+    made = f"τ {tau:.2f} after {updates} update{'s' if updates != 1 else ''}"
+    if updates >= ENOUGH:
+        return f"{made}: this head drafts hardly anything; train on more data, longer, or with another optim.lr"
+    needed = other_seconds + ENOUGH * seconds / max(updates, 1)
+    more = f"steps={ENOUGH} would take about {math.ceil(needed / 60)} minutes"
+    if minutes is not None:
+        more = f"minutes={math.ceil(max(needed / 60, minutes + 1))} would make about {ENOUGH} updates"
+    return f"{made} means nothing yet: this machine made {tokens / max(seconds, 1e-9):,.0f} tokens/s; {more}"
