@@ -14,6 +14,7 @@ from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
 from train.loop import train
 from train.planning import plan as module
+from train.planning import precision
 from train.planning.plan import make_plan, readable
 
 
@@ -22,7 +23,7 @@ def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
     return [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path / 'outputs'}", "head.draft_vocab_size=200",
         "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12", "sequence_length=40", "steps=30",
-        "eval_prompts=4", "engine.max_tokens_in_cache=2048", "check=true",
+        "eval_prompts=4", "engine.max_tokens_in_cache=2048", "check=true", "precision=fp32",
     ]  # fmt: skip
 
 
@@ -103,6 +104,41 @@ def test_a_sharded_target_is_planned_as_one_processs_share(
     rooms = 2 / tiny_target.config.num_layers
     assert replicated - sharded == pytest.approx(layers * (3 / 4 - rooms), rel=0.02)
     assert "one of 4 processes, which share the target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [
+        (module.Speed(5e10, 1e10, 0.98), "(at 50 GFLOP/s in fp32, estimated)"),
+        (module.Speed(2e9, 1e10, 0.98), "(at 2.00 GFLOP/s in fp32, estimated)"),
+        (
+            module.Speed(5e10, 1e10, 0.4),
+            "(at 50 GFLOP/s in fp32, estimated); this machine is busy: this process had 40% of its cores' time, so "
+            "idle it takes less",
+        ),
+        (
+            module.Speed(4e8, 1e10, 0.9),
+            "(at 0.40 GFLOP/s in fp32, estimated); this machine is busy: this process had 90% of its cores' time, so "
+            "idle it takes less",
+        ),
+    ],
+)
+def test_a_busy_machine_is_called_busy(
+    speed: module.Speed, text: str, settings: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module, "measure", lambda device, dtype: speed)
+    check([*settings, "precision=fp32"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("time ")]
+    assert line.endswith(text)
+
+
+def test_the_plan_names_the_precision(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precision, "faster_on_cpu", lambda: precision.Precision("fp32", "bf16 is slow"))
+    assert check([*settings, "precision=auto"])["precision"] == "fp32"
+    assert "time    precision=fp32: bf16 is slow" in capsys.readouterr().err.splitlines()
 
 
 def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class ServerGenerator:
                 if not running:
                     return
                 check()
-                if enough(0):
+                if enough(0, 0.0):
                     return
                 for future in wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
                     job = running.pop(future)

@@ -42,7 +42,7 @@ class Conversation(NamedTuple):
 
 
 Finished = Callable[[Job, str | None], None]  # with the error message, None on success
-Enough = Callable[[int], bool]
+Enough = Callable[[int, float], bool]
 PART = 16  # tokens of an answer that are worth to be trained on if there is no time for more
 OUT_OF_TIME = "half of minutes= was over"
 
@@ -50,8 +50,9 @@ OUT_OF_TIME = "half of minutes= was over"
 class Answerer(Protocol):
     """Contract: takes jobs from the iterator, completes all turns of each and reports it once, in any order.
 
-    `check` is called often and may raise to stop; unreported jobs are then dropped. `enough(n)` is called often too,
-    where n jobs in flight have a part of an answer: once it is true, these may be reported with that, and no others.
+    `check` is called often and may raise to stop; unreported jobs are then dropped. `enough(n, x)` is called often too,
+    where n jobs in flight have a part of an answer, x whole ones in all: once it is true, these may be reported with
+    that, and no others.
     """
 
     def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None: ...
@@ -109,7 +110,8 @@ def regenerate(
 
     # a new file, since a kill may have cut off the last line of an earlier one
     path = folder / f"part-{secrets.token_hex(8)}.jsonl"
-    total, already, answered = len(assigned), len(assigned) - len(missing), [0]
+    total, already = len(assigned), len(assigned) - len(missing)
+    answered, partly = 0, 0.0  # by this call: conversations, and their equivalent in parts of answers
     with (
         atomic.refuse_full_disk(path),
         path.open("w", encoding="utf-8") as part,
@@ -117,24 +119,27 @@ def regenerate(
     ):
 
         def finish(job: Job, error: str | None) -> None:
+            nonlocal answered
             place, cut = job.dialogue.example.place, job.dialogue.cut
             prefix = f"{place}: " if place else ""
             if error is None:
                 write_line(part, job.key, Conversation(job.dialogue.rows, cut and prefix + cut))
             else:
                 failed[job.key] = prefix + error
-            answered[0] += 1
+            answered += 1
             show_progress()
             bar.update()
 
         def show_progress() -> None:
-            possible = total if limit is None else already + limit.about(answered[0])
+            possible = total if limit is None else already + limit.about(answered + partly)
             parts = [f"failed={len(failed)}"] if failed else []
             parts += [f"time for about {possible} of {total}"] if possible < total else []
             bar.set_postfix_str(", ".join(parts), refresh=False)
 
-        def enough(partial: int) -> bool:
-            return limit is not None and limit.over(already + answered[0] + partial)
+        def enough(begun: int, equivalent: float) -> bool:
+            nonlocal partly
+            partly = equivalent
+            return limit is not None and limit.over(already + answered + begun)
 
         answerer.answer(jobs(), finish, check, enough)
     return failed
@@ -169,8 +174,8 @@ class EngineGenerator:
                 if not running:
                     return
                 check()
-                begun = [name for name, ids in responses.items() if len(ids) >= PART]
-                if enough(len(begun)):
+                begun = [name for name in running if len(responses[name]) >= PART]
+                if enough(len(begun), sum(len(responses[name]) / running[name].params.max_tokens for name in begun)):
                     for name in begun:
                         running[name].dialogue.stop(responses[name], OUT_OF_TIME)
                         finished(running[name], None)

@@ -48,7 +48,7 @@ class TimeLimit:
         self.reached = answered >= self._least and self._spent + answered * self._each >= self._seconds
         return self.reached
 
-    def about(self, answered: int) -> int:
+    def about(self, answered: float) -> int:
         """Estimate the number of conversations there is time for, from the first `answered` ones, at least one."""
         pace = (self._clock() - self._began) / answered + self._each
         return max(self._least, int((self._seconds - (self._began - self._started)) / pace))
