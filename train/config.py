@@ -255,7 +255,8 @@ class TrainConfig:
     stage: str = choice("all", "all", "regenerate")  # regenerate: only generate the target's responses
     # budget: whichever is reached first; at least one is required
     steps: int | None = number(None, low=1)
-    minutes: float | None = number(None, above=0)  # including regeneration and evaluation
+    # of the whole command: answers and features take half of it at most, and at least 20 updates are made
+    minutes: float | None = number(None, above=0)
     # one step
     batch_size: int = number(16, low=1)  # rows per forward
     sequence_length: int = 256  # longer sequences are truncated

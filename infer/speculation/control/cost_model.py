@@ -126,9 +126,8 @@ class CostModel:
 
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
     Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
-    changes theirs changes all. `guess`: nothing was measured, so that nothing should be planned before corrections are
-    the mean of enough speculative steps; `measured` stays None. Steps that have not `settled` only show what is cheaper
-    than expected.
+    changes theirs changes all. `guess`: nothing was `measured`, so that nothing should be planned before corrections are
+    the mean of enough speculative steps. Steps that have not `settled` only show what is cheaper than expected.
     """
 
     def __init__(self, table: CostTable, *, guess: bool = False) -> None:
