@@ -126,7 +126,7 @@ class CostModel:
 
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
     Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
-    changes theirs changes all. `guess`: nothing was `measured`, so that nothing should be planned before corrections are
+    changes theirs changes all. `guess`: nothing was `measured`, so nothing should be planned before corrections are
     the mean of enough speculative steps. Steps that have not `settled` only show what is cheaper than expected.
     """
 
