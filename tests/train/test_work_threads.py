@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from infer.cli import compose
 from infer.engine import Engine
+from tests.train.running import assert_equal, run, tensors
 from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.features.online import CachedFeatures, compute_features
@@ -144,3 +146,31 @@ def test_features_are_computed_with_the_faster_number(
     served = batch.assistant
     for value, reference in zip(cached(batch).aux, expected.aux, strict=True):
         assert torch.allclose(value[served], reference[served], atol=1e-4)
+
+
+class Looking(WorkThreads):
+    """Looks before every update, and never finds another number faster."""
+
+    looks = 0
+
+    def __init__(self, looking: bool) -> None:
+        super().__init__(2, clock=lambda: 0.0)
+        self._looking = looking
+
+    @property
+    def due(self) -> bool:
+        return self._looking
+
+    def look(self, run: Callable[[], object]) -> float:
+        Looking.looks += 1
+        return super().look(run)
+
+
+def test_looks_change_no_update(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = []
+    for name, looking in (("still", False), ("looking", True)):
+        monkeypatch.setattr("train.loop.work_threads", lambda *_, looking=looking: Looking(looking))
+        run(settings, f"run={name}", "steps=3", f"output_dir={tmp_path / name}")
+        heads.append(tensors(tmp_path / name))
+    assert Looking.looks == 3
+    assert_equal(*heads)

@@ -13,7 +13,7 @@ from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data.sequences import Batch
 from train.features.online import compute_features, fits_cache
 from train.planning.shapes import processes, shapes
-from train.preparation.threads import work_threads
+from train.preparation.threads import say_nothing, work_threads
 
 SHARE = 0.5  # of minutes=; the other half is for updates and evaluations
 
@@ -98,4 +98,4 @@ def feature_seconds(config: TrainConfig, engine: Engine) -> float:
             torch.cuda.synchronize(engine.device)
 
     work()  # warm-up
-    return work_threads(config, engine.device).look(work) / rows
+    return work_threads(config, engine.device, processes(), say_nothing).look(work) / rows

@@ -30,14 +30,25 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
+def say_nothing(text: str) -> None:
+    """For timings after which no work follows."""
+
+
 class WorkThreads:
     """The present number of threads, `count`: 1 or `most`.
 
     Call `record` after each work. When `due`, call `look` with a repeatable work of the usual size.
     """
 
-    def __init__(self, most: int, *, adaptive: bool = True, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.count, self._most, self._clock = most, most, clock
+    def __init__(
+        self,
+        most: int,
+        *,
+        adaptive: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.count, self._most, self._clock, self._tell = most, most, clock, tell or say
         self._adaptive = adaptive and most > 1
         self._fastest = 0.0  # seconds per unit of work
         self._slow = 0  # slow works, less the others, but at least 0
@@ -79,7 +90,7 @@ class WorkThreads:
         changes = sums[other] < CLEARLY * sums[self.count]
         if changes:
             threads = "1 CPU thread is" if other == 1 else f"{other} CPU threads are"
-            say(f"{threads} faster now than {self.count}; sums may round differently from here")
+            self._tell(f"{threads} faster now than {self.count}; sums may round differently from here")
             self.count, self._fastest = other, 0.0
         next_wait = FIRST_S if changes else 2 * self._wait
         self._slow, self._since, self._looked = 0, 0.0, True
@@ -97,12 +108,13 @@ class WorkThreads:
         return result
 
 
-def work_threads(config: TrainConfig, device: torch.device, processes: int = 1) -> WorkThreads:
+def work_threads(
+    config: TrainConfig, device: torch.device, processes: int = 1, tell: Callable[[str], None] | None = None
+) -> WorkThreads:
     """Return the threads of a run: `engine.threads`, which fixes them, else torch's, adapted on a single CPU process.
 
     Several processes keep theirs, since all of them would have to look at the same time.
     """
-    fixed = config.engine.threads
-    return WorkThreads(
-        fixed or torch.get_num_threads(), adaptive=fixed is None and device.type == "cpu" and processes == 1
-    )
+    fixed, alone = config.engine.threads, processes * config.engine.tensor_parallel == 1
+    adaptive = fixed is None and device.type == "cpu" and alone
+    return WorkThreads(fixed or torch.get_num_threads(), adaptive=adaptive, tell=tell)
