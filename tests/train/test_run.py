@@ -46,7 +46,10 @@ def test_what_a_run_leaves_behind(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]")
-    assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds"}
+    assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds", "note"}
+    assert result["note"].startswith(
+        f"τ {result['acceptance_length']['engine']:.2f} after 30 updates means nothing yet: "
+    )
     assert (result["run"], result["export"]) == ("one", str(tmp_path / "heads" / "demo" / "eagle3"))
     assert result["acceptance_length"]["simulated"] == result["acceptance_length"]["engine"] >= 1.0
     assert result["gap"] == 0.0

@@ -17,11 +17,15 @@ def verdict(
     """
     if tau >= USEFUL:
         return None
-    made = f"τ {tau:.2f} after {updates} update{'s' if updates != 1 else ''}"
+    made = f"τ {tau:.2f} after {counted(updates, 'update')}"
     if updates >= ENOUGH:
         return f"{made}: this head drafts hardly anything; train on more data, longer, or with another optim.lr"
     needed = other_seconds + ENOUGH * seconds / max(updates, 1)
-    more = f"steps={ENOUGH} would take about {math.ceil(needed / 60)} minutes"
+    more = f"steps={ENOUGH} would take about {counted(math.ceil(needed / 60), 'minute')}"
     if minutes is not None:
         more = f"minutes={math.ceil(max(needed / 60, minutes + 1))} would make about {ENOUGH} updates"
     return f"{made} means nothing yet: this machine made {tokens / max(seconds, 1e-9):,.0f} tokens/s; {more}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
