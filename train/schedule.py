@@ -67,7 +67,8 @@ def extension(done: int, before: int, after: int, config: OptimConfig) -> Litera
     return "mark" if done > decay_start(after, config) else None
 
 
-# Fewer updates leave a head that drafts nothing on any data, so that its evaluation would mean nothing.
+# Fewer updates leave a head that drafts nothing on any data (the demo's eagle3 has τ 1.18 after so many), so that its
+# evaluation would mean nothing.
 LEAST_UPDATES = 20
 # What publishing takes, in evaluations: acceptance at temperature 0, responses at 1, and acceptance on these.
 PUBLISHING = 3
