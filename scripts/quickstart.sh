@@ -30,7 +30,8 @@ run() {
 run "A real model, without its head and with it: the same text, sooner." \
     infer/generate.py model=smollm2-135m compare=true prompt="$QUESTION"
 
-TRAINING=(train/run.py model=demo head=eagle3 overwrite=true minutes=5 "$@")
+# Half the default batch: more updates in few minutes gave τ 1.63 where the default gave 1.54, of as many tokens.
+TRAINING=(train/run.py model=demo head=eagle3 overwrite=true minutes=6 batch_size=4 "$@")
 show "A head of your own, trained for the demo target (11.5 M parameters)." "${TRAINING[@]}"
 RESULT="$("$PYTHON" "${TRAINING[@]}")"
 printf '%s\n' "$RESULT"

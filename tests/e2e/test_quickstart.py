@@ -62,7 +62,7 @@ def test_the_real_model_comes_first(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     real, train, demo = commands(tmp_path)
     assert real.startswith("infer/generate.py model=smollm2-135m compare=true prompt=")
-    assert train == "train/run.py model=demo head=eagle3 overwrite=true minutes=5 minutes=2"
+    assert train == "train/run.py model=demo head=eagle3 overwrite=true minutes=6 batch_size=4 minutes=2"
     assert demo == "infer/generate.py model=demo head=eagle3 compare=true"
     shown = result.stdout
     assert shown.index("A real model") < shown.index("A head of your own") < shown.index("Next: ")
