@@ -113,7 +113,7 @@ class EngineConfig:
     head_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
-    # CPU threads of a step, all ranks together; null: one or torch's default, as measured
+    # CPU threads of a step, all ranks together, and of training; null: one or torch's default, as measured
     threads: int | None = number(None, low=1)
     graphs: str = choice("auto", "auto", "on", "off")  # CUDA graphs of decode steps; auto: on a GPU; no token changes
     tensor_parallel: int = number(1, low=1)  # ranks (GPUs, or processes on a CPU) that each hold a part of the target

@@ -7,17 +7,13 @@ reads is widened to fp32, which every machine multiplies well.
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 ROWS, INPUTS, OUTPUTS = 5, 64, 48  # of the layer that is tried
-REPEATS = 3
-TIMED = 256  # rows, inputs and outputs of a product that is timed: some milliseconds at most
 
 
 def prepack(weight: Tensor) -> Tensor:
@@ -46,41 +42,3 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return in which dtype a CPU multiplies rows of `dtype` without a kernel of ours: itself, or fp32 for 16 bits."""
     return dtype if dtype.itemsize > 2 or onednn_multiplies(dtype) else torch.float32
-
-
-@cache
-def autocasts(device: str, dtype: torch.dtype) -> bool:
-    """Return whether torch trains a linear layer under autocast to `dtype` on this kind of device."""
-    if not torch.amp.is_autocast_available(device):
-        return False
-    weight = torch.ones(8, 8, device=device, requires_grad=True)
-    try:
-        with torch.autocast(device, dtype), torch.enable_grad():
-            F.linear(torch.ones(2, 8, device=device), weight).sum().backward()
-    except RuntimeError:
-        return False
-    return weight.grad is not None and bool((weight.grad == 2).all())
-
-
-@cache
-def product_rate(dtype: torch.dtype) -> float:
-    """Return the multiply-adds a second of torch's plain product of `dtype` on this CPU, rough: a few milliseconds.
-
-    0 if it has none.
-    """
-    rows, weight = torch.ones(TIMED, TIMED, dtype=dtype), torch.ones(TIMED, TIMED, dtype=dtype)
-    try:
-        F.linear(rows, weight)
-    except RuntimeError:
-        return 0.0
-    times = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        F.linear(rows, weight)
-        times.append(time.perf_counter() - begin)
-    return TIMED**3 / max(min(times), 1e-9)
-
-
-def multiplies_faster(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Return whether torch's products of `dtype` are measurably faster here than those of `other`."""
-    return product_rate(dtype) > product_rate(other)

@@ -12,6 +12,9 @@ TORCH_CPU="torch==2.13.0"
 LM_EVAL="lm_eval==0.4.13"
 OLDEST_TRITON="$(sed -n 's/^ *"triton>=\([0-9.]*\),.*/\1/p' "$ROOT/pyproject.toml")" # 3.6
 
+# pip's advice (a newer pip, running as root, ignored locations) is no concern of a reader; -qq leaves errors.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_WARN_SCRIPT_LOCATION=1
+
 say() { printf 'headway: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
 
@@ -54,7 +57,7 @@ make_venv() {
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 pip_knows_cpu_torch() {
-    "$PYTHON" -m pip install -q --dry-run --no-deps --report - "$TORCH_CPU" 2>/dev/null | grep -q '"version": "[^"]*+cpu"'
+    "$PYTHON" -m pip install -qq --dry-run --no-deps --report - "$TORCH_CPU" 2>/dev/null | grep -q '"version": "[^"]*+cpu"'
 }
 
 # Installs torch before everything else, because a plain dependency on torch would install the CUDA build even without a
@@ -62,7 +65,7 @@ pip_knows_cpu_torch() {
 install_torch() {
     if [ -n "${HEADWAY_TORCH_INDEX:-}" ]; then
         say "installing torch from HEADWAY_TORCH_INDEX"
-        "$PYTHON" -m pip install -q "$TORCH_RANGE" --index-url "$HEADWAY_TORCH_INDEX"
+        "$PYTHON" -m pip install -qq "$TORCH_RANGE" --index-url "$HEADWAY_TORCH_INDEX"
         return
     fi
     if has_gpu || [ "$(uname -s)" != Linux ]; then
@@ -74,7 +77,7 @@ install_torch() {
         sleep 10
     fi
     say "installing $TORCH_CPU"
-    "$PYTHON" -m pip install -q --no-compile "$TORCH_CPU"
+    "$PYTHON" -m pip install -qq --no-compile "$TORCH_CPU"
 }
 
 setup_env() {
@@ -85,9 +88,9 @@ setup_env() {
     if grep -qsxF -e "$hash dev" -e "$hash $extras" "$stamp"; then return; fi
     has_torch "$PYTHON" || install_torch
     say "installing headway[$extras] into .venv (a few minutes the first time)"
-    "$PYTHON" -m pip install -q --no-compile -e "$ROOT[$extras]"
+    "$PYTHON" -m pip install -qq --no-compile -e "$ROOT[$extras]"
     # Tests run lm_eval's API clients; without --no-deps scipy, scikit-learn and more for its metrics would add 300 MB.
-    if [ "$extras" = dev ]; then "$PYTHON" -m pip install -q --no-deps "$LM_EVAL"; fi
+    if [ "$extras" = dev ]; then "$PYTHON" -m pip install -qq --no-deps "$LM_EVAL"; fi
     compile_packages
     printf '%s\n' "$hash $extras" >>"$stamp"
 }
@@ -131,7 +134,7 @@ ensure_oldest_triton() {
     if [ -d "$folder" ] || [ "$(uname -s)" != Linux ]; then return; fi
     say "installing triton $OLDEST_TRITON into $folder (190 MB)"
     rm -rf "$folder.new"
-    "$PYTHON" -m pip install -q --no-compile --no-deps --target "$folder.new" "triton==$OLDEST_TRITON"
+    "$PYTHON" -m pip install -qq --no-compile --no-deps --target "$folder.new" "triton==$OLDEST_TRITON"
     mv -T "$folder.new" "$folder"
 }
 

@@ -100,14 +100,12 @@ def summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def peak_flops(words: list[str]) -> float:
     """Return the FLOP/s of a matrix product in the dtype that the runs compute in."""
-    import torch
-
     from infer.options.devices import resolve_device
     from train.planning.plan import measure
+    from train.planning.precision import compute_dtype
 
     config = compose(words)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    return measure(resolve_device(config.model.device), dtype).flops
+    return measure(resolve_device(config.model.device), compute_dtype(config)).flops
 
 
 def line(name: str, result: dict[str, float]) -> str:

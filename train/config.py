@@ -255,14 +255,16 @@ class TrainConfig:
     stage: str = choice("all", "all", "regenerate")  # regenerate: only generate the target's responses
     # budget: whichever is reached first; at least one is required
     steps: int | None = number(None, low=1)
-    minutes: float | None = number(None, above=0)  # including regeneration and evaluation
+    # of the whole command: answers and features take half of it at most, and at least 20 updates are made
+    minutes: float | None = number(None, above=0)
     # one step
     batch_size: int = number(16, low=1)  # rows per forward
     sequence_length: int = 256  # longer sequences are truncated
     # false: a row is one sequence, padded to the longest of its batch | true: as many as fit into sequence_length
     packing: bool = False
     accumulate: int = number(1, low=1)  # forwards per optimiser step
-    precision: str = choice("fp32", "fp32", "bf16")
+    # of matrix products; parameters are fp32. auto: bf16 where it is faster, measured; a resumed run keeps its own
+    precision: str = choice("fp32", "auto", "fp32", "bf16")
     # intervals in steps
     log_every: int = number(1, low=1)
     eval_every: int = number(50, low=1)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
+from infer.engine.threads import cpu_threads
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.folder import open_data
@@ -40,15 +42,18 @@ from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.flops import head_flops
 from train.planning.plan import check_plan, describe_plan
+from train.planning.precision import choose_precision
 from train.planning.refusals import refuse
+from train.planning.time_limit import time_limit
 from train.preparation.prepare import prepare, start_engine
+from train.preparation.threads import work_threads
 from train.publishing.publish import publish_run
 from train.publishing.trackers import Trackers, make_trackers
+from train.publishing.verdict import verdict
 from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, memory_bytes
 from train.storage import run_folder
 
-TRIAL_STEPS = 3  # timed to convert minutes into steps
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
 SHOWN_ROWS = 16  # at most, in the message about a non-finite update
 
@@ -67,6 +72,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     if config.check:
         return check_plan(config, overrides)
     started = time.perf_counter()
+    precision = choose_precision(config)
+    config = dataclasses.replace(config, precision=precision.name)
     accelerator = make_accelerator(config)
     config = dataclasses.replace(config, run=broadcast(accelerator, run_folder.name_run(config).run))
     with StopRequest() as stop, ExitStack() as resources:
@@ -78,6 +85,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         try:
             if accelerator.is_main_process:
                 refuse(config, overrides)
+            if precision.reason:
+                log_main(accelerator, f"precision={precision.name}: {precision.reason}")
             return run.execute()
         except Interrupted:
             log_main(accelerator, f"stopped; resume with: {resume}")
@@ -99,6 +108,7 @@ class Run:
         self.folder = resolve_path(config.output_dir) / str(config.run)
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
+        self.threads = work_threads(config, accelerator.device, accelerator.num_processes)
         self.step = self.tokens = 0
         self.seconds = 0.0  # spent on updates, summed over all resumptions of the run
         self.skipped = self.skipped_in_a_row = 0  # updates skipped for a non-finite loss or gradient
@@ -115,7 +125,8 @@ class Run:
             for line in describe_plan(config):
                 log_main(accelerator, line)
         engine = start_engine(config, accelerator, self.resources)
-        data = open_data(config, engine, accelerator, self.folder / "data", self.stop)
+        limit = partial(time_limit, config, engine, self.started)
+        data = open_data(config, engine, accelerator, self.folder / "data", self.stop, limit)
         if config.stage == "regenerate":
             self._log("runs with the same data settings and output_dir will reuse these sequences")
             return {"run": config.run, "data": str(self.folder / "data"), "counts": data.counts}
@@ -142,16 +153,20 @@ class Run:
             self._catch_up()
             flops = head_flops(self.prepared.head, self.prepared.placement.plain.steps)
             while self.step < self.steps:
+                if self.threads.due:
+                    self.threads.look(self._trial)
                 self.clock.start()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak, self.warmup)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
-                result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
-                with self.clock.part("optimizer"):
-                    norm = self._update(result.loss, rate)
+                with cpu_threads(self.threads.count):
+                    result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
+                    with self.clock.part("optimizer"):
+                        norm = self._update(result.loss, rate)
                 self.step += 1
                 self.tokens += result.tokens
                 seconds = self.clock.elapsed
                 self.seconds += seconds
+                self.threads.record(result.tokens, seconds)
                 speed = result.tokens / seconds
                 if self.skipped_in_a_row:
                     self.trackers.log(self.step, {"train/skipped_steps": self.skipped, "train/lr": rate})
@@ -313,7 +328,8 @@ class Run:
         """Return τ in the engine, measured on the main process while others wait. Raises Interrupted on all of them."""
         self.prepared.placement.collect()
         taus: list[float] = []
-        self._on_main_process(lambda: taus.append(self._evaluate_alone()))
+        with cpu_threads(self.threads.count):  # the engine's steps have their own
+            self._on_main_process(lambda: taus.append(self._evaluate_alone()))
         return broadcast(self.accelerator, taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
@@ -350,6 +366,12 @@ class Run:
             pace = step_seconds + eval_seconds / config.eval_every
             left = 60 * config.minutes - (time.perf_counter() - self.started)
             fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
+            if fit < schedule.LEAST_UPDATES:
+                self._log(
+                    f"minutes={config.minutes:g}: on this machine there is time for {fit} updates; up to "
+                    f"{schedule.LEAST_UPDATES} are made, since a head is no use after fewer"
+                )
+                fit = schedule.LEAST_UPDATES
         decided = min(limit for limit in (config.steps, fit) if limit is not None)
         budget = schedule.Budget(broadcast(self.accelerator, decided), config.steps, config.minutes, fit, pace)
         budget = dataclasses.replace(budget, warmup=schedule.warmup_steps(budget.decided, config.optim))
@@ -395,22 +417,28 @@ class Run:
         return schedule.steps_in(60 * self.config.minutes, self._trial_seconds(), 0.0, self.config.eval_every)
 
     def _trial_seconds(self) -> float:
-        """Return the seconds of one step, measured without changing any state."""
-        times = []
-        for _ in range(1 + TRIAL_STEPS):
-            with stopping_together(self.accelerator):
-                self.stop.check()
-            start = time.perf_counter()
-            self._forward_backward(metrics=False, progress=1.0)
-            self.prepared.placement.drop()
-            times.append(time.perf_counter() - start)
-        return sorted(times[1:])[TRIAL_STEPS // 2]  # the first is warm-up
+        """Return the seconds of one step, with as many threads as are fastest."""
+        self._trial()  # warm-up
+        return self.threads.look(self._trial)
+
+    def _trial(self) -> None:
+        """Compute the gradients of the next step, without changing any state."""
+        with stopping_together(self.accelerator):
+            self.stop.check()
+        self._forward_backward(metrics=False, progress=1.0)
+        self.prepared.placement.drop()
 
     def _finish(self) -> dict[str, Any]:
         """Export and return the summary on the main process; the others have nothing left to do."""
         summary: dict[str, Any] = {"run": self.config.run}
         progress = {"steps": self.steps, "tokens": self.tokens, "seconds": self.seconds}
-        inputs = self.config, self.folder, self.prepared, self.trackers, progress, self.best, self._log
+        inputs = self.config, self.folder, self.prepared, self.trackers, progress, self.best, self._judge, self._log
         self.prepared.placement.collect()
-        self._on_main_process(lambda: summary.update(publish_run(*inputs)))
+        with cpu_threads(self.threads.count):
+            self._on_main_process(lambda: summary.update(publish_run(*inputs)))
         return {**summary, "seconds": round(time.perf_counter() - self.started, 1)}
+
+    def _judge(self, tau: float) -> str | None:
+        other = max(0.0, time.perf_counter() - self.started - self.seconds)
+        limit = self.config.minutes if self.config.steps != self.steps else None
+        return verdict(tau, self.steps, tokens=self.tokens, seconds=self.seconds, other_seconds=other, minutes=limit)

@@ -67,9 +67,16 @@ def extension(done: int, before: int, after: int, config: OptimConfig) -> Litera
     return "mark" if done > decay_start(after, config) else None
 
 
+# Fewer updates leave a head that drafts nothing on any data (the demo's eagle3 has τ 1.18 after so many), so that its
+# evaluation would mean nothing.
+LEAST_UPDATES = 20
+# What publishing takes, in evaluations: acceptance at temperature 0, responses at 1, and acceptance on these.
+PUBLISHING = 3
+
+
 def steps_in(seconds: float, step_seconds: float, eval_seconds: float, eval_every: int) -> int:
-    """Return the steps that fit, with an evaluation every `eval_every` steps and one at the end; at least one."""
-    left = seconds - eval_seconds
+    """Return the steps that fit, at least one, with an evaluation every `eval_every` steps and what ends a run."""
+    left = seconds - PUBLISHING * eval_seconds
     return max(1, int(left / (step_seconds + eval_seconds / eval_every)))
 
 

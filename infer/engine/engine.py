@@ -270,7 +270,7 @@ class Engine:
     def costs(self) -> CostTable | None:
         """Measured costs of steps and drafts; None if drafting is not adaptive, or if they are guesses (`profile`)."""
         planner = self.speculator.planner
-        return planner.costs.table if isinstance(planner, Controller) and not planner.costs.guessed else None
+        return planner.costs.measured if isinstance(planner, Controller) else None
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Change the default proposer and, if passed, the head and the draft config.

@@ -125,7 +125,7 @@ class EngineLoop:
         if rows := describe_costs(self.engine.costs):
             log.info("measured on this machine: %s", "; ".join(f"{name} {cost}" for name, cost in rows))
         else:
-            log.info("costs not measured: no drafts until trial steps have shown what drafts cost")
+            log.info("costs not measured: no drafts until trial steps have corrected a guess of what drafts cost")
 
     def _add(self, command: Add) -> ApiError | None:
         """Add a request to the engine. Returns the error if that fails, so that other requests are not affected."""

@@ -178,6 +178,3 @@ def test_attention_names_its_own_options() -> None:
 def test_probes_ask_the_machine() -> None:
     assert capabilities.product_dtype(torch.float32) is torch.float32
     assert capabilities.product_dtype(torch.float64) is torch.float64
-    assert capabilities.autocasts("cpu", torch.bfloat16)
-    assert not capabilities.autocasts("meta", torch.bfloat16)
-    assert capabilities.product_rate(torch.float32) > 0

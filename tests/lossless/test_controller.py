@@ -373,7 +373,7 @@ def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, 
         pytest.fail("drafts on trial have taught nothing")
     assert engine.stats.speculation.drafted > 0
     assert costs.plain(1) > timer.tick  # a guessed step takes one second
-    assert engine.costs is costs.table
+    assert engine.costs is None, "the table is still a guess, which corrections make useful"
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     assert_nothing_left(engine)
 

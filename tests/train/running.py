@@ -24,6 +24,7 @@ SETTINGS = [
     "eval_prompts=4", "eval_max_tokens=24", "tracker=none", "overwrite=true", "engine.max_tokens_in_cache=2048",
     # fixed here, so that these tests do not depend on the defaults
     "precision=fp32", "log_every=1", "accumulate=1", "objective.steps=5", "eval_draft_tokens=5", "optim.lr=0.001",
+    "engine.threads=1",  # a number of threads that adapts would change bits beside busy processes
 ]  # fmt: skip
 
 

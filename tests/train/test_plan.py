@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from infer.cli import compose
 from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
 from train.loop import train
-from train.planning import kernel_plan
 from train.planning import plan as module
+from train.planning import precision
 from train.planning.plan import make_plan, readable
 
 
@@ -24,7 +23,7 @@ def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
     return [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path / 'outputs'}", "head.draft_vocab_size=200",
         "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12", "sequence_length=40", "steps=30",
-        "eval_prompts=4", "engine.max_tokens_in_cache=2048", "check=true",
+        "eval_prompts=4", "engine.max_tokens_in_cache=2048", "check=true", "precision=fp32",
     ]  # fmt: skip
 
 
@@ -107,6 +106,41 @@ def test_a_sharded_target_is_planned_as_one_processs_share(
     assert "one of 4 processes, which share the target" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [
+        (module.Speed(5e10, 1e10, 0.98), "(at 50 GFLOP/s in fp32, estimated)"),
+        (module.Speed(2e9, 1e10, 0.98), "(at 2.00 GFLOP/s in fp32, estimated)"),
+        (
+            module.Speed(5e10, 1e10, 0.4),
+            "(at 50 GFLOP/s in fp32, estimated); this machine is busy: this process had 40% of its cores' time, so "
+            "idle it takes less",
+        ),
+        (
+            module.Speed(4e8, 1e10, 0.9),
+            "(at 0.40 GFLOP/s in fp32, estimated); this machine is busy: this process had 90% of its cores' time, so "
+            "idle it takes less",
+        ),
+    ],
+)
+def test_a_busy_machine_is_called_busy(
+    speed: module.Speed, text: str, settings: list[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(module, "measure", lambda device, dtype: speed)
+    check([*settings, "precision=fp32"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("time ")]
+    assert line.endswith(text)
+
+
+def test_the_plan_names_the_precision(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(precision, "faster_on_cpu", lambda: precision.Precision("fp32", "bf16 is slow"))
+    assert check([*settings, "precision=auto"])["precision"] == "fp32"
+    assert "time    precision=fp32: bf16 is slow" in capsys.readouterr().err.splitlines()
+
+
 def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every depth of a Medusa head has weights of its own; a recurrent head uses the same ones at every depth."""
     monkeypatch.setattr(module, "measure", lambda device, dtype: module.Speed(1e9, 1e9))
@@ -131,17 +165,3 @@ def test_what_computes_the_target_is_said(settings: list[str], capsys: pytest.Ca
     assert "dense float16: oneDNN in float32" in lines[0] or "dense float16: oneDNN, " in lines[0]
     assert "faster: model.dtype=" in lines[0]
     assert "attention float16: torch, in tiles" in lines[1]
-    assert "training multiplies " in lines[2]
-
-
-def test_the_faster_precision_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {torch.float32: 50e9, torch.bfloat16: 5e9}
-    monkeypatch.setattr(kernel_plan, "product_rate", rates.__getitem__)
-    monkeypatch.setattr(kernel_plan, "multiplies_faster", lambda dtype, other: rates[dtype] > rates[other])
-    assert kernel_plan.describe_precision("bf16").endswith("float32 at 100: precision=fp32 may be faster")
-    assert kernel_plan.describe_precision("fp32") == "training multiplies float32 at 100 GFLOP/s"
-
-
-def test_a_measurement_of_nothing_says_that_the_machine_is_busy() -> None:
-    assert "the machine is busy" in kernel_plan.describe_flops(3e8)
-    assert "busy" not in kernel_plan.describe_flops(3e10)

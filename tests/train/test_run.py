@@ -35,6 +35,7 @@ from train.distributed.strategies import Replicated
 from train.features.online import compute_features
 from train.loop import Run, train
 from train.publishing.trackers import read_metrics
+from train.schedule import LEAST_UPDATES
 from train.signals import Interrupted
 from train.storage import atomic
 from train.storage.run_folder import name_run, read_budget, resume_command, write_budget
@@ -45,7 +46,10 @@ def test_what_a_run_leaves_behind(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]")
-    assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds"}
+    assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds", "note"}
+    assert result["note"].startswith(
+        f"τ {result['acceptance_length']['engine']:.2f} after 30 updates means nothing yet: "
+    )
     assert (result["run"], result["export"]) == ("one", str(tmp_path / "heads" / "demo" / "eagle3"))
     assert result["acceptance_length"]["simulated"] == result["acceptance_length"]["engine"] >= 1.0
     assert result["gap"] == 0.0
@@ -293,16 +297,18 @@ def test_graphs_are_captured_for_the_first_evaluation_only(
     assert counts[0] > 0
 
 
-def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:
+def test_minutes_become_steps_once(settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(settings, "run=one", "minutes=0.5", "steps=3", "accumulate=2", "batch_size=3")
     assert decided(tmp_path / "one") == 3
     run(settings, "run=short", "minutes=0.001", "steps=null")
-    assert decided(tmp_path / "short") == 1
+    assert decided(tmp_path / "short") == LEAST_UPDATES
+    assert f"there is time for 1 updates; up to {LEAST_UPDATES} are made" in capsys.readouterr().err
     budget = read_budget(tmp_path / "short")
     assert budget is not None
-    write_budget(tmp_path / "short", replace(budget, decided=2))  # as if it had been measured then
+    more = LEAST_UPDATES + 2
+    write_budget(tmp_path / "short", replace(budget, decided=more))  # as if it had been measured then
     run(settings, "run=short", "minutes=0.001", "steps=null")
-    assert max(row["step"] for row in read_metrics(tmp_path / "short")) == 2
+    assert max(row["step"] for row in read_metrics(tmp_path / "short")) == more
 
 
 def decided(folder: Path) -> int:

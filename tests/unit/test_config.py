@@ -206,7 +206,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("train", ["steps=null", "minutes=null"], "steps=null and minutes=null: the run would not end"),
         ("train", ["run=../x"], "run=../x: becomes a folder name"),
         ("train", ["run=heads"], "run=heads: outputs/heads holds the exported heads"),
-        ("train", ["precision=fp16"], "precision=fp16: must be one of fp32, bf16"),
+        ("train", ["precision=fp16"], "precision=fp16: must be one of auto, fp32, bf16"),
         ("train", ["head.fc_norm=true", "head.norm_before_fc=true"], "head.fc_norm=true: excludes head.norm_before_fc"),
         ("train", ["head.aux_layers=[2,2]"], "head.aux_layers=[2, 2]: must be distinct layer ids"),
         ("train", ["objective.step_weight=0"], "objective.step_weight=0.0: must be above 0"),
@@ -319,7 +319,7 @@ def test_the_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
     result = run_command("train", "precision=fp16", cwd=tmp_path, HYDRA_FULL_ERROR="1")
     assert result.returncode == 2
     assert "Traceback" in result.stderr
-    assert result.stderr.endswith("error: precision=fp16: must be one of fp32, bf16\n")
+    assert result.stderr.endswith("error: precision=fp16: must be one of auto, fp32, bf16\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

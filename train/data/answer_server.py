@@ -17,7 +17,7 @@ import httpx
 from infer.request import SamplingParams
 from infer.server.address import key_of_environment
 from train.config import DataConfig
-from train.data.regenerate import Finished, Job
+from train.data.regenerate import Enough, Finished, Job
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
 LONGEST_PAUSE = 30.0
@@ -55,7 +55,7 @@ class ServerGenerator:
     def close(self) -> None:
         self._client.close()
 
-    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None:
+    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None:
         """Generate the responses of all jobs, `data.concurrency` conversations at a time.
 
         Raises ValueError if max(8, `data.concurrency`) conversations in a row fail, or if a response is invalid.
@@ -70,6 +70,8 @@ class ServerGenerator:
                 if not running:
                     return
                 check()
+                if enough(0, 0.0):
+                    return
                 for future in wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
                     job = running.pop(future)
                     try:

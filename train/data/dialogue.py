@@ -79,6 +79,12 @@ class Dialogue:
         self._learn(ids)
         self._history.append({"role": "assistant", "content": text})
 
+    def stop(self, ids: Sequence[int], reason: str) -> None:
+        """Append a part of the target's response to the last prompt and end the conversation there."""
+        self._learn(ids)
+        self.cut = f"cut within an answer of {len(ids)} tokens: {reason}"
+        self._left.clear()
+
     def take_provided(self) -> None:
         """Append the data's response to the last prompt, tokenised after the prompt's tokens, as in serving."""
         message = self._left.pop(0)

@@ -12,7 +12,7 @@ equals source.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from accelerate import Accelerator
 
 from infer.engine import Engine
 from infer.request import SamplingParams
-from train.config import TrainConfig
+from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data.dialogue import provided_rows
 from train.data.examples import Example
 from train.data.prompts import Prompts, first_of, longest_prompt, read_prompts
@@ -31,15 +31,18 @@ from train.data.regenerate import (
     Outcome,
     collect,
     collect_parts,
+    read_parts,
     regenerate,
     sampling_params,
 )
 from train.data.sequences import Sequences
-from train.distributed.parallel import any_process, gather, log_main, stopping_together
+from train.distributed.parallel import any_process, broadcast, gather, log_main, stopping_together
+from train.planning.time_limit import TimeLimit, spread
 from train.signals import StopRequest
 from train.storage import atomic
 from train.storage.reuse import (
     INGREDIENTS,
+    LIMITED,
     RECIPE,
     copy_twin,
     find_twin,
@@ -60,15 +63,22 @@ class Data(NamedTuple):
     counts: Mapping[str, Any]  # numbers of rows and conversations
 
 
-def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Data:
-    """Return the run's data, generated first if needed.
+def open_data(
+    config: TrainConfig,
+    engine: Engine,
+    accelerator: Accelerator,
+    folder: Path,
+    stop: StopRequest,
+    limit: Callable[[], TimeLimit | None] = lambda: None,
+) -> Data:
+    """Return the run's data, generated first if needed, as many as the `limit`, measured then, has time for.
 
     When a stop is requested, raises Interrupted on every process; finished conversations are kept.
     """
     # stage=regenerate retries conversations that failed before
     retry_failed = config.stage == "regenerate" and (folder / FAILED).is_file()
     if retry_failed or not (folder / TRAIN).is_file():
-        Making(config, engine, accelerator, folder, stop).make(retry_failed)
+        Making(config, engine, accelerator, folder, stop, limit()).make(retry_failed)
     record = read_record(folder / SOURCE)
     assert engine.tokenizer is not None
     parts = ingredients(config, engine.target, engine.tokenizer, record["source"])
@@ -80,8 +90,15 @@ def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, fol
 
 class Making:
     def __init__(
-        self, config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest
+        self,
+        config: TrainConfig,
+        engine: Engine,
+        accelerator: Accelerator,
+        folder: Path,
+        stop: StopRequest,
+        limit: TimeLimit | None,
     ) -> None:
+        self.limit = limit
         self.config, self.engine, self.accelerator = config, engine, accelerator
         self.folder, self.stop = folder, stop
         assert engine.tokenizer is not None
@@ -120,10 +137,12 @@ class Making:
         log_main(accelerator, f"{generator} continues {work}")
         held_out = self._answer(EngineGenerator(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
-            provided = {key: self._provided(example) for key, example in prompts.train.items()}
-            train = collect(prompts.train, provided, {})
+            keys = list(prompts.train)
+            if self.limit is not None:
+                keys = spread(keys, broadcast(accelerator, self.limit.affordable(len(keys))))
+            train = collect(keys, {key: self._provided(prompts.train[key]) for key in keys}, {})
         else:
-            train = self._answer(answerer, prompts.train, sampled, TRAIN)
+            train = self._answer(answerer, prompts.train, sampled, TRAIN, self.limit)
         if accelerator.is_main_process:
             assert train is not None
             assert held_out is not None
@@ -140,7 +159,14 @@ class Making:
 
         return ServerGenerator(self.config.data, self.engine.target.config.vocab_size)
 
-    def _answer(self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str) -> Outcome | None:
+    def _answer(
+        self,
+        answerer: Answerer,
+        examples: Mapping[int, Example],
+        params: Any,
+        name: str,
+        limit: TimeLimit | None = None,
+    ) -> Outcome | None:
         """Generate responses, each process its share. Returns the outcome of all on the main process, else None."""
         accelerator, parts = self.accelerator, self.folder / Path(name).stem
         rank, world = accelerator.process_index, accelerator.num_processes
@@ -155,11 +181,16 @@ class Making:
                 longest_prompt=self.longest,
                 share=(rank, world),
                 check=self.stop.check,
+                limit=limit,
                 show=accelerator.is_main_process,
             )
         for others in gather(accelerator, list(failed.items())):
             failed |= dict(others)
-        return collect_parts(parts, examples, failed) if accelerator.is_main_process else None
+        ended_early = any_process(accelerator, limit is not None and limit.reached)
+        if not accelerator.is_main_process:
+            return None
+        kept = read_parts(parts).keys() | failed.keys() if ended_early else examples.keys()
+        return collect_parts(parts, [key for key in examples if key in kept], failed)
 
     def _write(self, prompts: Prompts, parts: Mapping[str, Any], train_result: Outcome, eval_result: Outcome) -> None:
         """Write both splits, counts and failures: `train_result` of training prompts, `eval_result` of held-out ones.
@@ -168,11 +199,13 @@ class Making:
         """
         train, failed, held_out = train_result.sequences, train_result.failed, eval_result.sequences
         shortened = list(train_result.shortened.values())
+        asked, made = len(prompts.train), train_result.counts["conversations"]
         counts = {
             "rows": prompts.reading.summary(),
             "answers": train_result.counts,
             "held_out": eval_result.counts,
             "shortened": len(prompts.reading.shortened) + len(shortened),
+            "no_time": asked - made,
         }
         named = {
             "left out": prompts.reading.complaints,
@@ -189,6 +222,12 @@ class Making:
             raise ValueError(
                 f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
                 "two tokens or more; raise data.max_new_tokens and eval_max_tokens, or look at the prompts"
+            )
+        if made < asked:
+            log_main(
+                self.accelerator,
+                f"minutes={self.config.minutes:g}: on this machine there was time for {made} of {asked} conversations; "
+                "answers and features take at most half of it",
             )
         tokens, learnt = int(train.offsets[-1]), int(train.assistant.sum())
         log_main(
@@ -210,17 +249,39 @@ class Making:
     def _record(self, parts: Mapping[str, Any], counts: Mapping[str, Any], named: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {"source": parts["source"], RECIPE: recipe(parts), INGREDIENTS: parts, "counts": counts, NAMED: named}
+        if counts.get("no_time"):
+            record[LIMITED] = {"minutes": self.config.minutes}
         atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
 
     def _copy_from_twin(self, recipe_hash: str) -> bool:
         """Copy the sequences of a sibling run with the same recipe, if there is one. Returns whether it did."""
         files, accelerator = (SOURCE, HELD_OUT, TRAIN), self.accelerator
-        twin = find_twin(self.folder.parents[1], recipe_hash, SOURCE, files)
+        minutes = None if self.limit is None else self.config.minutes
+        twin = find_twin(self.folder.parents[1], recipe_hash, SOURCE, files, minutes)
         if any_process(accelerator, twin is None):
             return False
         assert twin is not None
         log_main(accelerator, f"reusing the sequences of {twin}")
         if accelerator.is_main_process:
             copy_twin(twin, self.folder, files)
+            self._shorten_copy()
         accelerator.wait_for_everyone()
         return True
+
+    def _shorten_copy(self) -> None:
+        """Leave out sequences of another run for whose features there is no time; a store may have them already."""
+        if self.limit is None or isinstance(self.config.features, OfflineFeaturesConfig):
+            return
+        sequences = Sequences.load(self.folder / TRAIN)
+        count = self.limit.affordable(len(sequences))
+        if count == len(sequences):
+            return
+        log_main(
+            self.accelerator,
+            f"minutes={self.config.minutes:g}: on this machine there is time for the features of {count} of its "
+            f"{len(sequences)} sequences",
+        )
+        record = json.loads((self.folder / SOURCE).read_text(encoding="utf-8"))
+        record[LIMITED] = {"minutes": self.config.minutes}
+        atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
+        sequences.select(spread(range(len(sequences)), count)).save(self.folder / TRAIN)

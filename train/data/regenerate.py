@@ -8,6 +8,7 @@ Headway's engine here, or an OpenAI-compatible server (train/data/answer_server.
 from __future__ import annotations
 
 import json
+import random
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,7 @@ from train.config import DataConfig
 from train.data.dialogue import Dialogue, Row
 from train.data.examples import Example
 from train.data.sequences import Sequences
+from train.planning.time_limit import TimeLimit
 from train.storage import atomic
 
 
@@ -40,15 +42,20 @@ class Conversation(NamedTuple):
 
 
 Finished = Callable[[Job, str | None], None]  # with the error message, None on success
+Enough = Callable[[int, float], bool]
+PART = 16  # tokens of an answer that are worth to be trained on if there is no time for more
+OUT_OF_TIME = "half of minutes= was over"
 
 
 class Answerer(Protocol):
     """Contract: takes jobs from the iterator, completes all turns of each and reports it once, in any order.
 
-    `check` is called often and may raise to stop; unreported jobs are then dropped.
+    `check` is called often and may raise to stop; unreported jobs are then dropped. `enough(n, x)` is called often too,
+    where n jobs in flight have a part of an answer, x whole ones in all: once it is true, these may be reported with
+    that, and no others.
     """
 
-    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None: ...
+    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None: ...
 
 
 class Outcome(NamedTuple):
@@ -79,18 +86,22 @@ def regenerate(
     longest_prompt: int,
     share: tuple[int, int] = (0, 1),
     check: Callable[[], None] = lambda: None,
+    limit: TimeLimit | None = None,
     show: bool = False,
 ) -> dict[int, str]:
     """Generate the conversations of this process's share that no part in `folder` holds yet, and write parts.
 
     `examples` is by key, `share` is (rank, world size), and `params(n)` is for the n-th example. Finished conversations
-    are kept if `check` raises. Returns the reasons of those that failed, by key.
+    are kept if `check` raises. With `limit`, conversations for which there is no time are left out, some are cut short,
+    and the order is random. Returns the reasons of those that failed, by key.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = share
     assigned = list(enumerate(examples.items()))[rank::world]
     done = read_parts(folder)
     missing = [(number, key, example) for number, (key, example) in assigned if key not in done]
+    if limit is not None:
+        random.Random(0).shuffle(missing)  # what is left out may be of any kind
     failed: dict[int, str] = {}
 
     def jobs() -> Iterator[Job]:
@@ -100,6 +111,7 @@ def regenerate(
     # a new file, since a kill may have cut off the last line of an earlier one
     path = folder / f"part-{secrets.token_hex(8)}.jsonl"
     total, already = len(assigned), len(assigned) - len(missing)
+    answered, partly = 0, 0.0  # by this call: conversations, and their equivalent in parts of answers
     with (
         atomic.refuse_full_disk(path),
         path.open("w", encoding="utf-8") as part,
@@ -107,16 +119,29 @@ def regenerate(
     ):
 
         def finish(job: Job, error: str | None) -> None:
+            nonlocal answered
             place, cut = job.dialogue.example.place, job.dialogue.cut
             prefix = f"{place}: " if place else ""
             if error is None:
                 write_line(part, job.key, Conversation(job.dialogue.rows, cut and prefix + cut))
             else:
                 failed[job.key] = prefix + error
-                bar.set_postfix(failed=len(failed), refresh=False)
+            answered += 1
+            show_progress()
             bar.update()
 
-        answerer.answer(jobs(), finish, check)
+        def show_progress() -> None:
+            possible = total if limit is None else already + limit.about(answered + partly)
+            parts = [f"failed={len(failed)}"] if failed else []
+            parts += [f"time for about {possible} of {total}"] if possible < total else []
+            bar.set_postfix_str(", ".join(parts), refresh=False)
+
+        def enough(begun: int, equivalent: float) -> bool:
+            nonlocal partly
+            partly = equivalent
+            return limit is not None and limit.over(already + answered + begun)
+
+        answerer.answer(jobs(), finish, check, enough)
     return failed
 
 
@@ -126,7 +151,7 @@ class EngineGenerator:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None:
+    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None:
         engine, running = self._engine, dict[str, Job]()
         responses: dict[str, list[int]] = {}
 
@@ -149,6 +174,12 @@ class EngineGenerator:
                 if not running:
                     return
                 check()
+                begun = [name for name in running if len(responses[name]) >= PART]
+                if enough(len(begun), sum(len(responses[name]) / running[name].params.max_tokens for name in begun)):
+                    for name in begun:
+                        running[name].dialogue.stop(responses[name], OUT_OF_TIME)
+                        finished(running[name], None)
+                    return
                 for output in engine.step():
                     responses[output.request_id] += output.token_ids
                     if output.finish_reason is not None:

@@ -113,6 +113,15 @@ class Sequences:
         for start in range(0, len(packs), size):
             yield self.packed(packs[start : start + size])
 
+    def select(self, rows: Sequence[int]) -> Sequences:
+        """Return these rows, at least one."""
+        chosen = [self.row(index) for index in rows]
+        return Sequences(
+            torch.cat([ids for ids, _ in chosen]),
+            torch.cat([assistant for _, assistant in chosen]),
+            torch.tensor([0, *(ids.numel() for ids, _ in chosen)]).cumsum(0),
+        )
+
     def cut(self, length: int) -> Sequences:
         """Return the rows truncated to `length` tokens, without those that then have no served slot."""
         rows = []

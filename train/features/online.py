@@ -7,6 +7,7 @@ losses; DESIGN section 2 defines what a feature is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from models.targets.llama import LlamaTarget
 from train.config import FeaturesConfig, OnlineFeaturesConfig
 from train.data.sequences import Batch, Sequences
 from train.objectives import alignment
+from train.preparation.threads import WorkThreads
 from train.signals import Interrupted
 from train.storage import atomic
 
@@ -82,6 +84,7 @@ class CachedFeatures:
         show: bool,
         check: Callable[[], None] = lambda: None,
         kept: Path | None = None,
+        threads: WorkThreads | None = None,
     ) -> None:
         """Compute all features. With `room`, sequences are packed into rows of up to that many tokens.
 
@@ -94,13 +97,14 @@ class CachedFeatures:
         self._aux, self._hidden = [layers.index(layer) for layer in aux_layers], layers.index(LAST)
         dtype = target.norm.weight.dtype
         self._store = torch.empty(len(layers), total, target.config.hidden_size, dtype=dtype, device=self._device)
+        threads = threads or WorkThreads(torch.get_num_threads(), adaptive=False)
         batches = list(sequences.batches(range(len(sequences)), batch_size, room))
         done = self._load_saved(kept) if kept else 0
         with tqdm(total=len(batches), initial=done, desc="features", unit="batch", disable=not show) as bar:
             try:
                 for batch in batches[done:]:
                     check()
-                    self._compute(target, batch, layers)
+                    threads.timed(batch.ids.numel(), partial(self._compute, target, batch, layers))
                     done += 1
                     bar.update()
             except Interrupted:

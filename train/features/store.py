@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from models.tokenizer import Tokenizer
 from train.data.sequences import Batch, Sequences
 from train.features.layout import Layout
 from train.features.online import Features, compute_features
+from train.preparation.threads import WorkThreads
 from train.publishing.provenance import code_state
 from train.storage import atomic
 from train.storage.reuse import text_hash, tokenizer_record
@@ -213,27 +214,33 @@ class FeatureStore:
         *,
         room: int | None = None,
         show: bool,
+        threads: WorkThreads | None = None,
     ) -> None:
         """Compute this process's share of the missing shards; shards finished before `check` raises are kept.
 
         With `room`, sequences are packed into rows of up to that many tokens.
         """
+        threads = threads or WorkThreads(torch.get_num_threads(), adaptive=False)
         rank, world = share
         missing = set(self.missing)
         todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others write too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
-                atomic.write_tensors(self.folder / shard.file, self._compute(shard, batch_size, room, check))
+                tensors = self._compute(shard, batch_size, room, check, threads)
+                atomic.write_tensors(self.folder / shard.file, tensors)
                 bar.update()
 
-    def _compute(self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None]) -> dict[str, Tensor]:
+    def _compute(
+        self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None], threads: WorkThreads
+    ) -> dict[str, Tensor]:
         layout, offsets = self._layout, self._sequences.offsets
         offsets = offsets - offsets[shard.first]  # in the shard
         size = int(offsets[shard.last])
         out: dict[str, Tensor] = {}
         for batch in self._sequences.batches(range(shard.first, shard.last), batch_size, room):
             check()
-            features = compute_features(self._target, batch.to(self._device), layout.layers)
+            work = partial(compute_features, self._target, batch.to(self._device), layout.layers)
+            features = threads.timed(batch.ids.numel(), work)
             states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
             for place, stored in batch.spans(offsets):
                 for name, value in layout.encode(states[place], self._target, features.hidden[place]).items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +27,16 @@ from models.tokenizer import Tokenizer
 from train.config import OfflineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data.prompts import longest_prompt, read_prompts
 from train.features.layout import Layout
-from train.planning.kernel_plan import describe_flops, kernel_lines
+from train.planning.kernel_plan import kernel_lines
 from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
+from train.planning.precision import choose_precision, compute_dtype
 from train.planning.refusals import refusals
 from train.planning.shapes import processes, shapes
 from train.storage.atomic import free_disk
 from train.storage.run_folder import check_run, other_export, refuse_other_export
 
+BUSY = 0.7  # share of the cores' time below which other processes compute too
+SLOWEST = 1e9  # FLOP/s; a single core of any processor in use reaches more in the dtype that is faster on it
 SAVED_BYTES = 12  # per trained parameter in a checkpoint: value and two moments
 
 
@@ -48,8 +52,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Speed:
-    flops: float  # per second, in the target's dtype
+    flops: float  # per second
     bytes: float
+    share: float = 1.0  # of the time of the cores in use that this process had; the rest went to others
 
 
 def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -181,7 +186,9 @@ def plan_disk(
 
 
 def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, responses: int) -> None:
-    speed = measure(resolve_device(config.model.device), target.norm.weight.dtype)
+    device, precision = resolve_device(config.model.device), choose_precision(config)
+    # On a CPU without bf16 the kernels of a bf16 target compute in fp32 as well.
+    speed = measure(device, target.norm.weight.dtype if device.type == "cuda" else compute_dtype(config))
     weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
     item = target.norm.weight.element_size()
     estimates = {}
@@ -200,8 +207,19 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
             estimates["all steps"] = step * config.steps
     text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
-    plan.add("time", f"{text or 'nothing to compute here'}{limit} ({describe_flops(speed.flops)})")
+    rate = f"{speed.flops / 1e9:.{0 if speed.flops > 1e10 else 2}f} GFLOP/s in {precision.name}"
+    plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {rate}, estimated){busy(speed)}")
+    if precision.reason:
+        plan.add("time", f"precision={precision.name}: {precision.reason}")
+    plan.numbers["precision"] = precision.name
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
+
+
+def busy(speed: Speed) -> str:
+    """Return a remark if other processes slowed the measurement, so that an idle machine would take less time."""
+    if speed.share >= BUSY and speed.flops >= SLOWEST:
+        return ""
+    return f"; this machine is busy: this process had {speed.share:.0%} of its cores' time, so idle it takes less"
 
 
 def uses_of_weights(config: TrainConfig, head: Head) -> float:
@@ -230,11 +248,15 @@ def measure(device: torch.device, dtype: torch.dtype) -> Speed:
         "w": torch.ones(side, side, dtype=dtype, device=device),
         "block": torch.zeros(size, dtype=torch.uint8, device=device),
     }
+    threads, began, used = torch.get_num_threads(), time.perf_counter(), time.process_time()
     product, copy = (
-        Timer(statement, globals=tensors, num_threads=torch.get_num_threads()).blocked_autorange().median
-        for statement in ("x @ w", "block.clone()")
+        Timer(statement, globals=tensors, num_threads=threads).blocked_autorange().median
+        for statement in ("x @ w.t()", "block.clone()")
     )
-    return Speed(2.0 * rows * side * side / product, 2.0 * size / copy)
+    share = 1.0
+    if device.type == "cpu":
+        share = min(1.0, (time.process_time() - used) / (threads * (time.perf_counter() - began)))
+    return Speed(2.0 * rows * side * side / product, 2.0 * size / copy, share)
 
 
 def readable(seconds: float) -> str:

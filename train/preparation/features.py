@@ -22,6 +22,7 @@ from train.features.store import (
     store_name,
     wider_layout,
 )
+from train.preparation.threads import work_threads
 from train.publishing.trackers import warn
 from train.signals import StopRequest
 
@@ -37,7 +38,7 @@ def open_features(
     """Open the feature source. Raises Interrupted on every process if a stop is requested meanwhile."""
     settings, target, show = config.features, engine.target, accelerator.is_main_process
     assert engine.tokenizer is not None
-    weights = config.engine.weight_format
+    weights, threads = config.engine.weight_format, work_threads(config, accelerator.device, accelerator.num_processes)
     place = resolve_path(config.output_dir) / "features" / config.model.name
     if isinstance(settings, OnlineFeaturesConfig):
         if not fits_cache(settings, target, aux_layers, int(sequences.offsets[-1])):
@@ -54,6 +55,7 @@ def open_features(
                 show=show,
                 check=stop.check,
                 kept=place / f"interrupted-{store_name(record | of_batches)}.safetensors",
+                threads=threads,
             )
     assert isinstance(settings, OfflineFeaturesConfig)
     layout = Layout.of(target, aux_layers, settings)
@@ -78,5 +80,5 @@ def open_features(
     accelerator.wait_for_everyone()
     with stopping_together(accelerator, target.join_gathers):
         share = (accelerator.process_index, accelerator.num_processes)
-        store.fill(config.batch_size, share, stop.check, room=config.room, show=show)
+        store.fill(config.batch_size, share, stop.check, room=config.room, show=show, threads=threads)
     return store

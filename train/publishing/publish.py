@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infer.options.command_words import head_words, model_overrides, python_command
 from train import checkpoint
 from train.config import TrainConfig
 from train.evaluation import acceptance_metrics
 from train.planning.plan import measure
+from train.planning.precision import compute_dtype
 from train.preparation.prepare import Prepared
 from train.publishing.export import Measured, export_head
 from train.publishing.plots import draw_plots
@@ -31,11 +30,13 @@ def publish_run(
     tracker: Tracker,
     progress: Mapping[str, Any],
     best: float,
+    judge: Callable[[float], str | None],
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Export the head and write plots and report; return the summary. For one process.
 
-    `progress`: steps, tokens and seconds of the run; `best`: its highest acceptance length in the engine.
+    `progress`: steps, tokens and seconds of the run; `best`: its highest acceptance length in the engine. `judge`
+    returns a line for an acceptance length that means nothing.
     """
     record = record_of(config, prepared, progress)
     target, head_folder, measured = export(prepared, record)
@@ -60,10 +61,14 @@ def publish_run(
     lengths = measured.greedy.summary()
     positions = " ".join(f"{share:.2f}" for share in measured.greedy.engine.acceptance_by_position)
     log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
+    note = judge(lengths["engine"])
+    if note is not None:
+        log(note)
     log(f"exported to {head_folder}; report in {report}")
     arguments = [*model_overrides(target.config.model), *head_words(config.head, config.output_dir)]
     log(f"serve it: {python_command('infer/serve.py', *arguments)}")
-    return {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
+    summary = {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
+    return summary if note is None else {**summary, "note": note}
 
 
 def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +84,7 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         data_source=prepared.data_source,
         data_hash=prepared.data_hash,
         data_counts=prepared.data_counts,
-        peak_flops=measure(
-            placement.accelerator.device, torch.bfloat16 if config.precision == "bf16" else torch.float32
-        ).flops,
+        peak_flops=measure(placement.accelerator.device, compute_dtype(config)).flops,
     )
 
 

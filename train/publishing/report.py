@@ -104,8 +104,8 @@ def data_lines(counts: Mapping[str, Any]) -> str:
         f"{rows['read']} rows were read: {rows['train']} to train on, {rows['held_out']} held out; left out: "
         f"{dropped}. Of {responses['conversations']} conversations {responses['done']} were answered, "
         f"{responses.get('skipped', 0)} held nothing to learn from, {responses['failed']} failed, "
-        f"{counts.get('shortened', 0)} were shortened. They made "
-        f"{learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
+        f"{counts.get('shortened', 0)} were shortened; there was no time for {counts.get('no_time', 0)} more. They "
+        f"made {learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
         f"{learnt['left_out']} more were left out, because sequence_length leaves nothing to learn in them."
     )
 

@@ -21,6 +21,7 @@ from train.config import TrainConfig
 from train.storage import atomic
 
 SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # keys of a record
+LIMITED = "limited"  # key of a record: by how many minutes, and how many of the conversations were left out for that
 WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # keys of data that do not change what is generated
 
 
@@ -83,16 +84,20 @@ def read_record(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read ({error!r}); begin anew with another run=<name>") from error
 
 
-def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str]) -> Path | None:
-    """Return a data folder `runs/*/data` that has all of `files` and whose JSON file `record` names recipe `wanted`."""
+def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str], minutes: float | None = None) -> Path | None:
+    """Return a data folder `runs/*/data` that has all of `files` and whose JSON file `record` names recipe `wanted`.
+
+    One that was limited by minutes is a twin of runs that have no more of them.
+    """
     for path in sorted(runs.glob(f"*/data/{record}")):
         if not all((path.parent / name).is_file() for name in files):
             continue
         try:
-            stored = json.loads(path.read_text(encoding="utf-8")).get(RECIPE)
-        except (OSError, ValueError):
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            limited = (stored.get(LIMITED) or {}).get("minutes")
+        except (OSError, ValueError, AttributeError):
             continue  # a damaged record of another run is no error of this one
-        if stored == wanted:
+        if stored.get(RECIPE) == wanted and (limited is None or (minutes is not None and minutes <= limited)):
             return path.parent
     return None
 

@@ -62,14 +62,22 @@ def name_run(config: TrainConfig) -> TrainConfig:
     return replace(config, run=free)
 
 
+def stored_config(config: TrainConfig) -> TrainConfig | None:
+    """Return the configuration with which the run was begun or last resumed; None if it does not exist."""
+    if config.run is None:
+        return None
+    file = resolve_path(config.output_dir) / config.run / CONFIG
+    schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
+    return load_config(file, TrainConfig, schemas) if file.is_file() else None
+
+
 def check_run(config: TrainConfig) -> bool:
     """Return whether the run exists and can be resumed. Raises ValueError naming the keys that differ from it."""
     if config.run is None:
         return False
-    folder = resolve_path(config.output_dir) / config.run
-    if (folder / CONFIG).is_file():
-        schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
-        refuse_differences(config, load_config(folder / CONFIG, TrainConfig, schemas), folder)
+    folder, stored = resolve_path(config.output_dir) / config.run, stored_config(config)
+    if stored is not None:
+        refuse_differences(config, stored, folder)
         return True
     if folder.is_dir() and any(folder.glob("[!.]*")):  # a dot: of a run that was killed before it wrote anything
         raise ValueError(f"run={config.run}: {folder} holds something else than a training run; choose another name")
@@ -130,6 +138,8 @@ def open_run(config: TrainConfig) -> Iterator[None]:
 
 
 def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None:
+    if new.precision == "auto":  # keeps the run's own
+        new = replace(new, precision=old.precision)
     new_values, old_values = flatten(asdict(new)), flatten(asdict(old))
     different = [
         f"{key}={new_values.get(key, ABSENT)} (the run has {old_values.get(key, ABSENT)})"

@@ -126,12 +126,12 @@ class CostModel:
 
     There is one for plain steps, one for verifies and one for each drafter, by batch size up to the next power of two.
     Whatever slows plain steps slows the others: where none was learnt yet, theirs applies, and while they go on, what
-    changes theirs changes all. `guess`: nothing was measured, so that nothing should be planned before corrections are
+    changes theirs changes all. `guess`: nothing was `measured`, so nothing should be planned before corrections are
     the mean of enough speculative steps. Steps that have not `settled` only show what is cheaper than expected.
     """
 
     def __init__(self, table: CostTable, *, guess: bool = False) -> None:
-        self.table = table
+        self.table, self.measured = table, None if guess else table
         self._step, self._draft = cache(table.step), cache(table.draft)  # a plan looks up some hundred
         self._guess, self._trials_left = guess, round(1 / LEARNS) if guess else 0
         self._corrections: dict[tuple[str, int], dict[int, Correction]] = {}  # by number of rows
