@@ -16,8 +16,6 @@ from torch import Tensor
 
 from scripts.peer_folders import built, llama_cpp
 
-KEPT_TYPES = {"f16": 1, "f32": 0}  # of keys and values: ggml's numbers
-
 
 def declarations(peers: Path) -> ModuleType:
     """Return llama-cpp-python's module of declarations, bound to the build. Raises ValueError if that is not there."""
@@ -30,9 +28,9 @@ def declarations(peers: Path) -> ModuleType:
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp on the CPU, for up to `window` tokens at a time; `kept`: the type of keys and values."""
+    """A GGUF file in llama.cpp on the CPU, for up to `window` tokens at a time; its keys and values are in fp16."""
 
-    def __init__(self, peers: Path, file: Path, window: int, kept: str, threads: int) -> None:
+    def __init__(self, peers: Path, file: Path, window: int, threads: int) -> None:
         self._library: Any = declarations(peers)
         self._silent = self._library.llama_log_callback(lambda level, text, data: None)
         self._library.llama_log_set(self._silent, None)
@@ -46,7 +44,6 @@ class LlamaCpp:
         options = self._library.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = window
         options.n_threads = options.n_threads_batch = threads
-        options.type_k = options.type_v = KEPT_TYPES[kept]
         self._context = self._library.llama_init_from_model(self._model, options)
         self._batch = self._library.llama_batch_init(window, 0, 1)
 

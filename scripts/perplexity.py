@@ -5,11 +5,10 @@
     python scripts/perplexity.py model.gguf code.txt --ways native,int4,int8:int8 --dtype bfloat16
 
 A way is `weights[:activations[:dtype]]`, values of `engine.weights`, `engine.activations` and `model.dtype`, or
-`llama.cpp[:f32]`, which reads the same GGUF file, with keys and values in that type (f16 without). The reference is the
-first: `widened:same:float32` is what the file's weights mean, computed without rounding. The text, plain or .xz, is cut
-into windows of `--window` tokens, of which every token but the first is predicted from those before it. In float32 the
-weights of a GGUF file in their blocks (`native`) and widened ones differ only in the order of sums. The last line of
-standard output is one JSON document.
+`llama.cpp`, which reads the same GGUF file. The reference is the first: `widened:same:float32` is what the file's
+weights mean, computed without rounding. The text, plain or .xz, is cut into windows of `--window` tokens, of which
+every token but the first is predicted from those before it. In float32 the weights of a GGUF file in their blocks
+(`native`) and widened ones differ only in the order of sums. The last line of standard output is one JSON document.
 """
 
 import os
@@ -41,7 +40,7 @@ from models.tokenizer import Tokenizer
 from scripts.divergence import Scores, add_window
 from scripts.document import markdown
 from scripts.errors import reports_errors
-from scripts.llama_logits import KEPT_TYPES, LlamaCpp
+from scripts.llama_logits import LlamaCpp
 
 PAGE = 16  # positions of a KV page
 Way = Callable[[Sequence[int]], Tensor]  # token ids of a window -> logits [T, V]
@@ -73,20 +72,18 @@ def our_way(model: ModelConfig, engine: EngineConfig, window: int) -> Way:
 
 def make_way(name: str, model: ModelConfig, args: argparse.Namespace) -> Way:
     """Return the way of that name. Raises ValueError for a name that is none, and for what the target cannot do."""
-    program, *words = name.split(":")
-    if program == "llama.cpp":
-        kept, file = (words or ["f16"])[0], resolve_checkpoint(model.path_or_hub_id, model.revision)
-        if kept not in KEPT_TYPES or len(words) > 1:
-            raise ValueError(f"--ways {name}: must be llama.cpp, llama.cpp:f16 or llama.cpp:f32")
+    weights, *words = name.split(":")
+    if name == "llama.cpp":
+        file = resolve_checkpoint(model.path_or_hub_id, model.revision)
         if not is_gguf(file):
             raise ValueError(f"--ways {name}: llama.cpp reads GGUF files only, and {file} is none")
-        return LlamaCpp(resolve_path(args.peers), file, args.window, kept, torch.get_num_threads())
+        return LlamaCpp(resolve_path(args.peers), file, args.window, torch.get_num_threads())
     if len(words) > 2:
-        raise ValueError(f"--ways {name}: must be weights[:activations[:dtype]] or llama.cpp[:f32]")
+        raise ValueError(f"--ways {name}: must be weights[:activations[:dtype]] or llama.cpp")
     activations, dtype, *_ = *words, *("same", args.dtype)[len(words) :]
     if dtype not in DTYPES:
         raise ValueError(f"--ways {name}: dtype {dtype} must be one of {', '.join(DTYPES)}")
-    return our_way(replace(model, dtype=dtype), EngineConfig(weights=program, activations=activations), args.window)
+    return our_way(replace(model, dtype=dtype), EngineConfig(weights=weights, activations=activations), args.window)
 
 
 def windows_of(file: Path, tokenizer: Tokenizer, tokens: int, window: int) -> list[list[int]]:

@@ -87,8 +87,8 @@ def test_how_weights_are_held_changes_no_distribution_and_rounding_activations_d
         (("--tokens", "9000"), "--tokens 9000"),
         (("--ways", "widened:int8"), "engine.activations=int8: multiplies integers"),
         (("--ways", "native:same:float8"), "--ways native:same:float8: dtype float8 must be one of"),
-        (("--ways", "native:same:float32:1"), "must be weights[:activations[:dtype]] or llama.cpp[:f32]"),
-        (("--ways", "llama.cpp:q8"), "--ways llama.cpp:q8: must be llama.cpp, llama.cpp:f16 or llama.cpp:f32"),
+        (("--ways", "native:same:float32:1"), "must be weights[:activations[:dtype]] or llama.cpp"),
+        (("--ways", "llama.cpp:q8"), "engine.weights=llama.cpp: must be one of"),
         (("--ways", "llama.cpp", "--peers", "nowhere"), "build it with scripts/peers.sh llama.cpp"),
     ],
 )
