@@ -33,7 +33,7 @@ class Shard:
         activations: str = "same",
         kv: str = "same",
     ) -> None:
-        """Raises ValueError for `activations` "int8" if no linear layer can multiply integers; with "auto" none does."""
+        """Raises ValueError for `activations` "int8", unlike "auto", if no linear layer can multiply integers."""
         self.target = target
         pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
