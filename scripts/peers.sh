@@ -44,28 +44,43 @@ llama_cpp_instructions() {
     for name in ${wide//;/ }; do echo "-DGGML_$name=$value"; done
 }
 
-make_llama_cpp() {
-    local level="${HEADWAY_CPU_LEVEL:-}" folder="$PEERS/llama.cpp" source build stamp instructions
-    local name="build${level:+-$level}"
-    stamp="$folder/.llama.cpp-$LLAMA_CPP${level:+-$level}"
-    instructions="$(llama_cpp_instructions "$level")"
-    [ -e "$stamp" ] && [ -x "$folder/$name/bin/llama-quantize" ] && return
-    command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
-    source="$folder/source/vendor/llama.cpp" build="$folder/$name"
-    if [ ! -d "$source" ]; then
-        say "fetching the sources of llama.cpp (73 MB)"
-        rm -rf "$folder" && mkdir -p "$folder/source"
-        "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$folder" "llama-cpp-python==$LLAMA_CPP"
-        tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
-    fi
-    # The converter imports sentencepiece, which Headway does not depend on.
-    "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
-    say "building llama-server and llama-quantize${level:+ for $level} (six minutes on two cores)"
+# Configures a build in the folder $1 with llama.cpp's sources, for the level $2, and makes the targets that follow.
+build_llama_cpp() {
+    local build="$1" instructions
+    instructions="$(llama_cpp_instructions "$2")"
     mapfile -t instructions <<<"$instructions"
-    cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release "${instructions[@]}" -DLLAMA_CURL=OFF \
-        -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF >"$folder/cmake.log"
-    cmake --build "$build" -j "$JOBS" --target llama-server llama-quantize >"$folder/build.log"
-    touch "$stamp"
+    shift 2
+    # Libraries are looked for beside the programs, wherever these are copied to.
+    cmake -S "$PEERS/llama.cpp/source/vendor/llama.cpp" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release "${instructions[@]}" \
+        -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
+        -DLLAMA_BUILD_TESTS=OFF >"$build.cmake.log"
+    cmake --build "$build" -j "$JOBS" --target "$@" >"$build.log"
+}
+
+make_llama_cpp() {
+    local level="${HEADWAY_CPU_LEVEL:-}" folder="$PEERS/llama.cpp" source built stamp
+    stamp="$folder/.llama.cpp-$LLAMA_CPP-relocatable" built="$folder/build"
+    if [ ! -e "$stamp" ] || [ ! -x "$built/bin/llama-quantize" ]; then
+        command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
+        source="$folder/source/vendor/llama.cpp"
+        if [ ! -d "$source" ]; then
+            say "fetching the sources of llama.cpp (73 MB)"
+            rm -rf "$folder" && mkdir -p "$folder/source"
+            "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$folder" "llama-cpp-python==$LLAMA_CPP"
+            tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
+        fi
+        # The converter imports sentencepiece, which Headway does not depend on.
+        "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
+        say "building llama-server and llama-quantize (six minutes on two cores)"
+        build_llama_cpp "$built" "" llama-server llama-quantize
+        touch "$stamp"
+    fi
+    [ -z "$level" ] || [ -e "$stamp-$level" ] && return
+    # Only this library computes with the processor's instructions; all else is copied.
+    say "building llama.cpp's kernels for $level"
+    build_llama_cpp "$built-$level" "$level" ggml-cpu
+    cp -a --no-clobber "$built/bin/." "$built-$level/bin/"
+    touch "$stamp-$level"
 }
 
 [ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp ..."
