@@ -38,7 +38,7 @@ from models.gguf import is_gguf
 from models.targets import resolve_checkpoint
 from models.tokenizer import Tokenizer
 from scripts.divergence import Scores, add_window
-from scripts.document import markdown
+from scripts.document import describe_machine, markdown
 from scripts.errors import reports_errors
 from scripts.llama_logits import LlamaCpp
 
@@ -130,7 +130,8 @@ def main(argv: list[str]) -> int:
     rows = [[name, *(f"{value:.5g}" for value in result.values())] for name, result in results.items()]
     header = ["way", "perplexity", "KL, mean", "±", "KL, 99 %", "largest", "same likeliest token"]
     print(markdown(header, rows, pad=True), end="")
-    print(json.dumps({"tokens": sum(len(ids) - 1 for ids in windows), "window": args.window, "ways": results}))
+    tokens = sum(len(ids) - 1 for ids in windows)
+    print(json.dumps({"machine": describe_machine(), "tokens": tokens, "window": args.window, "ways": results}))
     return 0
 
 
