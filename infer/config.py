@@ -106,8 +106,9 @@ class EngineConfig:
     # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output
     weights: str = choice("same", "same", "native", "widened", *QUANTISED)
     # int8: linear layers whose weights are integers (in blocks, in groups, engine.weights=int8 or int4) quantise their
-    # input, 32 values at a time, and multiply integers, on a CPU: faster, another rounding, which changes the output
-    activations: str = choice("same", "same", "int8")
+    # input, 32 values at a time, and multiply integers, on a CPU: faster, another rounding, which changes the output;
+    # auto: so where there are such layers, else same
+    activations: str = choice("same", "same", "int8", "auto")
     # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...), on a CPU with their input in 8 bits; auto: int8
     # on a CPU, else same; changes what is drafted, never the output
     head_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)

@@ -12,23 +12,46 @@ from typing import Any
 
 from infer.config_checks import REPO_ROOT
 from infer.options.command_words import portable_path
+from kernels.cpu.level import SWITCH, level, machine_level, processor_flags
 from train.publishing.provenance import git_state, versions
 
 RESULTS = REPO_ROOT / "scripts" / "results"
 TRAINING = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
+ZEN = {"23": "Zen 2 or older", "26": "Zen 5"}  # AMD's families of processors but one, which holds two kinds
+LEVEL_NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AVX-512 and AMX"}
+
+
+def generation(cpuinfo: str) -> str | None:
+    """Return which Zen the text of /proc/cpuinfo describes, None for another processor: virtual machines hide names."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    facts = {key.strip(): value.strip() for key, _, value in lines}
+    if facts.get("vendor_id") != "AuthenticAMD":
+        return None
+    if facts.get("cpu family") == "25":
+        return "Zen 4" if "avx512f" in processor_flags(cpuinfo) else "Zen 3"
+    return ZEN.get(facts.get("cpu family", ""))
+
+
+def processor_name() -> str:
+    from scripts.doctor import read_cpu
+
+    file = Path("/proc/cpuinfo")
+    zen = generation(file.read_text() if file.exists() else "")
+    return read_cpu()[0] + (f" ({zen})" if zen else "")
 
 
 def describe_machine() -> dict[str, Any]:
+    """Return the machine's part of a document; `level`: the processor's in use, `lowered`: by the switch."""
     import torch
 
-    from scripts.doctor import read_cpu
-
-    packages = versions()
+    packages, gpu = versions(), torch.cuda.is_available()
     return {
-        "cpu": read_cpu()[0],
+        "cpu": processor_name(),
+        "level": None if gpu else level(),
+        "lowered": not gpu and level() != machine_level(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": torch.cuda.get_device_name() if gpu else None,
         **{name: packages[name] for name in ("python", "torch", "transformers")},
         "commit": git_state()["commit"],
     }
@@ -69,9 +92,20 @@ def head_summaries(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
     return summaries
 
 
+def describe_level(machine: Mapping[str, Any]) -> str:
+    """Return the caption of a table that was measured on a machine of `describe_machine`."""
+    on = f"{machine['cpu']}, {machine['cores']} cores"
+    name = LEVEL_NAMES.get(machine["level"], machine["level"])
+    return f"{name}: {SWITCH}={machine['level']} on {on}" if machine["lowered"] else f"{name}: {on}"
+
+
 def result_file(save: str, model: str, machine: Mapping[str, Any]) -> Path:
-    """Return the file `save` under scripts/results/, named by target, hardware and today's date."""
-    hardware = (machine["gpu"] or f"{machine['cores']}-core-cpu").replace(" ", "-").lower()
+    """Return the file `save` under scripts/results/, named by target, hardware and today's date.
+
+    A CPU's level is a part of the hardware's name, and whether the switch lowered it.
+    """
+    cpu = f"{machine['cores']}-core-{machine['level']}" + ("-lowered" if machine["lowered"] else "")
+    hardware = (machine["gpu"] or cpu).replace(" ", "-").lower()
     return RESULTS / f"{save}-{model}_{hardware}_{datetime.date.today().isoformat()}.json"
 
 

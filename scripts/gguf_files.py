@@ -21,6 +21,7 @@ from models.checkpoint import fingerprint
 from models.formats.conversion import FORMATS as HEAD_FORMATS
 from models.formats.conversion import detect, read_checkpoint, write_checkpoint
 from models.gguf import is_gguf
+from scripts.peer_folders import llama_cpp
 from train.storage import atomic
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -70,9 +71,7 @@ def write_quantised(peers: Path, target: Path, formats: Sequence[str], out: Path
     """
     if unknown := [name for name in formats if name not in FORMATS]:
         raise ValueError(f"{unknown[0]}: no format of weights in blocks; there are {', '.join(FORMATS)}")
-    quantise = peers / "llama.cpp/build/bin/llama-quantize"
-    if not quantise.is_file():
-        raise ValueError(f"{quantise}: is not there; build it with scripts/peers.sh llama.cpp")
+    quantise = llama_cpp(peers, "llama-quantize")
     files = [out / f"{target.name}-{name}.gguf" for name in formats]
     if present := [file for file in files if file.exists()]:
         raise ValueError(f"{present[0]}: is there already; remove it, or give another folder")

@@ -5,7 +5,9 @@
 
 A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
 Several names, with spaces between, are benches in one table: of one target at other numbers of requests, or of several
-targets. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
+targets. Results of several levels of processors become a table each, whose caption names the level, and whether it was
+lowered by HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. The files in PAGES are rewritten. The plots of
+tables are redrawn too, next to the result files.
 """
 
 import os
@@ -25,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.config_checks import REPO_ROOT
-from scripts.document import RESULTS, by_format, markdown
+from kernels.cpu.level import LEVELS
+from scripts.document import RESULTS, by_format, describe_level, markdown
 from scripts.errors import reports_errors
 
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
@@ -46,20 +49,31 @@ SOURCES = {"ngram": "n-gram lookup", "head": "head"}
 Cell = dict[str, Any]
 
 
-def newest(name: str) -> Path:
-    """Return the result file of that name with the latest date. Raises ValueError if there is none.
+def newest_by_level(name: str) -> dict[str | None, Path]:
+    """Return the result files of that name by level, highest first: of each level the latest, lowered ones only if it
+    has no other. Files that name no level are older than levels: they count (None) if there is nothing else.
 
-    `auto` is also how the file of `auto-code` begins, whose longer name counts as a part of the target's.
+    `auto` is also how the file of `auto-code` begins, whose longer name counts as a part of the target's. Raises
+    ValueError if there is no file.
     """
     files = list(RESULTS.glob(f"{name}-*.json"))
     if not files:
         raise ValueError(f"scripts/results/{name}-*.json: no such file; make it with scripts/bench.py save={name}")
-
-    def order(file: Path) -> tuple[int, str]:
+    shortest = min(len(file.stem.rsplit("_", 2)[0]) for file in files)
+    by_level = dict[str | None, list[tuple[bool, str, Path]]]()
+    for file in files:
         named, _, date = file.stem.rsplit("_", 2)
-        return -len(named), date
+        if len(named) == shortest:
+            machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+            entry = (not machine.get("lowered", False), date, file)
+            by_level.setdefault(machine.get("level"), []).append(entry)
+    levels = [level for level in reversed(LEVELS) if level in by_level] or [None]
+    return {level: max(by_level[level])[-1] for level in levels}
 
-    return max(files, key=order)
+
+def newest(name: str) -> Path:
+    """Return the result file of that name of the highest level. Raises ValueError if there is none."""
+    return next(iter(newest_by_level(name).values()))
 
 
 def label(system: str) -> str:
@@ -365,16 +379,34 @@ def rewrite(page: Path) -> str:
     """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
 
     def table(match: re.Match[str]) -> str:
-        files = [newest(name) for name in match[2].split()]
-        results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-        sources = ""
-        for file, result in zip(files, results, strict=True):
-            commit = (result["machine"]["commit"] or "unknown")[:7]
-            sources += f"[{file.name}]({os.path.relpath(file, page.parent)}), commit {commit}.\n"
-        text = table_of(results[0]) if len(results) == 1 else of_several(results)
-        return f"{match[1]}{text}\n{sources}{match[3]}"
+        return f"{match[1]}{blocks(match[2].split(), page.parent)}{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
+
+
+def blocks(names: list[str], folder: Path) -> str:
+    """Return a table of the results of these names for every level that all have, with links from `folder`.
+
+    Raises ValueError for a name without a file, and if they have no level in common.
+    """
+    files = [newest_by_level(name) for name in names]
+    levels = [level for level in files[0] if all(level in of_name for of_name in files)]
+    if not levels:
+        raise ValueError(f"table {' '.join(names)}: no level of processors has results of all of them")
+    return "\n".join(block([of_name[level] for of_name in files], folder) for level in levels)
+
+
+def block(files: list[Path], folder: Path) -> str:
+    """Return one table of the results in `files`, of one level, with its caption and links to them."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    sources = ""
+    for file, result in zip(files, results, strict=True):
+        commit = (result["machine"]["commit"] or "unknown")[:7]
+        sources += f"[{file.name}]({os.path.relpath(file, folder)}), commit {commit}.\n"
+    machine = results[0]["machine"]
+    caption = f"{describe_level(machine)}\n\n" if machine.get("level") else ""
+    text = table_of(results[0]) if len(results) == 1 else of_several(results)
+    return f"{caption}{text}\n{sources}"
 
 
 @reports_errors

@@ -8,7 +8,7 @@
 All use the same weights in `model.dtype`, have no prefix cache, and use every core unless the name says otherwise. They
 draft `proposer.max_draft_tokens` tokens unless the name has a shape; llama.cpp:ngram without one does what its own
 defaults say. llama.cpp reads a GGUF target as it is, and a head in 8 bits unless `engine.head_weights` is another.
-`scripts/peers.sh` builds the last two into `peers`.
+`scripts/peers.sh` builds the last two into `peers`. With HEADWAY_CPU_LEVEL llama.cpp is the one built for that level.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from infer.options.devices import dtype_name
 from infer.options.exported_heads import head_folder
 from infer.request import SpeculationStats
 from infer.speculation.proposers.ngram import LONGEST, SHORTEST
+from kernels.cpu.level import SWITCH, chosen_level, machine_level
 from models.targets import resolve_checkpoint
 from scripts.config import SystemsConfig
 from scripts.gguf_files import OUT_TYPES, folder_of_target, gguf_of_head, gguf_of_target
+from scripts.peer_folders import built, llama_cpp
 from scripts.systems import Task, shaped
 
 SOURCES = {  # by program: the proposers that a name may have after its colon, and the program's name for them
@@ -272,6 +274,8 @@ def our_command(config: SystemsConfig, proposer: str, shape: ProposerConfig, por
 def vllm_command(
     config: SystemsConfig, variant: Variant, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
+    if chosen_level() not in (None, machine_level()):
+        raise ValueError(f"systems: vllm: {SWITCH}={chosen_level()} does not lower its kernels; leave it out")
     python = built(config.peers, "vllm", "bin/python")
     target = folder_of_target(resolve_path(config.peers), checkpoint_of(config), dtype_name(config.model))
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
@@ -296,7 +300,7 @@ def vllm_command(
 def llama_command(
     config: SystemsConfig, variant: Variant, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
-    program = built(config.peers, "llama.cpp", "build/bin/llama-server")
+    program = llama_cpp(config.peers, "llama-server")
     folder, dtype = resolve_path(config.peers), dtype_name(config.model)
     target = gguf_of_target(folder, checkpoint_of(config), dtype)
     cores = os.cpu_count() or 1
@@ -332,13 +336,6 @@ def eagle3_folder(config: SystemsConfig) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no exported head; train one (python train/run.py), or give head.path=")
     return folder
-
-
-def built(peers: str, peer: str, file: str) -> Path:
-    path = resolve_path(peers) / peer / file
-    if not path.is_file():
-        raise ValueError(f"peers={peers}: {path} is not there; build it with scripts/peers.sh {peer}")
-    return path
 
 
 def end_as_interrupted() -> None:

@@ -4,6 +4,8 @@
 #   scripts/peers.sh vllm llama.cpp
 #
 # Returns at once when there is nothing to do. HEADWAY_PEERS sets another folder, HEADWAY_JOBS the number of build jobs.
+# With HEADWAY_CPU_LEVEL=baseline|avx2|avx512|amx llama.cpp is built for that level (kernels/cpu/level.py), in a folder of
+# its own beside the build for this machine: the scripts that measure at a lower level use it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,24 +30,57 @@ make_vllm() {
     touch "$stamp"
 }
 
+# What cmake is told about instructions at a level; without one, those of this machine.
+llama_cpp_instructions() {
+    local wide="AVX;AVX2;FMA;F16C;BMI2" name value
+    case "$1" in
+        "" | amx) echo "-DGGML_NATIVE=ON"; return ;;
+        avx512) echo "-DGGML_NATIVE=ON"; printf -- '-DCMAKE_%s_FLAGS=-mno-amx-tile -mno-amx-bf16 -mno-amx-int8\n' C CXX; return ;;
+        avx2) value=ON ;;
+        baseline) value=OFF ;;
+        *) die "HEADWAY_CPU_LEVEL=$1: no such level; there are baseline, avx2, avx512, amx" ;;
+    esac
+    echo "-DGGML_NATIVE=OFF"
+    for name in ${wide//;/ }; do echo "-DGGML_$name=$value"; done
+}
+
+# Configures a build in the folder $1 with llama.cpp's sources, for the level $2, and makes the targets that follow.
+build_llama_cpp() {
+    local build="$1" instructions
+    instructions="$(llama_cpp_instructions "$2")"
+    mapfile -t instructions <<<"$instructions"
+    shift 2
+    # Libraries are looked for beside the programs, wherever these are copied to.
+    cmake -S "$PEERS/llama.cpp/source/vendor/llama.cpp" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release "${instructions[@]}" \
+        -DCMAKE_BUILD_RPATH_USE_ORIGIN=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
+        -DLLAMA_BUILD_TESTS=OFF >"$build.cmake.log"
+    cmake --build "$build" -j "$JOBS" --target "$@" >"$build.log"
+}
+
 make_llama_cpp() {
-    local folder="$PEERS/llama.cpp" source build stamp="$PEERS/llama.cpp/.llama.cpp-$LLAMA_CPP"
-    [ -e "$stamp" ] && [ -x "$folder/build/bin/llama-quantize" ] && return
-    command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
-    source="$folder/source/vendor/llama.cpp" build="$folder/build"
-    if [ ! -d "$source" ]; then
-        say "fetching the sources of llama.cpp (73 MB)"
-        rm -rf "$folder" && mkdir -p "$folder/source"
-        "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$folder" "llama-cpp-python==$LLAMA_CPP"
-        tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
+    local level="${HEADWAY_CPU_LEVEL:-}" folder="$PEERS/llama.cpp" source built stamp
+    stamp="$folder/.llama.cpp-$LLAMA_CPP-relocatable" built="$folder/build"
+    if [ ! -e "$stamp" ] || [ ! -x "$built/bin/llama-quantize" ]; then
+        command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
+        source="$folder/source/vendor/llama.cpp"
+        if [ ! -d "$source" ]; then
+            say "fetching the sources of llama.cpp (73 MB)"
+            rm -rf "$folder" && mkdir -p "$folder/source"
+            "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$folder" "llama-cpp-python==$LLAMA_CPP"
+            tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
+        fi
+        # The converter imports sentencepiece, which Headway does not depend on.
+        "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
+        say "building llama-server and llama-quantize (six minutes on two cores)"
+        build_llama_cpp "$built" "" llama-server llama-quantize
+        touch "$stamp"
     fi
-    # The converter imports sentencepiece, which Headway does not depend on.
-    "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
-    say "building llama-server and llama-quantize (six minutes on two cores)"
-    cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
-        -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF >"$folder/cmake.log"
-    cmake --build "$build" -j "$JOBS" --target llama-server llama-quantize >"$folder/build.log"
-    touch "$stamp"
+    [ -z "$level" ] || [ -e "$stamp-$level" ] && return
+    # Only this library computes with the processor's instructions; all else is copied.
+    say "building llama.cpp's kernels for $level"
+    build_llama_cpp "$built-$level" "$level" ggml-cpu
+    cp -a --no-clobber "$built/bin/." "$built-$level/bin/"
+    touch "$stamp-$level"
 }
 
 [ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp ..."

@@ -7,7 +7,7 @@ Only checks values and their combinations.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +297,9 @@ class TrainConfig:
             )
         if self.engine.weights == "native":
             raise ValueError("engine.weights=native: is for serving; training reads the target in model.dtype")
-        if self.engine.activations != "same":
-            raise ValueError(
-                f"engine.activations={self.engine.activations}: is for serving; training computes in model.dtype"
-            )
+        if self.engine.activations == "int8":
+            raise ValueError("engine.activations=int8: is for serving; training computes in model.dtype")
+        self.engine = replace(self.engine, activations="same")
         if self.features.target == "sharded":
             self._check_sharded()
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):

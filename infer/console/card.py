@@ -98,10 +98,12 @@ def describe_head_weights(engine: Engine) -> Sequence[Row]:
 
 
 def describe_activations(engine: Engine) -> Sequence[Row]:
-    """Return that linear layers quantise their input, if they do."""
-    if engine.config.activations == "same":
+    """Return that linear layers quantise their input, if they do, and how to have it otherwise if nobody asked."""
+    if not engine.rounds_activations:
         return []
-    return [("activations", "8 bits, a scale for every 32 values, where weights are integers: another rounding")]
+    text = "8 bits, a scale for every 32 values, where weights are integers: another rounding"
+    unasked = "; engine.activations=same is without it" if engine.config.activations == "auto" else ""
+    return [("activations", text + unasked)]
 
 
 def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:

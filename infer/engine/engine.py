@@ -104,7 +104,7 @@ class Engine:
         packing = self.config.packing
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
-        self.device, self.dtype = self._shard.device, self._shard.dtype
+        self.device, self.dtype, self.rounds_activations = self._shard.device, self._shard.dtype, self._shard.integer
         self.context = target.config.max_position_embeddings
         self.threads = plan_threads(self.config, self._shard, timer)
         if exact and probe:

@@ -34,11 +34,13 @@ class Shard:
         activations: str = "same",
         kv: str = "same",
     ) -> None:
-        """Raises ValueError for `activations` of 8 bits if no linear layer can multiply integers."""
+        """Raises ValueError for `activations` "int8", unlike "auto", if no linear layer can multiply integers."""
         self.target = target
         pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
-        if activations == "int8" and not any([linear.quantise_rows() for linear in self.linears]):
+        # on every layer that can: a list, since `any` of a generator would end at the first
+        self.integer = activations != "same" and any([linear.quantise_rows() for linear in self.linears])
+        if activations == "int8" and not self.integer:
             raise ValueError(
                 "engine.activations=int8: no linear layer of this target has weights that are integers and read by a "
                 "kernel in C; use engine.activations=same, or on a CPU quantise the weights too: engine.weights=int8"

@@ -96,6 +96,6 @@ def test_a_name_is_not_the_beginning_of_another(tmp_path, monkeypatch):
         "auto-demo_2-core-cpu_2026-11-22",
         "auto-code-demo_h100_2026-11-24",
     ):
-        (tmp_path / f"{name}.json").touch()
+        (tmp_path / f"{name}.json").write_text('{"machine": {}}')
     assert make_tables.newest("auto").name == "auto-demo_2-core-cpu_2026-11-22.json"
     assert make_tables.newest("auto-code").name == "auto-code-demo_h100_2026-11-24.json"

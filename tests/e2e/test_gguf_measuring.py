@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
 
 from scripts import make_tables
+from scripts.divergence import Scores, add_window
 from scripts.document import by_format
 from scripts.gguf_files import write_quantised
+from scripts.peer_folders import llama_cpp
 from tests.gguf_writing import write_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +35,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_what_cannot_be_quantised_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Q3_K: no format of weights in blocks; there are Q4_0, "):
         write_quantised(tmp_path, tmp_path / "small", ["Q4_0", "Q3_K"], tmp_path)
-    with pytest.raises(ValueError, match=r"llama-quantize: is not there; build it with scripts/peers.sh llama.cpp"):
+    with pytest.raises(ValueError, match=r"llama-quantize is not there; build it with scripts/peers.sh llama.cpp"):
         write_quantised(tmp_path, tmp_path / "small", ["Q4_0"], tmp_path)
     program = tmp_path / "llama.cpp/build/bin/llama-quantize"
     program.parent.mkdir(parents=True)
@@ -53,20 +58,73 @@ def test_bytes_per_second_by_format() -> None:
     assert (ran.returncode, "--formats Q9_9: not here; there are bf16, " in ran.stderr) == (2, True)
 
 
-def test_perplexity_hangs_not_on_how_weights_are_held(tiny_target_folder: Path, tmp_path: Path) -> None:
-    file, text = tmp_path / "tiny.gguf", tmp_path / "text.txt"
-    write_gguf(tiny_target_folder, file, tokenizer=True)
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
-    ran = run(
-        "scripts/perplexity.py", str(file), str(text), "--tokens", "96", "--window", "48", "--weights", "same,widened"
-    )
+def measure_ways(file: Path, text: Path, *options: str) -> dict[str, Any]:
+    ran = run("scripts/perplexity.py", str(file), str(text), "--tokens", "96", "--window", "48", *options)
     assert ran.returncode == 0, ran.stderr[-2000:]
     result = json.loads(ran.stdout.splitlines()[-1])
-    assert result["difference"] < 1e-6
-    assert 1 < result["perplexity"]["same"] < 2 * 384
-    ran = run("scripts/perplexity.py", str(file), str(text), "--tokens", "9000")
-    assert ran.returncode == 2
-    assert "--tokens 9000" in ran.stderr
+    assert result["tokens"] == 94
+    return result["ways"]
+
+
+def test_how_weights_are_held_changes_no_distribution_and_rounding_activations_does(
+    tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    file, text = tmp_path / "tiny.gguf", tmp_path / "text.txt"
+    write_gguf(tiny_target_folder, file, (Kind.Q8_0,), tokenizer=True)
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 12)
+    ways = measure_ways(file, text, "--ways", "widened,native,native:int8,widened:same:bfloat16")
+    assert (ways["widened"]["kl_largest"], ways["widened"]["same_likeliest"]) == (0, 1)
+    assert 1 < ways["widened"]["perplexity"] < 2 * 384
+    assert abs(ways["native"]["perplexity"] / ways["widened"]["perplexity"] - 1) < 1e-6
+    assert ways["native"]["kl_largest"] < 1e-9
+    for name in ("native:int8", "widened:same:bfloat16"):
+        assert 1e-8 < ways[name]["kl_mean"] <= ways[name]["kl_99"] <= ways[name]["kl_largest"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tokens", "9000"), "--tokens 9000"),
+        (("--ways", "widened:int8"), "engine.activations=int8: multiplies integers"),
+        (("--ways", "native:same:float8"), "--ways native:same:float8: dtype float8 must be one of"),
+        (("--ways", "native:same:float32:1"), "must be weights[:activations[:dtype]] or llama.cpp"),
+        (("--ways", "llama.cpp:q8"), "engine.weights=llama.cpp: must be one of"),
+        (("--ways", "llama.cpp", "--peers", "nowhere"), "build it with scripts/peers.sh llama.cpp"),
+    ],
+)
+def test_ways_that_cannot_be_measured_are_refused(
+    tiny_target_folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    file, text = tmp_path / "tiny.gguf", tmp_path / "text.txt"
+    write_gguf(tiny_target_folder, file, tokenizer=True)
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 120)
+    ran = run("scripts/perplexity.py", str(file), str(text), *options)
+    assert (ran.returncode, message in ran.stderr) == (2, True), ran.stderr[-2000:]
+
+
+def test_divergence_is_what_float64_says() -> None:
+    """Two rows: one whose distributions are equal up to a constant, one of two tokens with known probabilities."""
+    reference = torch.tensor([[1.0, 2.0, 3.0], [math.log(0.5), math.log(0.25), math.log(0.25)], [0.0, 0.0, 0.0]])
+    logits = torch.tensor([[0.0, 1.0, 2.0], [math.log(0.25), math.log(0.5), math.log(0.25)], [9.0, 0.0, 0.0]])
+    scores = Scores()
+    add_window(scores, logits, reference, [0, 2, 1])
+    assert scores.divergences == pytest.approx([0.0, 0.25 * math.log(2)], abs=1e-6)
+    assert scores.agreements == [True, False]
+    chosen = 1 / (1 + math.exp(-1) + math.exp(-2))
+    assert scores.perplexity == pytest.approx(math.sqrt(1 / (chosen * 0.5)), rel=1e-6)
+    assert scores.summary()["kl_mean"] == pytest.approx(0.125 * math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize(("level", "folder"), [("", "build"), ("baseline", "build-baseline")])
+def test_llama_cpp_is_that_of_the_level(level: str, folder: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HEADWAY_CPU_LEVEL", level)
+    words = f"HEADWAY_CPU_LEVEL={level} " if level else ""
+    with pytest.raises(ValueError, match=rf"llama-server is not there; build it with {words}scripts/peers.sh llama"):
+        llama_cpp(tmp_path, "llama-server")
+    program = tmp_path / "llama.cpp" / folder / "bin" / "llama-server"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    assert llama_cpp(tmp_path, "llama-server") == program
 
 
 def bench(target: str, **levels: dict[str, float]) -> dict[str, Any]:

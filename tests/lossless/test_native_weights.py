@@ -72,7 +72,7 @@ def make_engine(checkpoint, dtype, proposer="none", shape=None, **config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activations", ["same", "int8"])
+@pytest.mark.parametrize("activations", ["same", "auto"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_drafts_change_no_token(checkpoints, name, activations, dtype):
     checkpoint = checkpoints(name)
@@ -96,7 +96,7 @@ def test_drafts_change_no_token(checkpoints, name, activations, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_activations_of_8_bits_round_otherwise(checkpoints, name):
     params, outputs = replace(GREEDY, max_tokens=2, logprobs=0), []
-    for activations in ("same", "int8"):
+    for activations in ("same", "int8", "auto"):
         engine = make_engine(checkpoints(name), torch.float32, activations=activations)
         outputs.append([completion.logprobs for completion in engine.generate(PROMPTS[:3], params)])
-    assert outputs[0] != outputs[1]
+    assert outputs[0] != outputs[1] == outputs[2]

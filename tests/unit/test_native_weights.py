@@ -140,6 +140,20 @@ def test_activations_of_8_bits_need_weights_that_are_integers(write, monkeypatch
             EngineConfig(weights=weights, activations="int8")
 
 
+def test_activations_round_by_themselves_where_weights_are_integers(write, monkeypatch):
+    monkeypatch.setattr("infer.engine.loading.Tokenizer.load", lambda folder: None)
+
+    def load(kind, **config):
+        model = ModelConfig(name="tiny", path=str(write((kind,))), dtype="float32")
+        config = EngineConfig(activations="auto", max_tokens_in_cache=128, **config)
+        return describe_activations(Engine.load(model, proposer="none", engine=config))
+
+    ((_, text),) = load(Kind.Q4_0)
+    assert text.endswith("another rounding; engine.activations=same is without it")
+    assert load(Kind.F16, weights="int4")
+    assert [load(Kind.Q4_0, weights="widened"), load(Kind.F16), load(Kind.F16, weights="fp8")] == [[], [], []]
+
+
 def test_a_loaded_target_or_its_gpu_may_not_have_such_weights(tiny_target, monkeypatch):
     with pytest.raises(ValueError, match="engine.weights=native: this target was loaded without its blocks"):
         Engine(tiny_target, proposer="none", config=EngineConfig(weights="native"))

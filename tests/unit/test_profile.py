@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import platform
 import random
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
+from infer.config import ProposerConfig
 from infer.console.card import describe_costs
+from infer.engine import Engine
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, contradiction
 from infer.speculation.control.profiler import START_S, Stopwatch, Unmeasured, kept_table, measure
@@ -268,6 +272,24 @@ def test_a_table_that_contradicts_itself_is_refused_and_not_read_again(tmp_path,
     file.write_text(json.dumps({"table": asdict(wrong)}))
     assert kept_table(tmp_path, {}, lambda: SANE) == SANE
     assert kept_table(tmp_path, {}, lambda: pytest.fail("it was kept")) == SANE
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the switch is for x86")
+def test_costs_of_one_level_of_processors_are_not_those_of_another(tiny_target, monkeypatch):
+    """HEADWAY_CPU_LEVEL changes the kernels on the same machine."""
+    keys = []
+
+    def keep(folder, key, make):
+        keys.append(key)
+        return SANE
+
+    monkeypatch.setattr("infer.speculation.control.adaptive.kept_table", keep)
+    for level in ("", "", "baseline"):
+        monkeypatch.setenv("HEADWAY_CPU_LEVEL", level)
+        drafts = ProposerConfig(name="ngram", adaptive=True)
+        Engine(copy.deepcopy(tiny_target), proposer="ngram", proposer_config=drafts, probe=False)
+    assert keys[0] == keys[1]
+    assert [name for name in keys[0] if keys[0][name] != keys[2][name]] == ["device"]
 
 
 def test_more_threads_may_make_more_rows_faster():

@@ -19,7 +19,7 @@ from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiled_engine import ProfiledEngine
 from infer.speculation.control.profiler import Unmeasured, kept_table, measure
 from infer.speculation.proposers.head import HeadProposer
-from kernels.cpu.library import cache_folder, processor
+from kernels.cpu.library import cache_folder, flags, processor
 
 if TYPE_CHECKING:
     from infer.engine import Engine
@@ -66,7 +66,7 @@ def make_controller(
         "target": target.fingerprint or repr(target.config),
         "head": None if engine.head is None else repr(engine.head.config),
         "drafters": {name: list(limit) for name, limit in sorted(drafters.items())},
-        "device": torch.cuda.get_device_name(engine.device) if on_gpu else processor(),
+        "device": torch.cuda.get_device_name(engine.device) if on_gpu else f"{processor()} {' '.join(flags())}",
         "threads": list(asdict(engine.threads.plan).values()),
         "dtype": str(engine.dtype),
         "torch": torch.__version__,
