@@ -112,6 +112,12 @@ def test_prompts_come_from_the_files_in_turn(
         read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=5"]))
 
 
+@pytest.fixture(autouse=True)
+def _at_this_processors_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lower level has a llama.cpp of its own, and no vLLM."""
+    monkeypatch.delenv("HEADWAY_CPU_LEVEL", raising=False)
+
+
 @pytest.mark.parametrize(
     ("system", "message"),
     [
