@@ -6,14 +6,13 @@
  * finite has the scale NaN; one without a value above TINY counts as zeros.
  *
  * The dot product instructions multiply bytes without a sign by bytes with one. So weights with a sign are raised by
- * their zero point, and a span's sum of products begins at minus the zero point times the sum of its q.
+ * their zero point, and a span's sum of products begins at minus the zero point times the sum of its q. Without VNNI
+ * weights of 8 bits keep their sign, which is moved to x.
  *
  * A span is 32 weights, or 16 if those share a scale. The sum of an output runs along K over the spans for any number of
  * rows: each span's integer times (scale of x * scale of the weights), followed by (scale of x * sum of q) times the
  * weights' offset, if there are any.
  */
-/* GCC would add the products of two operands before their sums, which then no longer fit the registers. */
-#pragma GCC optimize("no-tree-reassoc")
 #include "linear_integer.h"
 #include "reduce.h"
 #include "scales.h"
@@ -41,15 +40,20 @@
 #define QUANTISED 32   /* inputs of a row that share a scale */
 #define TINY 0x1p-100f /* below it 127 / largest or the scale might not be a normal number */
 
-/* Whether the products of bytes take unsigned weights; else weights of 8 bits stay signed. */
-#ifdef __AVX512VNNI__
-#define UNSIGNED_BYTES 1
+/* VNNI: products of unsigned weights and signed inputs, added to sums of 32 bits. Without it weights of 8 bits stay
+ * signed. */
+#if defined(__AVX512VNNI__)
+#define VNNI 1
+#define ADD_PRODUCTS(sums, w, x) _mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(w), _mm512_set1_epi32((int32_t)(x)))
+#elif defined(__AVXVNNI__) && LANES == 8
+#define VNNI 1
+#define ADD_PRODUCTS(sums, w, x) _mm256_dpbusd_avx_epi32((__m256i)(sums), (__m256i)(w), _mm256_set1_epi32((int32_t)(x)))
 #else
-#define UNSIGNED_BYTES 0
+#define VNNI 0
 #endif
 
 INLINE int zero_point(int format) {
-    return format == INT4 ? 8 : format == INT5 ? 16 : format == INT6 ? 32 : format == INT8 && UNSIGNED_BYTES ? 128 : 0;
+    return format == INT4 ? 8 : format == INT5 ? 16 : format == INT6 ? 32 : format == INT8 && VNNI ? 128 : 0;
 }
 
 INLINE int span_of(int format) { return format == INT6 ? 16 : QUANTISED; }
@@ -60,7 +64,7 @@ INLINE int parts_of(int format) { return held_by(format) / 4; }
 /* Return operand `part` of every word: four weights, raised by the zero point, in the order in which `write_operands`
  * has the inputs. */
 INLINE uvec operand(piece p, int part, int format) {
-    if (format == INT8) return UNSIGNED_BYTES ? p.low ^ 0x80808080u : p.low;
+    if (format == INT8) return VNNI ? p.low ^ 0x80808080u : p.low;
     uvec bytes = (format == INT4 ? p.low ^ 0x88888888u : p.low) >> (4 * part) & 0x0f0f0f0fu;
     if (upper_bits(format) == 1)
         bytes |= (p.upper << (4 - part) & 0x00100010u) | (p.upper << (10 - part) & 0x10001000u);
@@ -72,7 +76,7 @@ INLINE uvec operand(piece p, int part, int format) {
 /* Products of the four bytes of each word of weights and four bytes of x are added to a register of sums, exactly: to
  * sums of 32 bits, or, on x86 without VNNI, to pairs of sums of 16 bits, which hold the products of a few words only and
  * are then added to those of 32 bits. */
-#if defined(__AVX512VNNI__) || !defined(__SSSE3__)
+#if VNNI || !defined(__SSSE3__)
 #define SHORT_SUMS 0
 #else
 #define SHORT_SUMS 1
@@ -117,10 +121,12 @@ INLINE ivec add_products(ivec sums, uvec weights, uint32_t x, int format) {
     register_of_bytes w = (register_of_bytes)weights, four = REPEAT((int32_t)x);
     if (format == INT8) four = SIGNED(four, w), w = MAGNITUDES(w); /* |w| <= 128, and 2 * 128 * 127 < 2^15 */
     register_of_bytes added = ADD_SHORTS((register_of_bytes)sums, MULTIPLY_BYTES(w, four));
-    __asm__("" : "+x"(added));
+#if REGISTERS == 16
+    __asm__("" : "+x"(added)); /* else GCC adds two products before the sums, and spills these */
+#endif
     return (ivec)added;
-#elif defined(__AVX512VNNI__)
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32((int32_t)x));
+#elif VNNI
+    return (ivec)ADD_PRODUCTS(sums, weights, x);
 #elif defined(__ARM_FEATURE_DOTPROD)
     return (ivec)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, vreinterpretq_s8_u32(vdupq_n_u32(x)));
 #else

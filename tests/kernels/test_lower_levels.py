@@ -30,7 +30,7 @@ GROUPS = {
     "packing": ("tests/unit/test_native_weights.py", "tests/unit/test_native_groups.py"),
     "doctor": ("tests/unit/test_layer_checks.py",),
 }  # fmt: skip
-LOSSLESS = ("tests/lossless/test_demo_target.py", "tests/lossless/test_weights.py")
+LOSSLESS = ("tests/lossless/test_demo_target.py",)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(SWITCH in os.environ, reason="this is the run at a lower level"),
