@@ -14,47 +14,40 @@ INLINE int any_lane(ivec mask) {
 
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t ivec4 __attribute__((vector_size(16)));
-#if LANES > 4
+#if LANES == 16
 typedef float vec8 __attribute__((vector_size(32)));
 typedef int32_t ivec8 __attribute__((vector_size(32)));
 #endif
 
-INLINE float sum_lanes(vec v) {
-#if LANES == 16
-    vec8 a[2];
-    memcpy(a, &v, sizeof v);
-    vec8 b = a[0] + a[1];
-#elif LANES == 8
-    vec8 b = v;
-#endif
-#if LANES > 4
-    vec4 c[2];
-    memcpy(c, &b, sizeof b);
-    vec4 d = c[0] + c[1];
-#else
-    vec4 d = v;
-#endif
-    return (d[0] + d[2]) + (d[1] + d[3]);
-}
-
+#define SUM(type, a, b) ((a) + (b))
 /* The larger of two; of a NaN and a number the second. */
 #define LARGER(type, a, b) ((type)(((a > b) & (i##type)a) | (~(a > b) & (i##type)b)))
 
-INLINE float max_lanes(vec v) {
+/* Declare `to`: four lanes of v, its halves combined by `both` until no more are left. */
 #if LANES == 16
-    vec8 a[2];
-    memcpy(a, &v, sizeof v);
-    vec8 b = LARGER(vec8, a[0], a[1]);
+#define TO_FOUR(to, v, both) \
+    vec8 a[2]; \
+    memcpy(a, &v, sizeof v); \
+    vec8 b = both(vec8, a[0], a[1]); \
+    vec4 c[2]; \
+    memcpy(c, &b, sizeof b); \
+    vec4 to = both(vec4, c[0], c[1])
 #elif LANES == 8
-    vec8 b = v;
-#endif
-#if LANES > 4
-    vec4 c[2];
-    memcpy(c, &b, sizeof b);
-    vec4 d = LARGER(vec4, c[0], c[1]);
+#define TO_FOUR(to, v, both) \
+    vec4 c[2]; \
+    memcpy(c, &v, sizeof v); \
+    vec4 to = both(vec4, c[0], c[1])
 #else
-    vec4 d = v;
+#define TO_FOUR(to, v, both) vec4 to = v
 #endif
+
+INLINE float sum_lanes(vec v) {
+    TO_FOUR(d, v, SUM);
+    return (d[0] + d[2]) + (d[1] + d[3]);
+}
+
+INLINE float max_lanes(vec v) {
+    TO_FOUR(d, v, LARGER);
     float m = d[0];
     for (int i = 1; i < 4; i++) m = d[i] > m ? d[i] : m;
     return m;
