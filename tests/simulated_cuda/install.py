@@ -123,7 +123,9 @@ def launch(function: InterpretedFunction, *args: Any, grid: Any, warmup: bool, *
     devices = [x.device for x in tensors if isinstance(x, Tensor)]
     current = torch.device("cuda", machine().current)
     if any(device != current for device in devices):
-        raise DeviceMix(f"kernel {name} at {place()}: tensors on {[*map(str, devices)]}, the current device is {current}")
+        raise DeviceMix(
+            f"kernel {name} at {place()}: tensors on {[*map(str, devices)]}, the current device is {current}"
+        )
     machine().launches[name] += 1
     if not machine().computes(name):
         return
@@ -143,6 +145,26 @@ def launch(function: InterpretedFunction, *args: Any, grid: Any, warmup: bool, *
 interpret = InterpretedFunction.run
 
 
+run_engine = torch.autograd._engine_run_backward
+
+
+def run_backward(*args: Any, **options: Any) -> Any:
+    """Run autograd with the mode that torch has left to call it, since backward functions allocate too."""
+    with Transfers():
+        return run_engine(*args, **options)
+
+
+def grouped(lists: Any, with_indices: bool = False) -> Any:
+    """Group tensors for clip_grad by the device that Python sees."""
+    groups: dict[Any, Any] = {}
+    for place, tensors in enumerate(zip(*lists, strict=True)):
+        parts, indices = groups.setdefault((tensors[0].device, tensors[0].dtype), ([[] for _ in lists], []))
+        indices.append(place)
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.append(tensor)
+    return groups
+
+
 # ---- inference mode ---------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +181,8 @@ REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (InterpretedFunction, {"run": launch}),
     (inference_mode, {"__enter__": enter, "__exit__": leave}),
     (torch, {"Generator": Generator}),
+    (torch.nn.utils.clip_grad, {"_group_tensors_by_device_and_dtype": grouped}),
+    (torch.autograd, {"_engine_run_backward": run_backward}),
     (
         torch.cuda,
         {

@@ -17,13 +17,30 @@ UNFILLED = frozenset("empty empty_like empty_strided new_empty new_empty_strided
 
 # Elementwise: an operand without dimensions may be on the host, for its value becomes an argument of the launch.
 ELEMENTWISE = frozenset(
-    "__and__ __lshift__ __or__ __rshift__ __xor__ add bitwise_and bitwise_left_shift bitwise_not bitwise_or"
-    " bitwise_right_shift clamp clone div eq exp fill ge gt le log logical_and logical_not lt masked_fill maximum minimum"
-    " mul ne neg pow rsub sigmoid silu sub where zero _to_copy".split()
+    (
+        "__and__ __lshift__ __or__ __rshift__ __xor__ _to_copy add addcdiv addcmul binary_cross_entropy "
+        "binary_cross_entropy_backward bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift "
+        "clamp clone div eq exp fill floor_divide ge gelu gelu_backward gt le lerp log log_sigmoid_backward "
+        "log_sigmoid_forward logical_and logical_not lt masked_fill maximum minimum mul ne neg pow reciprocal rsqrt "
+        "rsub sigmoid sigmoid_backward silu silu_backward smooth_l1_loss smooth_l1_loss_backward sqrt sub where zero"
+    ).split()
 )
 
 # All operands are on one device.
-WHOLE = VIEWS | UNFILLED | frozenset("embedding stack floor_divide _softmax any max constant_pad_nd index_select index_copy sort baddbmm ones_like mm _scaled_dot_product_flash_attention_for_cpu full_like logsumexp argmax mean rsqrt reciprocal cat cumsum gather index_add new_full new_ones new_zeros zeros_like sum".split())
+WHOLE = (
+    VIEWS
+    | UNFILLED
+    | frozenset(
+        (
+            "_log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
+            "_scaled_dot_product_flash_attention_for_cpu_backward _softmax _softmax_backward_data addmm all amax amin any "
+            "argmax baddbmm bmm cat constant_pad_nd cumsum embedding embedding_dense_backward full_like gather index_add "
+            "index_copy index_select linalg_vector_norm logsumexp max mean mm new_full new_ones new_zeros "
+            "nll_loss_backward nll_loss_forward ones_like scatter scatter_add searchsorted select_backward slice_backward "
+            "sort stack sum topk zeros_like"
+        ).split()
+    )
+)
 
 # The size or the value of the result is known only to the device.
 READS = frozenset("_local_scalar_dense equal is_nonzero masked_select nonzero repeat_interleave".split())

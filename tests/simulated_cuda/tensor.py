@@ -275,6 +275,8 @@ class Transfers(TorchFunctionMode):
         if kwargs.pop("pin_memory", False):
             return machine().pin(func(*args, **kwargs))
         device = kwargs.get("device")
+        if device is None and isinstance(first, CudaTensor) and name in operations.UPLOADING_FACTORIES:
+            device = first.device
         if device is not None and is_cuda(device) and name != "_parse_to":
             return self._allocate(func, name, index_of(device), args, kwargs)
         if isinstance(first, CudaTensor) and device is not None and name in operations.FACTORIES:
@@ -285,7 +287,9 @@ class Transfers(TorchFunctionMode):
         if name in operations.UPLOADING_FACTORIES:
             machine().wait("upload", index)
         elif name not in operations.FACTORIES | operations.RANDOM:
-            raise UnknownOperation(f"{name}(device=cuda:{index}) at {place()}: not in tests/simulated_cuda/operations.py")
+            raise UnknownOperation(
+                f"{name}(device=cuda:{index}) at {place()}: not in tests/simulated_cuda/operations.py"
+            )
         args, kwargs = pytree.tree_map_only(Tensor, host_operand, (args, kwargs | {"device": CPU}))
         with torch._C.DisableTorchFunction():
             capture = machine().capture

@@ -75,7 +75,11 @@ def test_a_kernel_on_another_than_the_current_device_is_found(cuda: Machine, tar
 
 @pytest.mark.parametrize(
     "fault",
-    [lambda roots: roots.sum().item(), lambda roots: torch.tensor([1], device=roots.device), lambda roots: roots[roots > 0]],
+    [
+        lambda roots: roots.sum().item(),
+        lambda roots: torch.tensor([1], device=roots.device),
+        lambda roots: roots[roots > 0],
+    ],
     ids=["a read", "an upload", "a size that only the device knows"],
 )
 def test_a_wait_in_a_capture_is_found(
@@ -92,9 +96,7 @@ def test_a_wait_in_a_capture_is_found(
         make_engine(target_folder, DRAFTERS["eagle3"], graphs="on")
 
 
-def test_a_new_wait_in_a_step_is_counted(
-    cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_wait_in_a_step_is_counted(cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target_folder, DRAFTERS["none"], graphs="off")
     before = serve(engine, cuda, GREEDY)["decode"]
     original = type(engine._runner).logits

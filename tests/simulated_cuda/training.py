@@ -15,6 +15,7 @@ from train.config import OptimConfig
 from train.data.sequences import Sequences
 from train.distributed.optimizers import make_optimizers
 from train.features.online import compute_features
+from train.objectives.joint import JointObjective
 
 # by objective: which head of tests/heads.py
 OBJECTIVES = {
@@ -40,6 +41,8 @@ def step_waits(folder: Path, machine: Machine, name: str, device: str = "cuda:0"
     head = make_head(load_target(str(folder)), OBJECTIVES[name])
     head.borrow(target)
     objective = make_objective(head.to(device), name)
+    if isinstance(objective, JointObjective):
+        objective.adapt_target(target)
     optimizers = make_optimizers(objective, OptimConfig(), 1e-3, fused=True)
     batch = Sequences.of(ROWS).batch(range(len(ROWS))).to(torch.device(device))
     parts: dict[str, Counter[Wait]] = {}

@@ -5,7 +5,9 @@
     decode: ...                                   in a step that only decodes
     logprobs / grammar, decode: +2 read ...       more than that, or with a minus fewer, for these kinds of request
 
-The counts are those of a batch of two requests. Written anew, in two minutes, by
+    [training, ttt]                               an objective's step: features, forward, backward and optimizer
+
+The counts of serving are those of a batch of two requests. Written anew, in two minutes, by
 
     python -m tests.simulated_cuda.waits
 """
@@ -28,6 +30,10 @@ CASES = [(name, graphs) for name in DRAFTERS for graphs in ("off", "on")]
 
 def heading(drafter: str, graphs: str) -> str:
     return f"[{drafter}, graphs {graphs}]"
+
+
+def training_heading(objective: str) -> str:
+    return f"[training, {objective}]"
 
 
 def lines(waits: dict[str, dict[str, Counter[Wait]]]) -> list[str]:
@@ -63,6 +69,16 @@ def read_table(text: str) -> dict[str, list[str]]:
     return sections
 
 
+def check(title: str, section: list[str]) -> None:
+    """Assert that a section is as in the table; the message holds what to paste if not."""
+    expected = read_table(TABLE.read_text(encoding="utf-8")).get(title, [])
+    new, gone = [line for line in section if line not in expected], [line for line in expected if line not in section]
+    assert section == expected, (
+        f"{title}: new {new}, gone {gone}. If that is meant, write {TABLE.name} anew by "
+        "python -m tests.simulated_cuda.waits, or paste\n\n" + format_table({title: section})
+    )
+
+
 def format_table(sections: dict[str, list[str]]) -> str:
     grouped: dict[tuple[str, ...], list[str]] = {}
     for title, body in sections.items():
@@ -76,6 +92,7 @@ def main() -> None:
     from tests.simulated_cuda.install import simulated_cuda
     from tests.simulated_cuda.serving import CONTROL, waits_of
     from tests.simulated_cuda.targets import write_target
+    from tests.simulated_cuda.training import OBJECTIVES, step_waits
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
@@ -83,6 +100,9 @@ def main() -> None:
         for name, graphs in CASES:
             with simulated_cuda(computed=CONTROL) as machine:
                 sections[heading(name, graphs)] = lines(waits_of(target, machine, name, graphs=graphs))
+        for objective in OBJECTIVES:
+            with simulated_cuda(computed=set()) as machine:
+                sections[training_heading(objective)] = lines({"": step_waits(target, machine, objective)})
     TABLE.write_text(format_table(sections), encoding="utf-8")
 
 

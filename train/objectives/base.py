@@ -210,7 +210,7 @@ class Objective(nn.Module):
             factor = weight / divisor
             parts = self.compare(chosen, pair.weights, pair.rows, teacher, step, metrics, gradients, factor)
             total = total + weight * parts[0] / divisor
-            count = parts[0].new_tensor(len(chosen), dtype=torch.float32)
+            count = parts[0].new_full((), len(chosen), dtype=torch.float32)
             sums.append(torch.stack([count, *(value.detach() for value in parts[1:])]))
         return gradients.attach(total), StepSums(*torch.stack(sums, dim=1))
 
