@@ -52,7 +52,7 @@ def simulated_cuda(*, devices: int = 2, computed: Collection[str] | None = None)
         yield one
 
 
-# ---- streams and events -----------------------------------------------------------------------------------------------
+# ---- streams and events ----------------------------------------------------------------------------------------------
 
 
 class Stream:
@@ -157,15 +157,15 @@ def run_backward(*args: Any, **options: Any) -> Any:
 def grouped(lists: Any, with_indices: bool = False) -> Any:
     """Group tensors for clip_grad by the device that Python sees."""
     groups: dict[Any, Any] = {}
-    for place, tensors in enumerate(zip(*lists, strict=True)):
+    for index, tensors in enumerate(zip(*lists, strict=True)):
         parts, indices = groups.setdefault((tensors[0].device, tensors[0].dtype), ([[] for _ in lists], []))
-        indices.append(place)
+        indices.append(index)
         for part, tensor in zip(parts, tensors, strict=True):
             part.append(tensor)
     return groups
 
 
-# ---- inference mode ---------------------------------------------------------------------------------------------------
+# ---- inference mode --------------------------------------------------------------------------------------------------
 
 
 def enter(mode: inference_mode) -> None:

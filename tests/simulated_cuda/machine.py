@@ -1,4 +1,4 @@
-"""The state of the simulated machine: its current device, what the host has waited for, and the graph being captured."""
+"""The state of the simulated machine: its current device, what the host waited for, the graph being captured."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class CudaTensor(Tensor):
     """A tensor of the device `index`, with its values in `host`."""
 
     host: Tensor
-    index: int
+    device_index: int
 
     @staticmethod
     def __new__(cls, host: Tensor, index: int) -> CudaTensor:
@@ -34,7 +34,7 @@ class CudaTensor(Tensor):
         tensor = torch.Tensor._make_wrapper_subclass(
             cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=CPU
         )
-        tensor.host, tensor.index = host.detach(), index
+        tensor.host, tensor.device_index = host.detach(), index
         return tensor
 
     def __init__(self, host: Tensor, index: int) -> None:
@@ -49,13 +49,13 @@ class CudaTensor(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda", self.index)
+        return torch.device("cuda", self.device_index)
 
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
 
     def get_device(self) -> int:
-        return self.index
+        return self.device_index
 
     def is_pinned(self, device: Any = None) -> bool:
         return False
@@ -67,7 +67,7 @@ class CudaTensor(Tensor):
         return self.host.untyped_storage()
 
     def tolist(self) -> Any:
-        machine().wait("read", self.index)
+        machine().wait("read", self.device_index)
         return self.host.tolist()
 
     def cpu(self, memory_format: Any = None) -> Tensor:
@@ -85,16 +85,16 @@ class CudaTensor(Tensor):
     __array__ = numpy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = CudaTensor(self.host.clone(), self.index)
+        copied = CudaTensor(self.host.clone(), self.device_index)
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, self.requires_grad)
         return memo.setdefault(id(self), copied)
 
     def __repr__(self, **options: Any) -> str:
-        return f"CudaTensor({self.host}, index={self.index})"
+        return f"CudaTensor({self.host}, index={self.device_index})"
 
 
-# ---- operations -----------------------------------------------------------------------------------------------------
+# ---- operations ------------------------------------------------------------------------------------------------------
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,7 +166,7 @@ def recorded_operand(tensor: Tensor) -> Tensor:
 
 def common_device(name: str, operands: Sequence[Tensor], *, numbers: bool) -> int:
     """Return the index of the device of all operands; with `numbers` some without dimensions may be the host's."""
-    indices = {operand.index for operand in operands if isinstance(operand, CudaTensor)}
+    indices = {operand.device_index for operand in operands if isinstance(operand, CudaTensor)}
     on_host = [tuple(x.shape) for x in operands if not isinstance(x, CudaTensor) and not (numbers and x.dim() == 0)]
     if on_host or len(indices) != 1:
         devices = [f"cuda:{index}" for index in sorted(indices)]
@@ -196,14 +196,14 @@ def check_indexing(
     return index
 
 
-# ---- copies ---------------------------------------------------------------------------------------------------------
+# ---- copies ----------------------------------------------------------------------------------------------------------
 
 
 def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy values between devices and the host, or within one."""
     if isinstance(target, CudaTensor) and isinstance(source, CudaTensor):
-        if target.index != source.index:
-            machine().wait("read", source.index)
+        if target.device_index != source.device_index:
+            machine().wait("read", source.device_index)
         run = target.host.copy_
         if machine().capture is None:
             run(source.host)
@@ -212,7 +212,7 @@ def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target
     upload = isinstance(target, CudaTensor)
     host = source if upload else target
-    index = target.index if isinstance(target, CudaTensor) else source.index  # type: ignore[attr-defined]
+    index = target.device_index if isinstance(target, CudaTensor) else source.device_index  # type: ignore[attr-defined]
     same = target.dtype == source.dtype or upload
     transfer(host, index, writes=not upload, asynchronous=non_blocking and same)
     host_operand(target).copy_(host_operand(source))
@@ -232,7 +232,7 @@ def moved(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tens
     """Return `tensor.to(...)`, where the tensor or the target may be on a device."""
     if args and isinstance(args[0], Tensor):
         args = args[0].device, args[0].dtype, *args[1:]
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
     dtype, device = dtype or tensor.dtype, tensor.device if device is None else torch.device(device)
     if device.type == "cuda":
         device = torch.device("cuda", index_of(device))
@@ -244,16 +244,16 @@ def moved(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tens
             return CudaTensor(tensor.detach().to(dtype, copy=True), device.index)
         assert isinstance(tensor, CudaTensor)
         if device.type == "cuda":
-            machine().wait("read", tensor.index)
+            machine().wait("read", tensor.device_index)
             return CudaTensor(tensor.host.to(dtype, copy=True), device.index)
         values = tensor.host.to(dtype, copy=True)
         if non_blocking:
             machine().pin(values)
-        transfer(values, tensor.index, writes=True, asynchronous=non_blocking)
+        transfer(values, tensor.device_index, writes=True, asynchronous=non_blocking)
         return values
 
 
-# ---- what torch would refuse ------------------------------------------------------------------------------------------
+# ---- what torch would refuse -----------------------------------------------------------------------------------------
 
 
 class Transfers(TorchFunctionMode):

@@ -19,7 +19,7 @@ from tests.lossless.plain import ids
 from tests.simulated_cuda.install import simulated_cuda
 from tests.simulated_cuda.machine import CaptureError, DeviceMix, HostRace, Machine
 from tests.simulated_cuda.matrix import BEAM, DRAFTERS, EAGLE3, Drafter
-from tests.simulated_cuda.serving import CONTROL, PROMPTS, SIZES, make_engine, serve
+from tests.simulated_cuda.serving import CONTROL, SIZES, make_engine, serve
 
 PROMPT = [5, 6, 7, 5]
 SHORT: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
@@ -56,7 +56,7 @@ def test_every_device_serves(cuda: Machine, target_folder: Path, device: str, gr
     serve(engine, cuda, SAMPLED)
 
 
-# ---- planted faults of the product ------------------------------------------------------------------------------------
+# ---- planted faults of the product -----------------------------------------------------------------------------------
 
 
 def test_a_head_on_another_device_is_found(cuda: Machine, target_folder: Path) -> None:
