@@ -12,5 +12,6 @@ Triton's interpreter runs the kernels. What is made for a check is made when it 
 
 # The parts of the first stage only ask whether results are right, so they run side by side; what is timed runs alone.
 STAGES = (("kernels", "exact", "train"), ("bench",), ("timings",))
+EXTRA = ("tiles",)  # parts that run only where they are named
 PARTS = tuple(part for stage in STAGES for part in stage)
 ENDS = (0.45, 0.8, 1.0)  # of each stage, as a share of all seconds; what a stage does not use is left to the next

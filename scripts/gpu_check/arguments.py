@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from scripts.gpu_check import PARTS
+from scripts.gpu_check import EXTRA, PARTS
 
 OUT = os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "results"
 SECONDS = 540  # of all parts together: a call of ten minutes, less one to start and to end
@@ -18,7 +18,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description="Checks and times this machine's GPU: kernels, the engine's exactness, training, speculation.",
         allow_abbrev=False,
     )
-    parser.add_argument("--only", action="append", choices=PARTS, help="one part; may be given more than once")
+    parser.add_argument(
+        "--only", action="append", choices=(*PARTS, *EXTRA), help="one part; may be given more than once"
+    )
     parser.add_argument(
         "--out", type=Path, default=OUT, metavar="FOLDER", help="where the JSON report grows; default: $OUT if set"
     )
@@ -35,5 +37,5 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, kind in (("--share", str), ("--group", str), ("--report", Path), ("--until", float)):
         parser.add_argument(option, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.only = [part for part in PARTS if part in (args.only or PARTS)]
+    args.only = [part for part in (*PARTS, *EXTRA) if part in (args.only or PARTS)]
     return args

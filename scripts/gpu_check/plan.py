@@ -127,7 +127,7 @@ def kernels(device: torch.device, parts: Sequence[str]) -> list[Group]:
 
 def groups(parts: Sequence[str], device: torch.device, options: Any) -> list[Group]:
     """Return the plan of these parts, stage by stage. `options` are those of the command line."""
-    from scripts.gpu_check import exactness, speculation, training_run
+    from scripts.gpu_check import exactness, speculation, tiles, training_run
 
     make: dict[str, Callable[[], list[Group]]] = {
         "kernels": partial(kernels, device, options.only),
@@ -135,5 +135,6 @@ def groups(parts: Sequence[str], device: torch.device, options: Any) -> list[Gro
         "train": partial(training_run.groups, device, options),
         "bench": partial(speculation.groups, device, options),
         "timings": lambda: [Group("timings", "timings", [c.check() for c in kernel_checks(device, "timings")])],
+        "tiles": partial(tiles.groups, device),
     }
     return [group for part in parts for group in make[part]()]

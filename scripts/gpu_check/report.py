@@ -10,6 +10,7 @@ import re
 import sys
 import time
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,6 +183,7 @@ def card(document: dict[str, Any]) -> str:
         numbers = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("system", "batch", "graphs"))
         name = f"{line['system']} at batch {line['batch']}, graphs {line['graphs']}"
         lines.append(f"  {name:<44} {numbers}")
+    lines += best_tiles(document.get("tiles", ()))
     lines.append(f"{document['hardware']}: a copy moves {document.get('copy_gb_s')} GB/s")
     if correct := document.get("kernels", {}).get("correctness"):
         lines.append(f"kernels: {sum(line['ok'] for line in correct)} of {len(correct)} comparisons hold")
@@ -195,3 +197,17 @@ def card(document: dict[str, Any]) -> str:
     lines += [f"DOES NOT COMPILE {failure}" for group in compiled for failure in group["failures"]]
     lines += [f"FAILED {failure}" for failure in document["failures"]]
     return "\n".join(lines)
+
+
+def best_tiles(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """Return for every layer the time of the tile that was chosen, and the three shortest."""
+    cases: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        if "us" in line:
+            cases.setdefault((line["weights"], line["rows"], line["layer"]), []).append(line)
+    text = list[str]()
+    for (weights, rows, layer), found in cases.items():
+        first, *others = found  # the one chosen comes first
+        shown = "; ".join(f"{each['us']} {each['tile']}" for each in sorted(others, key=lambda each: each["us"])[:3])
+        text.append(f"  {weights}, {rows} rows, {layer}: {first['us']} us {first['tile']}; {shown}")
+    return text

@@ -21,7 +21,7 @@ import torch
 
 from infer.config_checks import REPO_ROOT
 from kernels.triton import in_use
-from scripts.gpu_check import ENDS, STAGES, compiling, plan
+from scripts.gpu_check import ENDS, EXTRA, STAGES, compiling, plan
 from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms
 from scripts.gpu_check.plan import Check, Group, LeftOut
 from scripts.gpu_check.report import Report, card, circumstances, file_name
@@ -56,7 +56,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def stages(parts: Sequence[str]) -> list[tuple[list[str], float]]:
     """Return the stages of these parts, and the share of all seconds after which each must end."""
-    chosen = [([part for part in stage if part in parts], end) for stage, end in zip(STAGES, ENDS, strict=True)]
+    chosen = [
+        ([part for part in stage if part in parts], end)
+        for stage, end in zip((*STAGES, EXTRA), (*ENDS, 1.0), strict=True)
+    ]
     chosen = [(stage, end) for stage, end in chosen if stage]
     return [*chosen[:-1], (chosen[-1][0], 1.0)]
 
