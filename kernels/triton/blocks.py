@@ -33,7 +33,7 @@ from kernels.triton import INTERPRET
 from kernels.triton.dependent import dependent, follow, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import gate_mul
-from kernels.triton.linear import Tile, finish, fitting, lines, load_tile
+from kernels.triton.linear import Tile, finish, lines, load_tile
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
 LANES, INPUTS = tl.constexpr(PANEL), tl.constexpr(WIDTH)  # of a tile
@@ -351,15 +351,17 @@ def block_rows_kernel(
 
 
 def block_tile_for(rows: int, x: torch.dtype, part: BlockTiles, device: Limits) -> Tile:
-    """Return the tile of a launch; `k` is that of the weights, which affects no bits."""
+    """Return the tile of a launch; `k` is that of the weights, which affects no bits.
+
+    With three stages several programs fit on a multiprocessor, and one converts weights while others wait for theirs.
+    """
     if x == torch.float32:  # no tensor cores
         return Tile(n=32, m=16 if rows <= 16 else 32, k=WIDTH, warps=4, stages=2)
-    weights = sum(each[0, 0].nbytes for each in (part.words, part.upper, part.scales) if each is not None) // PANEL
-
-    def stage(n: int, m: int) -> int:
-        return n * weights + m * WIDTH * x.itemsize
-
-    return fitting(rows, part.outputs, WIDTH, stage, device, most=32, stages=8)  # more rows spill
+    single = part.storage.group >= WIDTH and not part.storage.offset  # with more groups in a tile 64 rows spill
+    m = min(64 if single and device.warpgroups else 32, max(16, 1 << (rows - 1).bit_length()))
+    if m == 64 and part.outputs > 128 * device.multiprocessors:
+        return Tile(128, m, WIDTH, warps=8, stages=3)
+    return Tile(64, m, WIDTH, warps=4, stages=3)
 
 
 def block_linear(
@@ -441,7 +443,7 @@ def _launch(
 
 def divided(tiles: int, programs: int, device: Limits) -> int:
     """Return how many programs share the `tiles` along K of each of so many programs: 1, or one for each part."""
-    if programs > 2 * device.multiprocessors:
+    if programs > device.multiprocessors:
         return 1
     return triton.cdiv(tiles, triton.cdiv(tiles, PARTS))
 

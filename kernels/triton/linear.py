@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 128 rows, in one order along K for any number of rows.
+"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 64 rows, in one order along K for any number of rows.
 
 A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left operand, which has at least 64 lines on
 Hopper's tensor cores, and rows the right operand, which may have 16. So any number of rows, a prompt's too, uses the
@@ -14,7 +14,6 @@ theirs. For the former a tile's lines are rows of gate and of up in turn, PAIR o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import activate
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
+FILLED = 0.84  # share of the multiprocessors that the largest tiles must keep busy on average
 PAIR = tl.constexpr(8)  # a thread of a tensor core's product holds two lines 8 apart: those of gate and up
 
 
@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: Limits) -> Tile:
-    """Return the tile for `rows` rows and weights `[outputs, K]` of a dtype.
+    """Return the tile for `rows` rows and weights `[outputs, K]` of a dtype, by what was fastest on an H100 (LOG.md).
 
     Few programs must keep the memory busy: if each has a multiprocessor to itself, its tiles under way fill the shared
     memory; else two share it, and one reads while the other starts or ends.
@@ -52,26 +52,25 @@ def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: Limits) -> Til
         return Tile(n=32, m=16 if rows <= 16 else 32, k=32, warps=4, stages=3)
     k = 128 // dtype.itemsize
 
-    def stage(n: int, m: int) -> int:
-        return (n + m) * k * dtype.itemsize
+    def programs(n: int, m: int) -> int:
+        return -(-rows // m) * -(-outputs // n)
 
-    return fitting(rows, outputs, k, stage, device, most=128, stages=12)
+    def stages(n: int, m: int, most: int = 12) -> int:
+        size, room = (n + m) * 128, device.shared_memory
+        if programs(n, m) > device.multiprocessors and device.half_shared_memory >= 3 * size:
+            room = device.half_shared_memory
+        return min(room // size, most)
 
-
-def fitting(
-    rows: int, outputs: int, k: int, stage: Callable[[int, int], int], device: Limits, *, most: int, stages: int
-) -> Tile:
-    """Return the tile of up to `most` rows and `stages` stages; `stage`: the bytes of one, by its `n` and `m`."""
-    m = min(most, max(16, 1 << (rows - 1).bit_length()))
-
-    def alone(n: int) -> bool:
-        return -(-rows // m) * -(-outputs // n) <= device.multiprocessors
-
-    n = 64 if m < 128 or alone(64) else 128  # 64: the fewest lines of a product on Hopper
-    room = device.shared_memory
-    if not alone(n) and device.half_shared_memory >= 3 * stage(n, m):
-        room = device.half_shared_memory
-    return Tile(n, m, k, warps=n // 16, stages=min(room // stage(n, m), stages))
+    n, m = 64, min(64, max(16, 1 << (rows - 1).bit_length()))  # 64: the fewest lines of a product on Hopper
+    if rows <= 64 or programs(64, 64) <= device.multiprocessors:
+        return Tile(n, m, k, warps=4, stages=stages(n, m))
+    if programs(128, 64) <= device.multiprocessors:
+        return Tile(128, 64, k, warps=8, stages=stages(128, 64, most=6))
+    large = programs(128, 256)
+    waves = -(-large // device.multiprocessors)
+    if device.warpgroups and rows > 128 and large >= FILLED * waves * device.multiprocessors:
+        return Tile(128, 256, k, warps=8, stages=stages(128, 256))
+    return Tile(128, 128, k, warps=8, stages=stages(128, 128))
 
 
 @triton.jit
