@@ -35,7 +35,7 @@ from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow
+from kernels.triton.dependent import dependent, follow, load_ahead, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.upload import upload
 
@@ -102,6 +102,22 @@ def add_tile(q, peak, total, out, keys, values, slot, in_tile, mask, scale, D: t
 
 
 @triton.jit
+def prefetch_tile(
+    keys, values, page_ids, tile, start, stop, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Fetch a tile into L2, where even what the kernel ahead is writing may be fetched: no copy of it goes stale."""
+    WIDTH: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes, which L2 fetches
+    COUNT: tl.constexpr = (D_PADDED + WIDTH - 1) // WIDTH
+    position = tile + tl.arange(0, TILE)
+    page = load_ahead(page_ids + position // PAGE, mask=(position < stop) & (position >= start), other=0).to(tl.int64)
+    column = tl.minimum(tl.arange(0, COUNT) * WIDTH, D - 1)
+    place = (page * PAGE + position % PAGE)[:, None] * D + column[None, :]
+    prefetch(keys + place)
+    prefetch(values + place)
+
+
+@triton.jit
 def merge(peak, total, out, other_peak, other_total, other_out):
     """Merge two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second; or `[]`, `[]`, `[D']`."""
     highest = tl.maximum(peak, other_peak)
@@ -162,34 +178,39 @@ def attend(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
+    # ahead of the wait: which rows, keys and pages, which the step computes before its layers; the kernel ahead has
+    # written the queries, and to the cache the keys of the step's own rows
     block, kv_head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    row0, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    row0, count = load_ahead(blocks + 2 * block), load_ahead(blocks + 2 * block + 1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     row, head = row0 + line // GROUP, kv_head * GROUP + line % GROUP
     valid = line // GROUP < count
-    end = tl.load(ends + row, mask=valid, other=0)  # [M] number of keys that a row sees, from position 0 on
+    end = load_ahead(ends + row, mask=valid, other=0)  # [M] number of keys that a row sees, from position 0 on
     if TREE:
-        last = tl.load(committed + row0)
+        last = load_ahead(committed + row0)
         stop, lowest_end = last // TILE * TILE, last + 1
     else:
-        stop, lowest_end = tl.load(ends + row0 + count - 1), tl.load(ends + row0)
+        stop, lowest_end = load_ahead(ends + row0 + count - 1), load_ahead(ends + row0)
     start = first
     lower = tl.zeros([LINES], tl.int32) + first  # [M] first key that a row sees
     if WINDOW:
         start = tl.maximum(first, lowest_end - window)
         lower = tl.maximum(lower, end - window)
+    slots = slots.to(tl.int64)
+    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
+    page_ids = table + load_ahead(request + row0) * pages
+    first_split, last_split = start // SPLIT + part, tl.cdiv(stop, SPLIT)
+    if PDL:
+        tile_start = tl.maximum(first_split * SPLIT, start // TILE * TILE)
+        prefetch_tile(keys, values, page_ids, tile_start, start, stop, D, D_PADDED, PAGE, TILE)
+    follow(PDL)
     row_index = row.to(tl.int64)
     query = q + row_index[:, None] * q_stride + head[:, None] * D + d[None, :]
     queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
-    slots = slots.to(tl.int64)
-    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
-    page_ids = table + tl.load(request + row0) * pages
     out_index = row_index * (KV_HEADS * GROUP) + head
     state_index = out_index * num_states
-    first_split, last_split = start // SPLIT + part, tl.cdiv(stop, SPLIT)
     all_peak = tl.full([LINES], LOWEST, tl.float32)
     all_total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
     all_out = tl.zeros([LINES, D_PADDED], tl.float32)
@@ -250,11 +271,11 @@ def branch(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     valid, head = line < GROUP, kv_head * GROUP + line
-    end, begin = tl.load(ends + row), tl.load(committed + row) // TILE * TILE
+    end, begin = load_ahead(ends + row), load_ahead(committed + row) // TILE * TILE  # as in `attend`
+    follow(PDL)
     lower = first
     if WINDOW:
         lower = tl.maximum(first, end - window)
@@ -303,14 +324,14 @@ def combine(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, D_PADDED)
-    end, inside = tl.load(ends + row), d < D
+    end, inside = load_ahead(ends + row), d < D  # as in `attend`
     start, stop = first // SPLIT, tl.cdiv(end, SPLIT)
     if WINDOW:
         start = tl.maximum(first, end - window) // SPLIT
     if WHOLE:  # a tree: the state that `attend` merged, then those that `branch` continued
-        start, stop = start * 0, stop - tl.load(committed + row) // SPLIT + 1
+        start, stop = start * 0, stop - load_ahead(committed + row) // SPLIT + 1
+    follow(PDL)
     out_index = row * HEADS + head
     peak, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
     out = tl.zeros([D_PADDED], tl.float32)
@@ -398,7 +419,10 @@ class TritonAttention:
         return self.read(rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads), cache, scale, window)
 
     def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride."""
+        """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride.
+
+        The kernel launched before must not be the one that computed the rows' addresses (kernels/triton/dependent.py).
+        """
         shape, row_grid = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
         scale *= math.log2(math.e)
         upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
