@@ -24,7 +24,6 @@ import functools
 import itertools
 import math
 import os
-from typing import NamedTuple
 
 import torch
 import triton
@@ -35,49 +34,21 @@ from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRET
+from kernels.triton.attention_tiles import (
+    Blocking,
+    blocking,
+    merges_itself,
+    split_programs,
+    stages_of_attend,
+    warps_of_attend,
+)
 from kernels.triton.dependent import dependent, follow, load_ahead, prefetch
-from kernels.triton.device import Limits, limits
+from kernels.triton.device import limits
 from kernels.upload import upload
 
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
 SUM_WIDTH = tl.constexpr(16)  # width of the narrowest product: the sums of weights, in equal columns
-RESIDENT = 2  # programs of `attend` that a multiprocessor runs at once
 AHEAD = 8  # states that `combine` reads at once
-
-
-class Blocking(NamedTuple):
-    """Bits depend on `tile` and `split`, in positions; `lines` of a product, warps and stages only affect speed."""
-
-    lines: int
-    tile: int
-    split: int
-    warps: int
-    stages: int
-
-
-def blocking(head_dim: int, dtype: torch.dtype, group: int, device: Limits) -> Blocking:
-    """`group`: query heads of a KV head."""
-    if dtype == torch.float32:  # no tensor cores: small products
-        return Blocking(lines=16, tile=32, split=512, warps=4, stages=2)
-    lines = 64 if device.warpgroups or group > 32 else 32
-    if head_dim > 128:
-        return Blocking(lines, tile=32, split=512, warps=8, stages=2 if device.warpgroups else 3)  # 2 spill on sm_89
-    # a warpgroup computes each score once; two would both compute all of them and fill a multiprocessor's registers
-    return Blocking(lines, tile=64, split=512, warps=4 if head_dim <= 64 or device.warpgroups else 8, stages=3)
-
-
-def warps_of_attend(shape: Blocking, head_dim: int, whole: bool, tree: bool, cache: torch.dtype) -> int:
-    """Return how many warps run `attend`: with WHOLE it has two states, and four warps' registers may not suffice if
-    both are stored or keys are widened.
-    """
-    crowded = whole and head_dim > 64 and (tree or cache.itemsize == 1)
-    return max(shape.warps, 8 if crowded else 4)
-
-
-def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool, device: Limits) -> bool:
-    """Return whether a program processes all splits: if programs fill the device and two states fit in registers."""
-    fits = dtype != torch.float32 and (head_dim <= 128 or not tree)
-    return fits and programs >= device.multiprocessors
 
 
 @triton.jit
@@ -347,14 +318,6 @@ def combine(
     tl.store(attn_out + out_index * D + d, (out / total).to(attn_out.dtype.element_ty), mask=inside)
 
 
-def split_programs(programs: int, splits: int, device: Limits) -> int:
-    """Return among how many programs the splits of a block and KV head are divided: enough to fill the device.
-
-    In a CUDA graph `splits` is that of the longest context, and most of them are empty.
-    """
-    return min(splits, -(-RESIDENT * device.multiprocessors // programs))
-
-
 def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     most = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}.get(dtype, 0)  # lines of a product
     return num_heads // num_kv_heads <= most and 16 <= head_dim <= 256
@@ -377,26 +340,30 @@ class TritonAttention:
         shape: Blocking | None = None,
         whole: bool | None = None,
     ) -> None:
-        device, group = rows.table.device, num_heads // num_kv_heads
+        device, group, padded = rows.table.device, num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
         self._shape = shape = shape or blocking(head_dim, dtype, group, limits(device))
         nodes = shape.lines // group
         self._blocks = blocks = _blocks(rows.counts, nodes, device)
         self._tree = rows.tree_mask is not None
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
-        self._whole = merges_itself(programs, head_dim, dtype, self._tree, limits(device)) if whole is None else whole
+        if whole is None:
+            whole = merges_itself(programs, rows.counts, splits, head_dim, dtype, self._tree, limits(device))
+        self._whole = whole
         self._table, self._first, self._page_size = rows.table, rows.first, rows.page_size
         self._request, (_, self._slots, self._committed, self._ends) = rows.request, rows.addresses
         self._tail_slots = self._slots if rows.tree_mask is None else rows.tails(shape.tile)
         count = rows.request.shape[0]
         tail_splits = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # most splits that `branch` writes for a row
-        num_states = splits if not self._whole else 1 + tail_splits
-        states = count if self._tree or not self._whole else 0
+        num_states = splits if not whole else 1 + tail_splits
+        states = count if self._tree or not whole else 0
         self._states = torch.empty(states, num_heads, num_states, 2, device=device)
         self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
         self._sizes = {"KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
-        self._padded = {"D_PADDED": triton.next_power_of_2(head_dim)}
-        self._grid = (len(blocks), num_kv_heads, 1 if self._whole else split_programs(programs, splits, limits(device)))
+        self._padded = {"D_PADDED": padded}
+        parts = 1 if whole else split_programs(programs, splits, limits(device))
+        self._grid = (len(blocks), num_kv_heads, parts)
+        self._alone = not whole and programs * parts <= limits(device).multiprocessors
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
@@ -430,7 +397,10 @@ class TritonAttention:
         common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
         warps = warps_of_attend(shape, self._sizes["D"], self._whole, self._tree, cache.dtype)
         launched = dependent(q.device)
-        launch_options = {"num_stages": shape.stages, "enable_fp_fusion": False, **launched}
+        launch_options = {"enable_fp_fusion": False, **launched}
+        stages = shape.stages
+        if self._alone:
+            stages = stages_of_attend(shape, self._padded["D_PADDED"], q.dtype, cache.dtype, limits(q.device))
         bounds = (self._first, window or 0)
         states = (self._states, self._outs)
         table = (self._table, self._request, self._committed, self._ends, self._blocks)
@@ -439,14 +409,14 @@ class TritonAttention:
         attn_out = q.new_empty(q.shape[0], num_heads * self._sizes["D"])
         attend[self._grid](
             q, cache, *table, *states, attn_out, *strides, *bounds, scale, PAGE=self._page_size, TREE=self._tree,
-            **tiles, **common, **launch_options, num_warps=warps,
+            **tiles, **common, **launch_options, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if self._tree:
             strides = (q.stride(0), cache.shape[2], num_states)
             tail = (self._committed, self._ends, self._tail_slots)
             branch[row_grid](
                 q, cache, *tail, *states, *strides, *bounds, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
-                **launch_options, num_warps=shape.warps,
+                **launch_options, num_warps=shape.warps, num_stages=shape.stages,
             )  # fmt: skip
         if self._tree or not self._whole:
             combine[q.shape[0], num_heads](
