@@ -34,6 +34,7 @@ from infer.graphs.step_graph import GraphCache, Recorded
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
+from infer.options.devices import use_device
 from infer.options.engine_sizes import DeviceFacts, engine_sizes
 from infer.options.stored_weights import check_weights, head_format
 from infer.parallel.comm import Ranks
@@ -100,8 +101,8 @@ class Engine:
             raise ValueError(
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
-        exact = self.config.exact
-        packing = self.config.packing
+        exact, packing = self.config.exact, self.config.packing
+        use_device(target.norm.weight.device)
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype, self.rounds_activations = self._shard.device, self._shard.dtype, self._shard.integer
