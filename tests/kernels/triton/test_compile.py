@@ -28,8 +28,10 @@ FLOAT_SUMS = {
 }
 VARYING = {  # integers that differ from step to step: a value of another kind must not compile a kernel while serving
     *("rows", "count", "width", "num_states", "pages", "first", "window"),
-    *("M", "T", "num_later", "batches"),
+    *("M", "T", "num_later", "batches", "uses", "depth"),
 }
+# Cases that differ in what requests ask for: one kernel serves both.
+ALIKE = {"shape, a mask alone": "shape", "log-probabilities, other counts": "log-probabilities"}
 AHEAD = {  # kernels that may start before the kernel ahead of them has ended: those of a layer
     *("rms_norm_kernel", "norm_beside_kernel", "linear_kernel", "residual_silu_kernel", "rotate_and_write_kernel"),
     *("block_linear_kernel", "attend", "branch", "combine"),
@@ -115,6 +117,11 @@ def test_what_starts_ahead_waits_before_it_reads_and_writes(compiled):
         if launched_ahead:
             weights = kernel["kernel"] in ("linear_kernel", "block_linear_kernel")
             assert set(kernel["early"]) == ({"prefetch.global.L2"} if weights else set())
+
+
+def test_no_kernel_is_compiled_for_what_a_request_asks(compiled):
+    for case, other in ALIKE.items():
+        assert [kernel for kernel in compiled[case] if kernel not in compiled[other]] == []
 
 
 def test_integers_that_vary_are_not_specialised(compiled):
