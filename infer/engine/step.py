@@ -147,10 +147,8 @@ class StepRunner:
         complete = [b for b, (request, chunk) in enumerate(pairs) if request.computed + chunk == len(request.tokens)]
         prefilled, ones, last = [requests[b] for b in complete], [1] * len(complete), None
         if complete:
-            last, parameters = (
-                upload([first[b + 1] - 1 for b in complete], device),
-                row_parameters(prefilled, ones, device),
-            )
+            last = upload([first[b + 1] - 1 for b in complete], device)
+            parameters = row_parameters(prefilled, ones, device)
         rows = self._runner.prefill(requests, chunks, self._speculator.wants_features(requests))
         self._score_prompts(requests, chunks, rows.hidden)
         for request, chunk in zip(requests, chunks, strict=True):
