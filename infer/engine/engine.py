@@ -304,7 +304,7 @@ class Engine:
         adaptive = self.proposer_config.adaptive
         if self._head is not None:
             self._head.confidence = None
-        self._warm_up.run(self, self._pool, self._stats, default[1].depth)
+        self._warm_up.run(self, self._pool, self._stats, default[1])
         self.graphs = self._graph_cache.record(self._runner, default, self.sizes.max_rows, adaptive=adaptive)
         if self.graphs is not None:
             parts = self.graphs.graphs, self._pool, self._scheduler, self.speculator, self._steps

@@ -21,6 +21,7 @@ from infer.engine.stats import EngineStats
 from infer.kvcache.pool import KVPool
 from infer.options.engine_sizes import EngineSizes
 from infer.sampling.params import MAX_LOGPROBS, SamplingParams
+from infer.speculation.budget import Budget
 from kernels.triton import INTERPRETED, in_use
 
 if TYPE_CHECKING:
@@ -57,8 +58,8 @@ class WarmUp:
     def __init__(self) -> None:
         self._done = set[tuple[str, type]]()
 
-    def run(self, engine: Engine, pool: KVPool, stats: EngineStats, depth: int) -> None:
-        """Run while the engine is idle, without graphs; `depth`: of its drafts. Leaves no trace in cache and `stats`.
+    def run(self, engine: Engine, pool: KVPool, stats: EngineStats, limit: Budget) -> None:
+        """Run while the engine is idle and without graphs; `limit`: its largest draft. Leaves nothing in cache and `stats`.
 
         Kernels that cannot be compiled are logged, and the engine starts nevertheless: most requests need others.
         """
@@ -67,7 +68,7 @@ class WarmUp:
             return
         self._done.add(key)
         began, saved = time.perf_counter(), copy.deepcopy(stats)
-        works = list(works_of(engine.sizes, engine.context, engine.config.max_batch, depth))
+        works = list(works_of(engine.sizes, engine.context, engine.config.max_batch, limit))
         bar = tqdm(works, desc="compiling kernels", unit="kind", disable=None, leave=False)
         for work in bar:
             bar.set_postfix_str(work.name)
@@ -88,15 +89,16 @@ class WarmUp:
         )
 
 
-def works_of(sizes: EngineSizes, context: int, max_batch: int, depth: int) -> Iterator[Work]:
+def works_of(sizes: EngineSizes, context: int, max_batch: int, limit: Budget) -> Iterator[Work]:
     """Yield requests that between them launch every kernel of the steps that the host runs.
 
     Tiles change at 17, 33 and 65 rows, and where programs fill the device: somewhere between a number of rows and
-    twice as many. `depth`: of drafts.
+    twice as many. `limit`: the largest draft; trees are built by other kernels for other depths.
     """
-    longest = min(context - depth - DECODES - 2, sizes.cache_tokens // 2)
+    several = limit.depth + DECODES + 2
+    longest = min(context - several, sizes.cache_tokens // 2)
     # Nobody ends by itself: a drafter reads no prompt of a request that does.
-    greedy, sampled = (replace(params, max_tokens=depth + DECODES + 2) for params in (GREEDY, SAMPLED))
+    greedy, sampled = (replace(params, max_tokens=several) for params in (GREEDY, SAMPLED))
     for rows in (1, *(1 + (1 << power) for power in range(4, (sizes.max_rows - 1).bit_length()))):
         lengths = divided(rows, min(sizes.prefill_chunk, longest))
         if len(lengths) <= max_batch:
@@ -111,6 +113,9 @@ def works_of(sizes: EngineSizes, context: int, max_batch: int, depth: int) -> It
             yield Work(f"{count} {of} log-probabilities", [2], replace(sampled, logprobs=count, logprobs_of=of), 0)
     for rule in ("typical", "block"):
         yield Work(f"{rule} acceptance", [2], replace(sampled, acceptance=rule))
+        yield Work(f"{rule} acceptance and top_k", [2], replace(sampled, acceptance=rule, top_k=5))
+    for depth in range(1, 1 if limit.is_chain else limit.depth):
+        yield Work(f"trees of depth {depth}", [2], replace(sampled, max_draft_tokens=depth), 1)
 
 
 def divided(rows: int, most: int) -> list[int]:

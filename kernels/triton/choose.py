@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.device import empties
 from kernels.triton.fixed_point import exp_weights, share_of
 from kernels.triton.noise import exact_log, gumbel_noise, row_key
 
@@ -327,10 +328,7 @@ def best_columns(
     blocks, device = triton.cdiv(size, block), logits.device
     block_keys = torch.empty(rows, blocks, count, device=device)
     columns = torch.empty(rows, blocks, count, dtype=torch.int32, device=device)
-    peaks = torch.empty(rows, blocks, device=device) if mass else block_keys
-    masses = (
-        torch.empty_like(peaks) if mass else block_keys
-    )  # both begin where an allocation does: kernels are compiled for such addresses
+    peaks, masses = empties(2, (rows, blocks), torch.float32, device) if mass else (block_keys, block_keys)
     p = parameters
     best_of_block[rows, blocks](
         logits, logits.stride(0), size, 1 if p is None else p.repeat,

@@ -46,19 +46,27 @@ def compiling(monkeypatch):
     monkeypatch.setattr(warm_up, "compiles", lambda device: True)
 
 
-@pytest.mark.parametrize("proposer", ["none", "head"])
+DRAFTS = {
+    "nothing": ("none", None),
+    "chains": ("head", None),
+    "trees": ("head", {"tree": "beam:3x4:9"}),
+    "n-grams": ("ngram", None),
+}
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_serving_compiles_nothing(compiling, make_small_engine, proposer, dtype):  # noqa: F811
-    with seen() as compiled:
-        engine = make_small_engine(dtype, proposer, threads=1, max_batch=4, prefill_chunk=48, max_rows=80)
+def test_serving_compiles_nothing(compiling, make_small_engine, drafts, dtype):  # noqa: F811
+    proposer, shape = DRAFTS[drafts]
+    with seen("best_kernel") as compiled:  # without it trees would have no root
+        engine = make_small_engine(dtype, proposer, shape, threads=1, max_batch=4, prefill_chunk=48, max_rows=80)
     rng = random.Random(0)
-    with seen() as launched:
+    with seen("best_kernel") as launched:
         for count in (1, 3):
-            for _ in range(4):
-                params = [*REQUESTS, *rng.choices(REQUESTS, k=3)]
-                rng.shuffle(params)
-                prompts = [[rng.randrange(1, 90) for _ in range(rng.choice((1, 2, 16, 17, 40, 70)))] for _ in params]
-                engine.generate(prompts, params, max_concurrency=count)
+            params = [*REQUESTS, *rng.choices(REQUESTS, k=9)]
+            rng.shuffle(params)
+            prompts = [[rng.randrange(1, 90) for _ in range(rng.choice((1, 2, 16, 17, 40, 70)))] for _ in params]
+            engine.generate(prompts, params, max_concurrency=count)
     assert {kernel[0] for kernel in launched} >= {"shape_kernel", "count_digits", "count_above", "linear_kernel"}
     missed = sorted(" ".join(kernel) for kernel in launched - compiled if kernel[0] not in ON_THE_HOST)
     assert not missed, "\n".join(missed)
