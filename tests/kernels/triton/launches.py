@@ -244,8 +244,11 @@ CASES = {
     "top-p, fp32": partial(thresholds, NO_LIMITS._replace(top_p=True), torch.float32),
     "min-p": partial(thresholds, NO_LIMITS._replace(min_p=True)),
     "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
+    "log-probabilities, other counts": lambda: [
+        choose.logprobs(empty(1, 128256), empty(1, dtype=torch.int64), top) for top in range(9, 33)
+    ],
     "shape": shape_all,
-    "shape, a mask alone": lambda: shape.shape(empty(4, 128256), Shaping(allowed=empty(4, 4008, dtype=torch.int32))),
+    "shape, a mask alone": lambda: shape.shape(empty(4, 262144), Shaping(allowed=empty(4, 8192, dtype=torch.int32))),
     "rows of chains": partial(plan, 8, 6),
     "rows of trees": partial(plan, 8, 16, branching=True),
     "rows, 1 row": partial(plan, 1, 1),

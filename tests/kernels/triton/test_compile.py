@@ -28,8 +28,10 @@ FLOAT_SUMS = {
 }
 VARYING = {  # integers that differ from step to step: a value of another kind must not compile a kernel while serving
     *("rows", "count", "width", "num_states", "pages", "first", "window"),
-    *("M", "T", "num_later", "batches"),
+    *("M", "T", "num_later", "batches", "uses", "depth"),
 }
+# Cases that differ in what requests ask for: one kernel serves both.
+ALIKE = {"shape, a mask alone": "shape", "log-probabilities, other counts": "log-probabilities"}
 # Kernels that may start before the kernel ahead of them has ended, those of a layer, and what they touch before it has:
 # weights, which are constant, and what a step computes before its layers. Into L2 anything may be fetched.
 AHEAD = {
@@ -123,6 +125,11 @@ def test_what_starts_ahead_touches_nothing_that_the_kernel_ahead_writes(compiled
         if launched_ahead:
             touched[kernel["kernel"]] |= {" ".join(access) for access in kernel["early"]}
     assert touched == AHEAD
+
+
+def test_no_kernel_is_compiled_for_what_a_request_asks(compiled):
+    for case, other in ALIKE.items():
+        assert [kernel for kernel in compiled[case] if kernel not in compiled[other]] == []
 
 
 def test_integers_that_vary_are_not_specialised(compiled):
