@@ -147,17 +147,15 @@ class StepRunner:
         complete = [b for b, (request, chunk) in enumerate(pairs) if request.computed + chunk == len(request.tokens)]
         prefilled, ones, last = [requests[b] for b in complete], [1] * len(complete), None
         if complete:
-            last, parameters = (
-                upload([first[b + 1] - 1 for b in complete], device),
-                row_parameters(prefilled, ones, device),
-            )
+            last = upload([first[b + 1] - 1 for b in complete], device)
+            parameters = row_parameters(prefilled, ones, device)
         rows = self._runner.prefill(requests, chunks, self._speculator.wants_features(requests))
         self._score_prompts(requests, chunks, rows.hidden)
         for request, chunk in zip(requests, chunks, strict=True):
             request.computed += chunk
         outputs: list[StepOutput] = []
         if complete:
-            logits = self._runner.logits(rows.hidden[last])
+            logits = self._runner.shard.logits(rows.hidden[last])
             choices = choose_rows(prefilled, ones, parameters, logits, rows.positions[last])
             for row, (request, token) in enumerate(zip(prefilled, choices.token.tolist(), strict=True)):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
@@ -210,7 +208,7 @@ class StepRunner:
             scored = len(request.prompt_logprobs) - request.computed  # more than 0 in a recomputation
             if top is None or scored >= len(following):
                 continue
-            logits = self._runner.logits(piece[scored : len(following)])
+            logits = self._runner.shard.logits(piece[scored : len(following)])
             with isolated(request):
                 request.prompt_logprobs += token_logprobs(logits, following[scored:], top)
 
