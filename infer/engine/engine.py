@@ -178,7 +178,9 @@ class Engine:
         `compile(params.grammar)`, if the caller compiled it in another thread.
         """
         prompt = list(as_ids("prompt", prompt_ids))
-        check_request(prompt, params, self._limits())
+        vocabulary, page_size = self.target.config.vocab_size, self.config.page_size
+        limits = self.context, vocabulary, self._pool.num_pages, page_size, self.speculator.names
+        check_request(prompt, params, Limits(*limits, has_text=self.tokenizer is not None))
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
@@ -218,12 +220,6 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("grammar: this engine has no tokenizer")
         return Constraints(self.tokenizer, self.target.config.vocab_size, self.end_tokens)
-
-    def _limits(self) -> Limits:
-        vocabulary, names = self.target.config.vocab_size, self.speculator.names
-        return Limits(
-            self.context, vocabulary, self._pool.num_pages, self.config.page_size, names, self.tokenizer is not None
-        )
 
     def abort(self, request_id: str) -> None:
         """Abort a request and free its pages at once. A finished or unknown id is no error: it may just have ended."""
@@ -442,7 +438,8 @@ class Engine:
         facts = DeviceFacts(self.device.type, free, workspace_bytes(1, self.target.config, self.dtype))
         self.sizes = engine_sizes(self.config, self.context, facts)
         parts = self.config, self.target.config, shapes, self.dtype
-        self.memory = plan_memory(*parts, sizes=self.sizes, weights=self._weight_bytes(), free=free)
+        modules = [self.target, *(drafter.module for drafter in (self._head, self._draft_model) if drafter is not None)]
+        self.memory = plan_memory(*parts, sizes=self.sizes, weights=weight_bytes(*modules), free=free)
         layers = self._shard.allocate(self.memory.pages, self.config.page_size, [*head_layers, *draft_layers])
         self._pool = KVPool(layers, max_requests=self.config.max_batch, max_positions=self.context)
         if self._head is not None:
@@ -463,7 +460,7 @@ class Engine:
         """Wait for a round in flight, if there is one: all of its requests have finished."""
         if self._steps.overlap is not None:
             self._steps.overlap.drain()
-            self._steps.overlap = None
+        self._steps.overlap = self._runner.graphs = None
 
     def _draft_with(self, name: str) -> None:
         self.speculator = Speculator(self._proposers, name, self.context, self._timer)
@@ -479,8 +476,3 @@ class Engine:
             clock=self._clock,
             timer=self._timer,
         )
-
-    def _weight_bytes(self) -> int:
-        drafters = [self._head, self._draft_model]
-        modules = [self.target, *(drafter.module for drafter in drafters if drafter is not None)]
-        return weight_bytes(*modules)

@@ -152,7 +152,7 @@ class StepRunner:
             request.computed += chunk
         outputs: list[StepOutput] = []
         if complete:
-            logits = self._runner.logits(rows.hidden[last])
+            logits = self._runner.shard.logits(rows.hidden[last])
             choices = choose_rows(prefilled, ones, parameters, logits, rows.positions[last])
             for request, token in zip(prefilled, choices.token.tolist(), strict=True):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
@@ -205,7 +205,7 @@ class StepRunner:
             scored = len(request.prompt_logprobs) - request.computed  # more than 0 in a recomputation
             if top is None or scored >= len(following):
                 continue
-            logits = self._runner.logits(piece[scored : len(following)])
+            logits = self._runner.shard.logits(piece[scored : len(following)])
             with isolated(request):
                 tokens = upload(following[scored:], self._pool.device)
                 request.prompt_logprobs += token_logprobs([logits], tokens, [top] * len(tokens))

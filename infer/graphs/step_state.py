@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.engine.runner import Rows, Runner
 from infer.kvcache.pool import KVPool
 from infer.request import Request
 from infer.sampling.batch import choice_parameters
@@ -69,9 +70,10 @@ class GraphBatch(NamedTuple):
         inputs = self.ids.flatten(), self.features.flatten(0, 1), slots, rows
         return Unread(*inputs, ends, self.roots, self.base, requests, self.parameters)
 
-    def rows(self, tree: DraftTree) -> AttentionRows:
+    def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
         tree_mask = None if tree.is_chain else tree.ancestors
-        return self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
+        rows = self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
+        return runner.forward(tree.token.flatten(), rows, aux, None if tree.is_chain else tree.depth.flatten())
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
         batch, width = tree.token.shape
