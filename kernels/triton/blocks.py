@@ -445,7 +445,7 @@ def divided(tiles: int, programs: int, device: Limits) -> int:
     """Return how many programs share the `tiles` along K of each of so many programs: 1, or one for each part."""
     if programs > device.multiprocessors:
         return 1
-    return triton.cdiv(tiles, triton.cdiv(tiles, PARTS))
+    return -(-tiles // -(-tiles // PARTS))
 
 
 def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:

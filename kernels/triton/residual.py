@@ -48,7 +48,7 @@ def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """As kernels.residual.residual_silu."""
     groups, size, _ = weight.shape
     x, rows = x.contiguous(), x.shape[1]
-    tile = tile_for(rows, groups * size, x.dtype, weight.dtype, limits(x.device))
+    tile = tile_for(rows, groups * size, x.dtype, limits(x.device))
     out = x.new_empty(groups, rows, size)
     grid = triton.cdiv(rows, tile.m), triton.cdiv(size, tile.n), groups
     residual_silu_kernel[grid](

@@ -24,7 +24,7 @@ from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from scripts.gpu_check import targets
-from scripts.gpu_check.compiling import describe
+from scripts.gpu_check.compiling import describe, variants_compiled
 from scripts.gpu_check.plan import Check, Group, LeftOut, Lines
 
 TEXTS = (
@@ -90,6 +90,7 @@ class Subject:
     make: Callable[[bool], Made]
     accepts: bool = True
     probe: bool = True
+    warms_up: bool = False
     _made: Made | None = None
     _unmade: Exception | None = None
     _plain: dict[str, list[Completion]] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class Subject:
         for way in overlapped:
             label = f"exact: {self.name}, waits in overlapped rounds, {way.label}"
             checks.append(Check(label, ("waits",), 2 * seconds, partial(self.waits, way), needs=first.label))
-        return Group(f"exact, {self.name}", "exact", [first, *checks], self.close)
+        return Group(f"exact, {self.name}", "exact", [first, *checks], self.close, warms_up=self.warms_up)
 
     def label(self, kind: str, way: Way) -> str:
         prompts = "together" if way.together else "alone"
@@ -134,11 +135,14 @@ class Subject:
         params = self.params(kind)
         batches = [range(len(prompts))] if way.together else [[index] for index in range(len(prompts))]
         completions = list[Completion]()
-        for batch in batches:
-            completions += engine.generate([prompts[i] for i in batch], [params[i] for i in batch])
+        with variants_compiled() as compiled:
+            for batch in batches:
+                completions += engine.generate([prompts[i] for i in batch], [params[i] for i in batch])
         facts: dict[str, Any] = {"target": self.name, "sampling": kind, "drafts": way.label, "batch": len(batches[0])}
-        line = facts | {"graphs": way.graphs} | difference(expected, completions)
+        line: dict[str, Any] = facts | {"graphs": way.graphs} | difference(expected, completions)
         line["proposer_failures"] = engine.stats.proposer_failures
+        if self.warms_up:  # while serving, although the engine has started
+            line["compiled"] = sorted({variant.split()[0] for variant in compiled})
         must_accept = self.accepts and way.proposer != "none" and not way.shape.adaptive  # which may not draft at all
         drafted = line["accepted_drafts"] > 0 or not must_accept
         return [line | {"ok": line["ok"] and drafted and not line["proposer_failures"]}]
@@ -238,7 +242,7 @@ def groups(device: torch.device, head: Path | None) -> list[Group]:
     narrow = EngineConfig(max_batch=4, weights="int8", kv_dtype="fp8")
     wide = EngineConfig(max_batch=4)
     ways = [*WAYS[:4], *WAYS[5:]]  # without adaptive drafts, which profile the costs of steps first
-    random = Subject("8B shape, random, bf16", partial(large, device), accepts=False)
+    random = Subject("8B shape, random, bf16", partial(large, device), accepts=False, warms_up=True)
     found = [
         random.group(60, 3, every, ways),
         Subject("demo, bf16", partial(demo, torch.bfloat16, device, wide, head)).group(40, 3, every, WAYS),

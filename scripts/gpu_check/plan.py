@@ -58,7 +58,8 @@ class Group:
     """Checks of a part that run in one process and share something costly, which `close` releases.
 
     The kernels of the checks `compiled` are compiled before, in processes of their own. `environment` is added to that
-    of all its processes.
+    of all its processes. `warms_up`: its engines compile every kernel when they start, as they do when they serve;
+    others do it when they need them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Group:
     close: Callable[[], None] = nothing
     compiled: Sequence[Check] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    warms_up: bool = False
 
     @property
     def seconds(self) -> float:

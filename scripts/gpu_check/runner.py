@@ -12,14 +12,15 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from unittest.mock import patch
 
 import torch
 
 from infer.config_checks import REPO_ROOT
+from infer.graphs import warm_up
 from kernels.triton import in_use
 from scripts.gpu_check import ENDS, EXTRA, STAGES, compiling, plan
 from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms
@@ -82,44 +83,45 @@ class Stage:
     until: float | None
     device: torch.device
 
-    @property
-    def compilers(self) -> int:
-        """Processes that compile the kernels of a group, beside those that run."""
-        cores = os.cpu_count() or 1
-        return max(1, (cores - len(self.groups)) // sum(bool(group.compiled) for group in self.groups))
-
 
 def run_stage(stage: Stage) -> None:
-    merging = Lock()
-
-    def run_one(group: Group) -> None:
-        path = stage.report.part_path(group.name)
-        part = Report.new(path, {})
-        try:
-            part = run_group(stage, group, part)
-        finally:
-            with merging:
-                stage.report.merge(part)
-            path.unlink(missing_ok=True)
-
-    with ThreadPoolExecutor(max_workers=max(1, len(stage.groups))) as pool:
-        for done in [pool.submit(run_one, group) for group in stage.groups]:
+    """Compile the kernels of all groups on all cores, then work through the groups side by side."""
+    parts = {group.name: Report.new(stage.report.part_path(group.name), {}) for group in stage.groups}
+    at_once = max(1, len(stage.groups))
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
+        compiling_groups = [group for group in stage.groups if group.compiled]
+        for done in [pool.submit(compile_group, stage, group, parts[group.name]) for group in compiling_groups]:
             done.result()
+        running = {
+            group.name: pool.submit(run_group, stage, group, parts[group.name].path)
+            for group in stage.groups
+            if group.checks
+        }
+        for name, part in parts.items():
+            stage.report.merge(running[name].result() if name in running else part)
+            part.path.unlink(missing_ok=True)
 
 
-def run_group(stage: Stage, group: Group, report: Report) -> Report:
-    """Compile the group's kernels, if it asks for that, and work through its checks; return its report."""
+def compile_group(stage: Stage, group: Group, report: Report) -> None:
+    """Compile the group's kernels in processes, as many as its share of all that is to be compiled allows."""
+    limit, workers = None, 1
+    if stage.until is not None:
+        limit = min(compiling.SECONDS, (stage.until - time.monotonic()) / 3)
+        everything = sum(len(each.compiled) for each in stage.groups)
+        workers = max(1, round((os.cpu_count() or 1) * len(group.compiled) / everything))
     command = [*stage.command, "--group", group.name]
-    environment = {**os.environ, **group.environment}
-    if group.compiled:
-        limit = None if stage.until is None else min(compiling.SECONDS, (stage.until - time.monotonic()) / 3)
-        workers = 1 if stage.until is None else stage.compilers
-        report.document["compile"] = compiling.compile_kernels(command, workers, limit, environment)
-        report.save()
-    if not group.checks:
-        return report
-    command += ["--report", str(report.path), "--until", str(stage.until or "inf")]
-    return run_process(group.name, command, report.path, stage.until, environment)
+    report.document["compile"] = compiling.compile_kernels(command, workers, limit, environment_of(group))
+    report.save()
+
+
+def environment_of(group: Group) -> dict[str, str]:
+    return {**os.environ, **group.environment}
+
+
+def run_group(stage: Stage, group: Group, file: Path) -> Report:
+    """Work through the checks of a group; return its report, which grows in `file`."""
+    command = [*stage.command, "--group", group.name, "--report", str(file), "--until", str(stage.until or "inf")]
+    return run_process(group.name, command, file, stage.until, environment_of(group))
 
 
 def run_process(
@@ -171,7 +173,8 @@ def work(args: argparse.Namespace) -> int:
         report.document["copy_gb_s"] = round(copy_bandwidth(device), 1)
         report.document["shortest_ms"] = shortest_ms(device)
         report.save()
-    return 0 if work_through(group, report, device, args.until) else SPOILT
+    with nullcontext() if group.warms_up else patch.object(warm_up, "compiles", lambda device: False):
+        return 0 if work_through(group, report, device, args.until) else SPOILT
 
 
 def work_through(group: Group, report: Report, device: torch.device, until: float) -> bool:

@@ -11,7 +11,6 @@ from kernels.block_tiles import Storage, empty_tiles
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
 from kernels.early_exit import FIELDS as COLUMNS
 from kernels.early_exit import Drafting
-from kernels.quantise import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
@@ -67,15 +66,8 @@ def attend(
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
 
 
-def multiply(rows, weight_format=None, dtype=BF16, outputs=4096, **epilogue):
-    scale = None if weight_format is None else empty(outputs, dtype=torch.float32)
-    stored = STORED[weight_format] if weight_format in LARGEST else dtype
-    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=stored), None, scale, **epilogue)
-
-
-def multiply_int4(rows, dtype=BF16, group=128, outputs=4096, **epilogue):
-    scale = empty(outputs, 14336 // group, dtype=torch.float32)
-    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336 // 2, dtype=torch.int8), None, scale, **epilogue)
+def multiply(rows, dtype=BF16, outputs=4096, **epilogue):
+    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=dtype), None, **epilogue)
 
 
 def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
@@ -307,17 +299,19 @@ CASES = {
     "linear, 1 row, odd sizes": lambda: linear(empty(1, 100), empty(77, 100), empty(77)),
     "linear, 64 rows": partial(multiply, 64),
     "linear, 512 rows": partial(multiply, 512),
-    "linear, 16 rows, int8": partial(multiply, 16, "int8"),
-    "linear, 16 rows, fp8": partial(multiply, 16, "fp8"),
-    "linear, 16 rows, int4": partial(multiply_int4, 16),
-    "linear, 512 rows, int4": partial(multiply_int4, 512),
+    "linear, 100 rows": partial(multiply, 100),
+    "linear, 200 rows": partial(multiply, 200),
+    "linear, 200 rows, activated": partial(multiply, 200, outputs=28672, gate="silu"),
+    "linear, 16 rows, int8": partial(multiply_blocks, 16, "int8", storage=INT8),
+    "linear, 16 rows, fp8": partial(multiply_blocks, 16, "fp8", storage=FP8),
+    "linear, 512 rows, int4": partial(multiply_blocks, 512, "int4", storage=INT4),
     "linear, 16 rows, activated": partial(multiply, 16, outputs=28672, gate="silu"),
     "linear, 16 rows, activated by GELU": partial(multiply, 16, outputs=28672, gate="gelu"),
     "linear, 1 row, odd sizes, activated": lambda: linear(empty(1, 100), empty(78, 100), empty(78), gate="silu"),
-    "linear, 16 rows, fp8, activated": partial(multiply, 16, "fp8", outputs=28672, gate="silu"),
+    "linear, 16 rows, fp8, activated": partial(multiply_blocks, 16, "fp8", 28672, storage=FP8, gate="silu"),
     "linear, 16 rows, added": partial(multiply_and_add, 16),
     "linear, 1 row, odd sizes, added": lambda: linear(empty(1, 100), empty(77, 100), empty(77), residual=empty(1, 77)),
-    "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
+    "linear, 16 rows, int4, small groups": partial(multiply_blocks, 16, "int4", storage=INT4._replace(group=32)),
     "linear, 16 rows, Q4_K": partial(multiply_blocks, 16, "Q4_K"),
     "linear, 1 row, odd sizes, Q5_1": partial(multiply_blocks, 1, "Q5_1", 77, 96),
     "linear, 16 rows, int4 in groups": partial(multiply_blocks, 16, "int4", storage=INT4),
