@@ -152,7 +152,8 @@ def test_acceptance_rules_read_no_rows_back(make_small_engine, rule):
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS]
     while not all(request.output_length for request in requests):
         engine.step()
-    with host_reads("infer/sampling") as reads:
+    with host_reads("infer/sampling") as reads, host_reads("infer/speculation/proposers") as drafting:
         engine.step()
     assert reads == {}
+    assert drafting["adjust"] == 0  # a draft's tokens are read by grammars only
     assert sum(request.stats.drafted for request in requests) > 0
