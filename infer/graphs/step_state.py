@@ -22,6 +22,7 @@ from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS, Nodes, Progress, advance
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
 from kernels.rows import AttentionRows
+from kernels.upload import sent
 from kernels.verify import Accepted
 
 UNREAD = 2  # maximum number of launched, unread steps: one that may be running and the next one
@@ -181,7 +182,7 @@ class StepState:
             numbers[8:, :count] = torch.stack([p.top_k, p.seed_low, p.seed_high])
             fractions[:, :count] = torch.stack([p.temperature, p.top_p, p.min_p])
         self._ids[:batch], self._numbers[:, :batch], self._fractions[:, :batch] = (
-            tensor.to(self._ids.device) for tensor in (ids, numbers, fractions)
+            sent(tensor, self._ids.device) for tensor in (ids, numbers, fractions)
         )
         return NO_LIMITS if p is None else p.limits
 

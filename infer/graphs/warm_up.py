@@ -59,9 +59,10 @@ class WarmUp:
         self._done = set[tuple[str, type]]()
 
     def run(self, engine: Engine, pool: KVPool, stats: EngineStats, limit: Budget) -> None:
-        """Run while the engine is idle and without graphs; `limit`: its largest draft. Leaves nothing in cache and `stats`.
+        """Run while the engine is idle and without graphs; `limit`: its largest draft.
 
-        Kernels that cannot be compiled are logged, and the engine starts nevertheless: most requests need others.
+        Leaves nothing in cache and `stats`. Kernels that cannot be compiled are logged, and the engine starts
+        nevertheless: most requests need others.
         """
         key = engine.proposer_name, type(engine.head)
         if not compiles(engine.device) or key in self._done:
@@ -76,6 +77,7 @@ class WarmUp:
                 serve(engine, work)
             except Exception:
                 log.exception("kernels for %s could not be run; such requests will fail", work.name)
+                engine.check_ranks()
                 if engine.device.type == "cuda":
                     torch.cuda.synchronize(engine.device)  # raises if no further launch can succeed
         with torch.inference_mode():

@@ -26,6 +26,14 @@ from tests.lossless.plain import ids
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9] * 17, list(range(10, 50)), [8], [5, 6, 7] * 4]
 
+SCORED = [
+    replace(GREEDY, logprobs=0),
+    replace(GREEDY, logprobs=5, temperature=0.9, seed=1),
+    replace(GREEDY, logprobs=2, logprobs_of="processed", temperature=0.9, top_k=7, seed=2),
+    replace(GREEDY, logprobs=1, logprobs_of="processed", presence_penalty=0.5),
+    GREEDY,
+]
+
 
 class Writes(TorchDispatchMode):
     """Counts by name the operations that write to one of `tensors`, or to a part of one."""
@@ -55,6 +63,29 @@ def test_rounds_write_pages_and_limits_as_arguments_of_launches(make_small_engin
     engine._pool.invariants([])
 
 
+@pytest.mark.parametrize("proposer", ["none", "head"])
+def test_no_copy_to_the_device_is_waited_for(make_small_engine, proposer):
+    """By steps of the host, by rounds, and where rounds begin."""
+    engine = make_small_engine(proposer=proposer, max_batch=6, graphs="on", threads=1)
+    scored = [replace(params, max_tokens=4) for params in SCORED[:2]]  # until they have ended, the host runs all steps
+    params = [*scored, *[replace(GREEDY, temperature=0.7, top_p=0.9, seed=5)] * 3]
+    engine.generate(PROMPTS, params)  # builds what is built once
+    waited, sent, to = Counter[str](), 0, torch.Tensor.to
+
+    def watched(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        nonlocal sent
+        if any(isinstance(x, torch.device) for x in (*args, *options.values())):
+            sent += 1
+            if not options.get("non_blocking"):
+                waited[sys._getframe(1).f_code.co_qualname] += 1
+        return to(self, *args, **options)
+
+    with patch.object(torch.Tensor, "to", watched):
+        engine.generate(PROMPTS, params)
+    assert sent > 20
+    assert waited == {}
+
+
 READS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__")
 
 
@@ -78,15 +109,6 @@ def host_reads(folder: str) -> Iterator[Counter[str]]:
         for name in READS:
             stack.enter_context(patch.object(torch.Tensor, name, counted(name)))
         yield counts
-
-
-SCORED = [
-    replace(GREEDY, logprobs=0),
-    replace(GREEDY, logprobs=5, temperature=0.9, seed=1),
-    replace(GREEDY, logprobs=2, logprobs_of="processed", temperature=0.9, top_k=7, seed=2),
-    replace(GREEDY, logprobs=1, logprobs_of="processed", presence_penalty=0.5),
-    GREEDY,
-]
 
 
 @pytest.mark.parametrize("proposer", ["none", "head"])
@@ -130,7 +152,8 @@ def test_acceptance_rules_read_no_rows_back(make_small_engine, rule):
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS]
     while not all(request.output_length for request in requests):
         engine.step()
-    with host_reads("infer/sampling") as reads:
+    with host_reads("infer/sampling") as reads, host_reads("infer/speculation/proposers") as drafting:
         engine.step()
     assert reads == {}
+    assert drafting["adjust"] == 0  # a draft's tokens are read by grammars only
     assert sum(request.stats.drafted for request in requests) > 0
