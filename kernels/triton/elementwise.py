@@ -6,12 +6,15 @@ Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.dependent import dependent, follow, load_ahead
+from kernels.triton.dependent import dependent, follow, launched, load_ahead, overlaps
+from kernels.triton.launch import Variant
 
 GATE_BLOCK = 1024
 
@@ -169,23 +172,14 @@ def _norm(
     x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, centred: bool
 ) -> None:
     size = x.shape[1]
-    strides = (x.stride(0), delta.stride(0))
-    rms_norm_kernel[(x.shape[0],)](
-        x,
-        delta,
-        weight,
-        out,
-        total,
-        *strides,
-        size,
-        eps,
-        SIZE=triton.next_power_of_2(size),
-        ADD=add,
-        CENTRED=centred,
-        num_warps=_warps(size),
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    variant = _norm_variant(size, add, centred, overlaps(x.device))
+    variant.launch((x.shape[0],), x, delta, weight, out, total, x.stride(0), delta.stride(0), size, eps)
+
+
+@functools.cache
+def _norm_variant(size: int, add: bool, centred: bool, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "ADD": add, "CENTRED": centred, "PDL": pdl}
+    return Variant(rms_norm_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ theirs. For the former a tile's lines are rows of gate and of up in turn, PAIR o
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,10 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.elementwise import Gate
-from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow, prefetch
+from kernels.triton import INTERPRETED
+from kernels.triton.dependent import follow, launched, overlaps, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import activate
+from kernels.triton.launch import Variant
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
 PAIR = tl.constexpr(8)  # a thread of a tensor core's product holds two lines 8 apart: those of gate and up
@@ -112,6 +113,9 @@ def grouped_product(
 ):  # fmt: skip
     """As `product` for 4-bit weights: pointers to the first group's bytes `[BLOCK_N, GROUP / 2]`, to the first scales
     `[BLOCK_N]` and to the inputs of the group's first half `[GROUP / 2, BLOCK_M]`.
+
+    Two products add to the accumulator of a group, which begins at zero: with one for all groups, Triton 3.6
+    to 3.8 computes them in the wrong order on Blackwell.
     """
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for _ in range(0, K, GROUP):
@@ -254,36 +258,39 @@ def linear(
     assert residual is None or gate is None, "no layer does both"
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
     group = inputs // scale.shape[1] if scale is not None and scale.ndim == 2 else 0
-    tile = tile_for(rows, outputs, x.dtype, weight.dtype, limits(x.device), group)
-    grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
+    variant, grid = _variant(
+        (rows, inputs, outputs), x.dtype, weight.dtype, limits(x.device), group, scale is not None, bias is not None,
+        residual is not None, gate, overlaps(x.device),
+    )  # fmt: skip
     columns = outputs // 2 if gate else outputs
     out = x.new_empty(rows, columns)
-    linear_kernel[grid](
-        x,
-        weight,
-        scale,
-        bias,
-        residual,
-        out,
-        rows,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        inputs,
-        columns,
-        BLOCK_N=tile.n,
-        BLOCK_M=tile.m,
-        BLOCK_K=group // 2 or tile.k,
-        WHOLE_K=inputs % tile.k == 0,
-        GROUP=group,
-        SCALED=scale is not None and not group,
-        BIASED=bias is not None,
-        ADDED=residual is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu",
-        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    stride = 0 if residual is None else residual.stride(0)
+    variant.launch(grid, x, weight, scale, bias, residual, out, rows, x.stride(0), stride, inputs, columns)
     return out
+
+
+@functools.cache
+def _variant(
+    sizes: tuple[int, int, int], x: torch.dtype, weight: torch.dtype, device: Limits, group: int, scaled: bool,
+    biased: bool, added: bool, gate: Gate | None, pdl: bool,
+) -> tuple[Variant, tuple[int, int]]:  # fmt: skip
+    """Return the kernel for a layer and number of rows, and its grid."""
+    rows, inputs, outputs = sizes
+    tile = tile_for(rows, outputs, x, weight, device, group)
+    flags = scaled and not group, biased, added, gate
+    variant = _variant_of_tile(tile, inputs % tile.k == 0, group, *flags, x == torch.bfloat16 and INTERPRETED, pdl)
+    return variant, (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
+
+
+@functools.cache
+def _variant_of_tile(
+    tile: Tile, whole_k: bool, group: int, scaled: bool, biased: bool, added: bool, gate: Gate | None, upcast: bool,
+    pdl: bool,
+) -> Variant:  # fmt: skip
+    constants = {
+        "BLOCK_N": tile.n, "BLOCK_M": tile.m, "BLOCK_K": group // 2 or tile.k, "WHOLE_K": whole_k, "GROUP": group,
+        "SCALED": scaled, "BIASED": biased, "ADDED": added, "GATED": gate is not None, "GELU": gate == "gelu",
+        "UPCAST": upcast, "PDL": pdl,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return Variant(linear_kernel, constants, **options, **launched(pdl))
