@@ -15,20 +15,22 @@ in fp32 the products are fp32's.
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block_tiles import PANEL, WIDTH, BlockTiles
+from kernels.block_tiles import PANEL, WIDTH, BlockTiles, Storage
 from kernels.elementwise import Gate
-from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow, prefetch
+from kernels.triton import INTERPRETED
+from kernels.triton.dependent import follow, launched, overlaps, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import gate_mul
+from kernels.triton.launch import Variant
 from kernels.triton.linear import Tile, finish, fitting, lines, load_tile
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
@@ -280,11 +282,27 @@ def block_rows_kernel(
         tl.store(out + row * K + k, value.to(out.dtype.element_ty), mask=k < K)
 
 
-def block_tile_for(rows: int, x: torch.dtype, part: BlockTiles, device: Limits) -> Tile:
+class Layout(NamedTuple):
+    """What a launch depends on of tiled weights."""
+
+    storage: Storage
+    outputs: int
+    inputs: int
+    columns: int  # words of an output in a tile
+    upper: int  # bytes of a word of further bits
+    words: int  # of an output's scales, for the tiles that share them
+
+
+def layout_of(part: BlockTiles) -> Layout:
+    upper = 0 if part.upper is None else part.upper.itemsize
+    return Layout(part.storage, part.outputs, part.inputs, part.words.shape[3], upper, part.scales.shape[2])
+
+
+def block_tile_for(rows: int, x: torch.dtype, part: Layout, device: Limits) -> Tile:
     """Return the tile of a launch; `k` is that of the weights, which affects no bits."""
     if x == torch.float32:  # no tensor cores
         return Tile(n=32, m=16 if rows <= 16 else 32, k=WIDTH, warps=4, stages=2)
-    weights = sum(each[0, 0].nbytes for each in (part.words, part.upper, part.scales) if each is not None) // PANEL
+    weights = part.columns * (4 + part.upper) + 4 * part.words  # bytes of an output
 
     def stage(n: int, m: int) -> int:
         return n * weights + m * WIDTH * x.itemsize
@@ -324,38 +342,34 @@ def _launch(
 ) -> None:
     x = x if part.order is None else x[:, part.order]
     rows, columns = x.shape[0], part.outputs // 2 if gate else part.outputs
-    tile = block_tile_for(rows, x.dtype, part, limits(x.device))
-    grid = (triton.cdiv(rows, tile.m), triton.cdiv(part.outputs, tile.n))
-    block_linear_kernel[grid](
-        x,
-        part.words,
-        part.upper,
-        part.scales,
-        bias,
-        residual,
-        out,
-        rows,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        part.inputs,
-        columns,
-        BLOCK_N=tile.n,
-        BLOCK_M=tile.m,
-        WHOLE_K=part.inputs % WIDTH == 0,
-        BIASED=bias is not None,
-        ADDED=residual is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu",
-        STAGES=tile.stages,
-        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        maxnreg=255,
-        enable_fp_fusion=False,
-        **_constants(part),
-        **dependent(x.device),
-    )
+    flags = bias is not None, residual is not None, gate, overlaps(x.device)
+    variant, grid = _variant(rows, x.dtype, layout_of(part), limits(x.device), *flags)
+    stride = 0 if residual is None else residual.stride(0)
+    weights = part.words, part.upper, part.scales
+    sizes = rows, x.stride(0), stride, out.stride(0), part.inputs, columns
+    variant.launch(grid, x, *weights, bias, residual, out, *sizes)
+
+
+@functools.cache
+def _variant(
+    rows: int, x: torch.dtype, part: Layout, device: Limits, biased: bool, added: bool, gate: Gate | None, pdl: bool
+) -> tuple[Variant, tuple[int, int]]:
+    """Return the kernel for a layer and number of rows, and its grid."""
+    tile = block_tile_for(rows, x, part, device)
+    grid = -(-rows // tile.m), -(-part.outputs // tile.n)
+    return _variant_of_tile(tile, part, biased, added, gate, x == torch.bfloat16 and INTERPRETED, pdl), grid
+
+
+@functools.cache
+def _variant_of_tile(
+    tile: Tile, part: Layout, biased: bool, added: bool, gate: Gate | None, upcast: bool, pdl: bool
+) -> Variant:
+    constants = {
+        "BLOCK_N": tile.n, "BLOCK_M": tile.m, "WHOLE_K": part.inputs % WIDTH == 0, "BIASED": biased, "ADDED": added,
+        "GATED": gate is not None, "GELU": gate == "gelu", "STAGES": tile.stages, "UPCAST": upcast, "PDL": pdl,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": 255, "enable_fp_fusion": False}
+    return Variant(block_linear_kernel, constants | _constants(part), **options, **launched(pdl))
 
 
 def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -372,16 +386,16 @@ def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
         tiles,
         enable_fp_fusion=False,
         num_warps=1,
-        **_constants(part),
+        **_constants(layout_of(part)),
     )
     return out
 
 
-def _constants(part: BlockTiles) -> dict[str, int | str]:
+def _constants(part: Layout) -> dict[str, int | str]:
     storage = part.storage
     return {
-        "COLUMNS": part.words.shape[3],
-        "WORDS": part.scales.shape[2],
+        "COLUMNS": part.columns,
+        "WORDS": part.words,
         "SHARING": storage.sharing,
         "BITS": storage.bits,
         "UPPER": storage.upper,

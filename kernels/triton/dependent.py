@@ -36,11 +36,6 @@ def overlaps(device: torch.device) -> bool:
     return not INTERPRETED and limits(device).warpgroups and os.environ.get(SWITCH) != "0"
 
 
-def dependent(device: torch.device) -> dict[str, bool]:
-    """Return the options of a launch of a kernel that begins with `follow`."""
-    return {"PDL": True, "launch_pdl": True} if overlaps(device) else {"PDL": False}
-
-
 def launched(pdl: bool) -> dict[str, bool]:
     """Return the option of a launch of a kernel whose constant PDL is `pdl`."""
     return {"launch_pdl": True} if pdl else {}

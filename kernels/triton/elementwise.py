@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.dependent import dependent, follow, launched, load_ahead, overlaps
+from kernels.triton.dependent import follow, launched, load_ahead, overlaps
 from kernels.triton.launch import Variant
 
 GATE_BLOCK = 1024
@@ -104,22 +104,15 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
     """x and y `[R, H]` -> `[R, 2 H]`."""
     rows, size = x.shape
     out = torch.empty(rows, 2 * size, dtype=x.dtype, device=x.device)
-    norm_beside_kernel[(rows, 2)](
-        x,
-        y,
-        x_weight,
-        y_weight,
-        out,
-        x.stride(0),
-        y.stride(0),
-        size,
-        eps,
-        SIZE=triton.next_power_of_2(size),
-        num_warps=_warps(size),
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    variant = _norm_beside_variant(size, overlaps(x.device))
+    variant.launch((rows, 2), x, y, x_weight, y_weight, out, x.stride(0), y.stride(0), size, eps)
     return out
+
+
+@functools.cache
+def _norm_beside_variant(size: int, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "PDL": pdl}
+    return Variant(norm_beside_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 
 @triton.jit

@@ -279,7 +279,7 @@ def _variant(
     tile = tile_for(rows, outputs, x, weight, device, group)
     flags = scaled and not group, biased, added, gate
     variant = _variant_of_tile(tile, inputs % tile.k == 0, group, *flags, x == torch.bfloat16 and INTERPRETED, pdl)
-    return variant, (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
+    return variant, (-(-rows // tile.m), -(-outputs // tile.n))
 
 
 @functools.cache

@@ -19,15 +19,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kernels.block_tiles import empty_tiles
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.triton import launch
 from kernels.triton.attention import TritonAttention
-from kernels.triton.elementwise import add_rms_norm, rms_norm
+from kernels.triton.blocks import block_linear
+from kernels.triton.elementwise import add_rms_norm, norm_beside, rms_norm
 from kernels.triton.linear import linear
+from kernels.triton.residual import residual_silu
 from kernels.triton.rotary import rotate_and_write
 
-RECORDED: list[list[object]] = []
+RECORDED: list[list[Any]] = []
 BY_TRITON: list[str] = []
 DEVICES = [0]  # the last is current
 
@@ -74,6 +77,17 @@ def multiply(rows: int, shift: int = 0, *, added: bool = False, gate: Any = None
     return lambda: linear(x[:, shift : shift + 256], weight, residual=residual, gate=gate)
 
 
+def multiply_blocks() -> Callable[[], object]:
+    tiles = empty_tiles("Q6_K", 512, 256, torch.device("cpu"))
+    x, residual = torch.zeros(3, 256, dtype=torch.bfloat16), torch.zeros(3, 512, dtype=torch.bfloat16)
+    return lambda: block_linear(x, [tiles], residual=residual)
+
+
+def residuals() -> Callable[[], object]:
+    x, weight = torch.zeros(2, 3, 256, dtype=torch.bfloat16), torch.zeros(2, 256, 256, dtype=torch.bfloat16)
+    return lambda: residual_silu(x, weight)
+
+
 def attend(tree: bool, *, whole: bool = False) -> Callable[[], object]:
     rows, table = 3, torch.arange(128)[None] + 1
     tree_mask = torch.tensor([1, 3, 5]) if tree else None
@@ -97,12 +111,20 @@ def norm(add: bool) -> Callable[[], object]:
     return (lambda: add_rms_norm(x, x, weight, 1e-5)) if add else lambda: rms_norm(x, weight, 1e-5)
 
 
+def norms() -> Callable[[], object]:
+    x, weight = torch.zeros(3, 256, dtype=torch.bfloat16), torch.zeros(256, dtype=torch.bfloat16)
+    return lambda: norm_beside(x, x, weight, weight, 1e-5)
+
+
 CASES = {
     "linear, 1 row": multiply(1),
     "linear, 16 rows": multiply(16),
     "linear, rows that are not aligned": multiply(16, 1),
     "linear, added": multiply(3, added=True),
     "linear, activated": multiply(3, gate="silu"),
+    "linear, blocks": multiply_blocks(),
+    "residual blocks": residuals(),
+    "norms beside each other": norms(),
     "norm": norm(False),
     "sum and norm": norm(True),
     "rotation": rotate(),
@@ -117,7 +139,7 @@ def recorded(case: Callable[[], object]) -> tuple[list[list[object]], int]:
     RECORDED.clear()
     BY_TRITON.clear()
     case()
-    return [[*launched, list(map(described, arguments))] for *launched, arguments in RECORDED], len(BY_TRITON)
+    return [[*launched, [described(each) for each in given]] for *launched, given in RECORDED], len(BY_TRITON)
 
 
 def main(repeats: int) -> None:
