@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 
 import torch
 import triton
@@ -33,7 +32,7 @@ from torch import Tensor
 from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
-from kernels.triton import INTERPRET
+from kernels.triton import INTERPRETED
 from kernels.triton.attention_tiles import (
     Blocking,
     blocking,
@@ -42,8 +41,9 @@ from kernels.triton.attention_tiles import (
     stages_of_attend,
     warps_of_attend,
 )
-from kernels.triton.dependent import dependent, follow, load_ahead, prefetch
-from kernels.triton.device import limits
+from kernels.triton.dependent import follow, launched, load_ahead, overlaps, prefetch
+from kernels.triton.device import Limits, limits
+from kernels.triton.launch import Variant
 from kernels.upload import upload
 
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
@@ -340,7 +340,7 @@ class TritonAttention:
         shape: Blocking | None = None,
         whole: bool | None = None,
     ) -> None:
-        device, group, padded = rows.table.device, num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
+        device, group = rows.table.device, num_heads // num_kv_heads
         self._shape = shape = shape or blocking(head_dim, dtype, group, limits(device))
         nodes = shape.lines // group
         self._blocks = blocks = _blocks(rows.counts, nodes, device)
@@ -359,8 +359,7 @@ class TritonAttention:
         states = count if self._tree or not whole else 0
         self._states = torch.empty(states, num_heads, num_states, 2, device=device)
         self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
-        self._sizes = {"KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
-        self._padded = {"D_PADDED": padded}
+        self._sizes = num_heads, num_kv_heads, head_dim
         parts = 1 if whole else split_programs(programs, splits, limits(device))
         self._grid = (len(blocks), num_kv_heads, parts)
         self._alone = not whole and programs * parts <= limits(device).multiprocessors
@@ -390,41 +389,56 @@ class TritonAttention:
 
         The kernel launched before must not be the one that computed the rows' addresses (kernels/triton/dependent.py).
         """
-        shape, row_grid = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
+        attended, continued, combined = _variants(
+            self._shape, *self._sizes, self._page_size, q.dtype, cache.dtype, self._whole, self._tree, self._alone,
+            window is not None, self._tail_slots.shape[-1] if self._tree else 0, self._outs.shape[2] > 1,
+            limits(q.device), overlaps(q.device),
+        )  # fmt: skip
+        heads, kv_heads, dim = self._sizes
         scale *= math.log2(math.e)
-        upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
-        tiles = {"LINES": shape.lines, "TILE": shape.tile, "SPLIT": shape.split, "UPCAST": upcast}
-        common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
-        warps = warps_of_attend(shape, self._sizes["D"], self._whole, self._tree, cache.dtype)
-        launched = dependent(q.device)
-        launch_options = {"enable_fp_fusion": False, **launched}
-        stages = shape.stages
-        if self._alone:
-            stages = stages_of_attend(shape, self._padded["D_PADDED"], q.dtype, cache.dtype, limits(q.device))
-        bounds = (self._first, window or 0)
-        states = (self._states, self._outs)
-        table = (self._table, self._request, self._committed, self._ends, self._blocks)
-        num_heads, num_states = self._outs.shape[1:3]
-        strides = (q.stride(0), cache.shape[2], self._table.stride(0), num_states)
-        attn_out = q.new_empty(q.shape[0], num_heads * self._sizes["D"])
-        attend[self._grid](
-            q, cache, *table, *states, attn_out, *strides, *bounds, scale, PAGE=self._page_size, TREE=self._tree,
-            **tiles, **common, **launch_options, num_warps=warps, num_stages=stages,
+        num_states, rows = self._outs.shape[2], q.shape[0]
+        bounds = self._first, window or 0
+        attn_out = q.new_empty(rows, heads * dim)
+        attended.launch(
+            self._grid, q, cache, self._table, self._request, self._committed, self._ends, self._blocks, self._states,
+            self._outs, attn_out, q.stride(0), cache.shape[2], self._table.stride(0), num_states, *bounds, scale,
         )  # fmt: skip
         if self._tree:
-            strides = (q.stride(0), cache.shape[2], num_states)
-            tail = (self._committed, self._ends, self._tail_slots)
-            branch[row_grid](
-                q, cache, *tail, *states, *strides, *bounds, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
-                **launch_options, num_warps=shape.warps, num_stages=shape.stages,
+            continued.launch(
+                (rows, kv_heads), q, cache, self._committed, self._ends, self._tail_slots, self._states, self._outs,
+                q.stride(0), cache.shape[2], num_states, *bounds, scale,
             )  # fmt: skip
         if self._tree or not self._whole:
-            combine[q.shape[0], num_heads](
-                *states, self._committed, self._ends, attn_out, num_states, *bounds, HEADS=num_heads, D=common["D"],
-                **self._padded, SPLIT=shape.split, WHOLE=self._whole, WINDOW=common["WINDOW"],
-                AHEAD=AHEAD if num_states > 1 else 1, num_warps=1, enable_fp_fusion=False, **launched,
-            )  # fmt: skip
+            combined.launch(
+                (rows, heads), self._states, self._outs, self._committed, self._ends, attn_out, num_states, *bounds
+            )
         return attn_out
+
+
+@functools.cache
+def _variants(
+    shape: Blocking, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, cache: torch.dtype,
+    whole: bool, tree: bool, alone: bool, windowed: bool, tail: int, several: bool, device: Limits, pdl: bool,
+) -> tuple[Variant, Variant, Variant]:  # fmt: skip
+    """Return the kernels of a plan's layers: `attend`, `branch` and `combine`. `several`: states of a row."""
+    padded = triton.next_power_of_2(dim)
+    common = {"D": dim, "D_PADDED": padded, "SPLIT": shape.split, "WHOLE": whole, "WINDOW": windowed, "PDL": pdl}
+    products = {
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "LINES": shape.lines, "TILE": shape.tile,
+        "UPCAST": dtype == torch.bfloat16 and INTERPRETED,
+    }  # fmt: skip
+    options = {"enable_fp_fusion": False, **launched(pdl)}
+    stages = stages_of_attend(shape, padded, dtype, cache, device) if alone else shape.stages
+    warps = warps_of_attend(shape, dim, whole, tree, cache)
+    return (
+        Variant(
+            attend, {**common, **products, "PAGE": page, "TREE": tree}, num_warps=warps, num_stages=stages, **options
+        ),
+        Variant(
+            branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, num_stages=shape.stages, **options
+        ),
+        Variant(combine, {**common, "HEADS": heads, "AHEAD": AHEAD if several else 1}, num_warps=1, **options),
+    )
 
 
 def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:

@@ -25,16 +25,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.triton import INTERPRET
+from kernels.triton import INTERPRETED
 from kernels.triton.device import limits
 
 SWITCH = "HEADWAY_PDL"
 
 
-def dependent(device: torch.device) -> dict[str, bool]:
-    """Return the options of a launch of a kernel that begins with `follow`: Hopper, and Blackwell in data centres."""
-    on = limits(device).warpgroups and os.environ.get(SWITCH) != "0" and os.environ.get(INTERPRET) != "1"
-    return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
+def overlaps(device: torch.device) -> bool:
+    """Return whether kernels that begin with `follow` overlap: on Hopper, and on Blackwell in data centres."""
+    return not INTERPRETED and limits(device).warpgroups and os.environ.get(SWITCH) != "0"
+
+
+def launched(pdl: bool) -> dict[str, bool]:
+    """Return the option of a launch of a kernel whose constant PDL is `pdl`."""
+    return {"launch_pdl": True} if pdl else {}
 
 
 @triton.jit

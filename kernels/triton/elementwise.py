@@ -6,12 +6,15 @@ Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.dependent import dependent, follow, load_ahead
+from kernels.triton.dependent import follow, launched, load_ahead, overlaps
+from kernels.triton.launch import Variant
 
 GATE_BLOCK = 1024
 
@@ -101,22 +104,15 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
     """x and y `[R, H]` -> `[R, 2 H]`."""
     rows, size = x.shape
     out = torch.empty(rows, 2 * size, dtype=x.dtype, device=x.device)
-    norm_beside_kernel[(rows, 2)](
-        x,
-        y,
-        x_weight,
-        y_weight,
-        out,
-        x.stride(0),
-        y.stride(0),
-        size,
-        eps,
-        SIZE=triton.next_power_of_2(size),
-        num_warps=_warps(size),
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    variant = _norm_beside_variant(size, overlaps(x.device))
+    variant.launch((rows, 2), x, y, x_weight, y_weight, out, x.stride(0), y.stride(0), size, eps)
     return out
+
+
+@functools.cache
+def _norm_beside_variant(size: int, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "PDL": pdl}
+    return Variant(norm_beside_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 
 @triton.jit
@@ -169,23 +165,14 @@ def _norm(
     x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, centred: bool
 ) -> None:
     size = x.shape[1]
-    strides = (x.stride(0), delta.stride(0))
-    rms_norm_kernel[(x.shape[0],)](
-        x,
-        delta,
-        weight,
-        out,
-        total,
-        *strides,
-        size,
-        eps,
-        SIZE=triton.next_power_of_2(size),
-        ADD=add,
-        CENTRED=centred,
-        num_warps=_warps(size),
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    variant = _norm_variant(size, add, centred, overlaps(x.device))
+    variant.launch((x.shape[0],), x, delta, weight, out, total, x.stride(0), delta.stride(0), size, eps)
+
+
+@functools.cache
+def _norm_variant(size: int, add: bool, centred: bool, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "ADD": add, "CENTRED": centred, "PDL": pdl}
+    return Variant(rms_norm_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 
 @triton.jit

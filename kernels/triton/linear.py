@@ -13,7 +13,7 @@ theirs. For the former a tile's lines are rows of gate and of up in turn, PAIR o
 
 from __future__ import annotations
 
-import os
+import functools
 from typing import NamedTuple
 
 import torch
@@ -22,10 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.elementwise import Gate
-from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow, prefetch
+from kernels.triton import INTERPRETED
+from kernels.triton.dependent import follow, launched, overlaps, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import activate
+from kernels.triton.launch import Variant
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
 FILLED = 0.84  # share of the multiprocessors that the largest tiles must keep busy on average
@@ -200,33 +201,34 @@ def linear(
     """
     assert residual is None or gate is None, "no layer does both"
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
-    tile = tile_for(rows, outputs, x.dtype, limits(x.device))
-    grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
+    flags = bias is not None, residual is not None, gate, overlaps(x.device)
+    variant, grid = _variant(rows, inputs, outputs, x.dtype, limits(x.device), *flags)
     columns = outputs // 2 if gate else outputs
     out = x.new_empty(rows, columns)
-    linear_kernel[grid](
-        x,
-        weight,
-        bias,
-        residual,
-        out,
-        rows,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        inputs,
-        columns,
-        BLOCK_N=tile.n,
-        BLOCK_M=tile.m,
-        BLOCK_K=tile.k,
-        WHOLE_K=inputs % tile.k == 0,
-        BIASED=bias is not None,
-        ADDED=residual is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu",
-        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    stride = 0 if residual is None else residual.stride(0)
+    variant.launch(grid, x, weight, bias, residual, out, rows, x.stride(0), stride, inputs, columns)
     return out
+
+
+@functools.cache
+def _variant(
+    rows: int, inputs: int, outputs: int, x: torch.dtype, device: Limits,
+    biased: bool, added: bool, gate: Gate | None, pdl: bool,
+) -> tuple[Variant, tuple[int, int]]:  # fmt: skip
+    """Return the kernel for a layer and number of rows, and its grid."""
+    tile = tile_for(rows, outputs, x, device)
+    upcast = x == torch.bfloat16 and INTERPRETED
+    variant = _variant_of_tile(tile, inputs % tile.k == 0, biased, added, gate, upcast, pdl)
+    return variant, (-(-rows // tile.m), -(-outputs // tile.n))
+
+
+@functools.cache
+def _variant_of_tile(
+    tile: Tile, whole_k: bool, biased: bool, added: bool, gate: Gate | None, upcast: bool, pdl: bool
+) -> Variant:
+    constants = {
+        "BLOCK_N": tile.n, "BLOCK_M": tile.m, "BLOCK_K": tile.k, "WHOLE_K": whole_k, "BIASED": biased, "ADDED": added,
+        "GATED": gate is not None, "GELU": gate == "gelu", "UPCAST": upcast, "PDL": pdl,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return Variant(linear_kernel, constants, **options, **launched(pdl))

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.rotary import QKNorm
-from kernels.triton.dependent import dependent, follow, load_ahead
+from kernels.triton.dependent import follow, launched, load_ahead, overlaps
+from kernels.triton.launch import Variant
 
 
 @triton.jit
@@ -96,37 +99,26 @@ def rotate_and_write_kernel(
 def rotate_and_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, norm: QKNorm | None, slots: Tensor, cache: Tensor, num_heads: int
 ) -> Tensor:
-    rows, lines, dim = qkv.shape
+    rows, _, dim = qkv.shape
     assert qkv.stride()[1:] == (dim, 1), "a row's heads lie beside each other"
     assert cos.is_contiguous(), "the kernel ahead would copy it"
     assert sin.is_contiguous(), "the kernel ahead would copy it"
     kv_heads = cache.shape[1]
     q = torch.empty(rows, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps, centred = norm or (qkv, qkv, 0.0, False)
-    padded = triton.next_power_of_2(lines - kv_heads)
-    rotate_and_write_kernel[(rows,)](
-        qkv,
-        cos,
-        sin,
-        q_weight,
-        k_weight,
-        slots,
-        q,
-        cache,
-        qkv.stride(0),
-        cache.shape[2],
-        eps,
-        HEADS=num_heads,
-        KV_HEADS=kv_heads,
-        D=dim,
-        LINES=padded,
-        KV_LINES=triton.next_power_of_2(kv_heads),
-        HALF=triton.next_power_of_2(dim // 2),
-        NORMED=norm is not None,
-        CENTRED=centred,
-        FP8=cache.dtype is torch.float8_e4m3fn,
-        num_warps=8 if padded * dim > 4096 else 4,
-        enable_fp_fusion=False,
-        **dependent(qkv.device),
-    )
+    fp8 = cache.dtype is torch.float8_e4m3fn
+    variant = _variant(num_heads, kv_heads, dim, norm is not None, centred, fp8, overlaps(qkv.device))
+    strides = qkv.stride(0), cache.shape[2]
+    variant.launch((rows,), qkv, cos, sin, q_weight, k_weight, slots, q, cache, *strides, eps)
     return q
+
+
+@functools.cache
+def _variant(heads: int, kv_heads: int, dim: int, normed: bool, centred: bool, fp8: bool, pdl: bool) -> Variant:
+    padded = triton.next_power_of_2(heads + kv_heads)
+    constants = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "LINES": padded, "KV_LINES": triton.next_power_of_2(kv_heads),
+        "HALF": triton.next_power_of_2(dim // 2), "NORMED": normed, "CENTRED": centred, "FP8": fp8, "PDL": pdl,
+    }  # fmt: skip
+    warps = 8 if padded * dim > 4096 else 4
+    return Variant(rotate_and_write_kernel, constants, num_warps=warps, enable_fp_fusion=False, **launched(pdl))

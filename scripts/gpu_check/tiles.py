@@ -110,15 +110,25 @@ def suits(m: int, rows: int) -> bool:
 
 @contextmanager
 def dense_chosen(tile: Tile) -> Iterator[None]:
-    with patch.object(linear, "tile_for", lambda *sizes: tile):
+    with forgotten(linear._variant), patch.object(linear, "tile_for", lambda *sizes: tile):
         yield
 
 
 @contextmanager
 def narrow_chosen(tile: Tile, parts: int) -> Iterator[None]:
     chosen = patch.object(blocks, "block_tile_for", lambda *sizes: tile)
-    with chosen, patch.object(blocks, "divided", lambda *sizes: parts):
+    with forgotten(blocks._launch_for), chosen, patch.object(blocks, "divided", lambda *sizes: parts):
         yield
+
+
+@contextmanager
+def forgotten(choice: Any) -> Iterator[None]:
+    """Let a cached choice be made anew inside the block and after it."""
+    choice.cache_clear()
+    try:
+        yield
+    finally:
+        choice.cache_clear()
 
 
 def called(layer: PackedLinear, name: str, rows: int, device: torch.device) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.triton.compiled import HOPPER, compile_in_new_process, oldest_triton
+from tests.kernels.triton.compiled import HOPPER, compile_in_new_process, cyclic_products, oldest_triton
 
 # Kernels that add floating-point numbers by a reduction, and why the order of their sums shows in no token. Products
 # are summed by tensor cores, one step of 16 after the other (test below), and counts, weights and maxima as integers
@@ -130,6 +130,21 @@ def test_what_starts_ahead_touches_nothing_that_the_kernel_ahead_writes(compiled
 def test_no_kernel_is_compiled_for_what_a_request_asks(compiled):
     for case, other in ALIKE.items():
         assert [kernel for kernel in compiled[case] if kernel not in compiled[other]] == []
+
+
+def test_no_accumulator_of_a_loop_goes_through_two_products(compiled):
+    """Products of a group of weights share an accumulator, but that of each group begins at zero."""
+    kernels = [kernel for launched in compiled.values() for kernel in launched]
+    assert [(kernel["kernel"], kernel["cyclic"]) for kernel in kernels if kernel["cyclic"]] == []
+
+
+def test_a_loops_accumulator_that_goes_through_two_products_is_found():
+    loop = """
+    %acc_3 = scf.for %i = %c0 to %K step %c1 iter_args(%total = %zero, %w = %words) -> (f32)  : i32 {
+      %first = tt.dot %a, %b, %total, inputPrecision = ieee : x
+      %second = tt.dot %c, %d, %first, inputPrecision = ieee : x"""
+    assert cyclic_products(loop) == ["%first"]
+    assert cyclic_products(loop.replace("%b, %total", "%b, %zero")) == []
 
 
 def test_integers_that_vary_are_not_specialised(compiled):
