@@ -31,9 +31,11 @@ from infer.engine.threads import plan_threads
 from infer.engine.validation import Limits, check_request
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
+from infer.graphs.warm_up import WarmUp
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
+from infer.options.devices import use_device
 from infer.options.engine_sizes import DeviceFacts, engine_sizes
 from infer.options.stored_weights import check_weights, head_format
 from infer.parallel.comm import Ranks
@@ -100,8 +102,8 @@ class Engine:
             raise ValueError(
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
-        exact = self.config.exact
-        packing = self.config.packing
+        exact, packing = self.config.exact, self.config.packing
+        use_device(target.norm.weight.device)
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype, self.rounds_activations = self._shard.device, self._shard.dtype, self._shard.integer
@@ -115,7 +117,7 @@ class Engine:
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._controller_state, self._profiles_at_start = ControllerState(AcceptanceModel(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
-        self._graph_cache = GraphCache(self.config, self.context)
+        self._graph_cache, self._warm_up = GraphCache(self.config, self.context), WarmUp()
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
         if draft_model is not None:
@@ -176,7 +178,9 @@ class Engine:
         `compile(params.grammar)`, if the caller compiled it in another thread.
         """
         prompt = list(as_ids("prompt", prompt_ids))
-        check_request(prompt, params, self._limits())
+        vocabulary, page_size = self.target.config.vocab_size, self.config.page_size
+        limits = self.context, vocabulary, self._pool.num_pages, page_size, self.speculator.names
+        check_request(prompt, params, Limits(*limits, has_text=self.tokenizer is not None))
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
@@ -216,12 +220,6 @@ class Engine:
         if self.tokenizer is None:
             raise ValueError("grammar: this engine has no tokenizer")
         return Constraints(self.tokenizer, self.target.config.vocab_size, self.end_tokens)
-
-    def _limits(self) -> Limits:
-        vocabulary, names = self.target.config.vocab_size, self.speculator.names
-        return Limits(
-            self.context, vocabulary, self._pool.num_pages, self.config.page_size, names, self.tokenizer is not None
-        )
 
     def abort(self, request_id: str) -> None:
         """Abort a request and free its pages at once. A finished or unknown id is no error: it may just have ended."""
@@ -300,12 +298,13 @@ class Engine:
         self._draft_with(name)
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         adaptive = self.proposer_config.adaptive
+        if self._head is not None:
+            self._head.confidence = None
+        self._warm_up.run(self, self._pool, self._stats, default[1])
         self.graphs = self._graph_cache.record(self._runner, default, self.sizes.max_rows, adaptive=adaptive)
         if self.graphs is not None:
             parts = self.graphs.graphs, self._pool, self._scheduler, self.speculator, self._steps
             self._steps.overlap = Overlap(*parts, context=self.context, timer=self._timer)
-        if self._head is not None:
-            self._head.confidence = None
         if adaptive and name != "none":
             self.speculator.planner = self._make_controller(profile=self._profiles_at_start)
 
@@ -439,7 +438,8 @@ class Engine:
         facts = DeviceFacts(self.device.type, free, workspace_bytes(1, self.target.config, self.dtype))
         self.sizes = engine_sizes(self.config, self.context, facts)
         parts = self.config, self.target.config, shapes, self.dtype
-        self.memory = plan_memory(*parts, sizes=self.sizes, weights=self._weight_bytes(), free=free)
+        modules = [self.target, *(drafter.module for drafter in (self._head, self._draft_model) if drafter is not None)]
+        self.memory = plan_memory(*parts, sizes=self.sizes, weights=weight_bytes(*modules), free=free)
         layers = self._shard.allocate(self.memory.pages, self.config.page_size, [*head_layers, *draft_layers])
         self._pool = KVPool(layers, max_requests=self.config.max_batch, max_positions=self.context)
         if self._head is not None:
@@ -460,7 +460,7 @@ class Engine:
         """Wait for a round in flight, if there is one: all of its requests have finished."""
         if self._steps.overlap is not None:
             self._steps.overlap.drain()
-            self._steps.overlap = None
+        self._steps.overlap = self._runner.graphs = None
 
     def _draft_with(self, name: str) -> None:
         self.speculator = Speculator(self._proposers, name, self.context, self._timer)
@@ -476,8 +476,3 @@ class Engine:
             clock=self._clock,
             timer=self._timer,
         )
-
-    def _weight_bytes(self) -> int:
-        drafters = [self._head, self._draft_model]
-        modules = [self.target, *(drafter.module for drafter in drafters if drafter is not None)]
-        return weight_bytes(*modules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from kernels.rows import AttentionRows
 from kernels.upload import sent, upload
 from kernels.verify import Accepted, accepted_path
 
+if TYPE_CHECKING:
+    from infer.graphs.forward_graph import ForwardGraphs
+
 
 class Rows(NamedTuple):
     hidden: Tensor  # [R, H] post-norm, rows of all requests concatenated
@@ -28,8 +31,8 @@ class Rows(NamedTuple):
 class DecodeBatch(Protocol):
     """The B requests of a decode step, as the host has them or as they lie in the tensors of a CUDA graph."""
 
-    def rows(self, tree: DraftTree) -> AttentionRows:
-        """Address the nodes of every tree: node j of a request has place `roots[b] + j`."""
+    def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
+        """Run the target over the nodes of every tree: node j of a request has place `roots[b] + j`."""
         ...
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
@@ -51,10 +54,14 @@ class HostBatch:
         self._counts = tree.length.tolist()
         self._parameters = row_parameters(requests, self._counts, pool.device)
 
-    def rows(self, tree: DraftTree) -> AttentionRows:
+    def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
+        if runner.graphs is not None and (replayed := runner.graphs.replay(tree, self._requests, aux)) is not None:
+            return replayed
+        fields = (tree.token,) if tree.is_chain else (tree.token, tree.depth, tree.ancestors)
+        ids, *of_trees = (sent(tree.rows(field), self._pool.device) for field in fields)
         starts = [request.computed for request in self._requests]
-        mask = None if tree.is_chain else sent(tree.rows(tree.ancestors), self._pool.device)
-        return self._pool.rows(self._requests, starts, self._counts, mask)
+        rows = self._pool.rows(self._requests, starts, self._counts, *of_trees[1:])
+        return runner.forward(ids, rows, aux, *of_trees[:1])
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
         self.choices = choose_rows(self._requests, self._counts, self._parameters, logits, positions, tree)
@@ -76,10 +83,11 @@ class Decoded(NamedTuple):
 
 
 class Runner:
-    """Addresses rows in the pool and runs the shard on them."""
+    """Addresses rows in the pool and runs the shard on them. `graphs`: for decode steps of the host, if captured."""
 
     def __init__(self, shard: Shard, pool: KVPool) -> None:
         self.shard, self.pool = shard, pool
+        self.graphs: ForwardGraphs | None = None
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int], aux: Sequence[int]) -> Rows:
         """Run the next `chunks[b]` positions of each request; `aux`: hidden states to return as features."""
@@ -90,8 +98,7 @@ class Runner:
             for token in request.tokens[start : start + count]
         ]
         rows = self.pool.rows(requests, starts, chunks)
-        out = self.shard.forward(upload(ids, self.pool.device), rows.places, rows, aux)
-        return Rows(out.hidden, out.aux, rows.places)
+        return self.forward(upload(ids, self.pool.device), rows, aux)
 
     def decode(self, tree: DraftTree, batch: DecodeBatch, aux: Sequence[int]) -> Decoded:
         """Run the target over all nodes, choose its tokens, accept what equals them, move the accepted KV to the front.
@@ -99,14 +106,15 @@ class Runner:
         The one body of every decode step: of those whose requests need the host, and of those that a CUDA graph
         captures, in which nothing waits for the host.
         """
-        device, rows = self.pool.device, batch.rows(tree)
-        positions = rows.places if tree.is_chain else rows.committed + sent(tree.rows(tree.depth), device)
-        out = self.shard.forward(sent(tree.rows(tree.token), device), positions, rows, aux)
-        choice = batch.choose(tree, self.logits(out.hidden), positions)
+        rows = batch.forward(tree, self, aux)
+        choice = batch.choose(tree, self.shard.logits(rows.hidden), rows.positions)
         accepted = batch.accept(tree, choice)
         if accepted.moves is not None:
             self.pool.layers.move(*accepted.moves)
-        return Decoded(accepted, out.aux)
+        return Decoded(accepted, rows.aux)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.shard.logits(hidden)
+    def forward(self, ids: Tensor, rows: AttentionRows, aux: Sequence[int], depths: Tensor | None = None) -> Rows:
+        """Run the target on ids `[R]`. `depths` `[R]`: of nodes of trees, whose places are not their positions."""
+        positions = rows.places if depths is None else rows.committed + depths
+        out = self.shard.forward(ids, positions, rows, aux)
+        return Rows(out.hidden, out.aux, positions)

@@ -1,1 +1,1 @@
-"""CUDA graphs of verify steps, drafts and whole rounds, and overlap scheduling of rounds with the host."""
+"""CUDA graphs of whole decode steps and of their forwards, and overlap scheduling of steps with the host."""

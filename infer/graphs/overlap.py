@@ -77,7 +77,7 @@ class Overlap:
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._by_drafter = {g.drafter: g for g in graphs}
-        self._graphs = graphs[0]  # in use
+        self._graphs: StepGraphs  # of the round in flight
         self._pool, self._scheduler = pool, scheduler
         self._speculator, self._steps, self._context, self._timer = speculator, steps, context, timer
         self._rows: list[Request | None] = []  # by row of the graph state; None once the request has finished
@@ -89,7 +89,7 @@ class Overlap:
     @property
     def most_rows(self) -> int:
         """Return the largest number of rows of a target forward in any round."""
-        return max(graphs.most_rows for graphs in self._by_drafter.values())
+        return max((graphs.most_rows for graphs in self._by_drafter.values()), default=0)
 
     def graphs_of(self, drafter: str) -> StepGraphs | None:
         """Return the graphs in which `drafter` drafts, "none" for those of plain steps."""

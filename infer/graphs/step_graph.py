@@ -23,6 +23,7 @@ from torch import Tensor
 from infer.config import EngineConfig
 from infer.engine.runner import Decoded, Runner
 from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling
+from infer.graphs.forward_graph import ForwardGraphs
 from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
 from infer.parallel.target_worker import Shard
@@ -172,7 +173,7 @@ class StepGraphs:
 
         Its block-table row is already zeroed, so later steps write its KV to the null block.
         """
-        self._state.limit[row] = 0
+        self._state.limit[row : row + 1] = 0  # one element would be copied from the host, which would wait for it
 
     def features(self, row: int, count: int, *, behind: bool) -> Tensor:
         """Return features `[count, F]` that the last launched step committed, or with `behind` the step before."""
@@ -220,7 +221,7 @@ class StepGraphs:
 class Recorded(NamedTuple):
     count: int
     bytes: int  # of GPU memory, out of the planned workspace of a step
-    graphs: tuple[StepGraphs, ...]  # for one drafter each, or plain decoding
+    graphs: tuple[StepGraphs, ...]  # of whole steps, for one drafter each, or plain decoding
 
     def __str__(self) -> str:
         return f"{self.count} graphs of decode steps, {self.bytes / MIB:.0f} MiB"
@@ -266,16 +267,18 @@ class GraphCache:
     def __init__(self, config: EngineConfig, context: int) -> None:
         self._config, self._longest = config, min(context, MAX_CONTEXT)
         self._graphs: dict[str, StepGraphs] = {}
+        self._forwards: dict[tuple[Budget, tuple[int, ...]], ForwardGraphs] = {}
         self._memory: GraphMemory | None = None
         self._bytes = 0
 
     def record(
         self, runner: Runner, default: tuple[Proposer, Budget], max_rows: int, *, adaptive: bool
     ) -> Recorded | None:
-        """Capture the steps that need no host: drafts of the `default` proposer, if it is a head, and plain decoding.
+        """Capture the steps that need no host, and the forwards of those that do, which `runner` then replays.
 
-        Plain steps are captured if nothing is drafted, or with `adaptive`. `max_rows`: of a verify. Nothing is captured
-        twice. Returns None if there are no graphs. Raises ValueError if engine.graphs=on is impossible.
+        The former are drafts of the `default` proposer, if it is a head, and plain steps, if nothing is drafted or with
+        `adaptive`. `max_rows`: of a verify. Nothing is captured twice. Returns None if there are no graphs. Raises
+        ValueError if engine.graphs=on is impossible.
         """
         shard, (proposer, limit) = runner.shard, default
         if not wants_graphs(self._config, shard):
@@ -286,6 +289,8 @@ class GraphCache:
             part = proposer.module.attention
             if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
                 drafters.append((proposer, limit))
+            if proposer.shape is not None:
+                limit = limit._replace(nodes=min(limit.nodes, proposer.shape.most))
         if adaptive or isinstance(proposer, NoProposer):
             drafters.append((None, NOTHING))
         sizes = doubling(self._config.max_batch), self._longest, max_rows, memory
@@ -296,7 +301,13 @@ class GraphCache:
                 self._graphs[name] = StepGraphs(runner, drafter, most, *sizes, early_exit=adaptive)
                 work += self._graphs[name].recordings()
             graphs.append(self._graphs[name])
+        key = limit, proposer.aux_layers
+        if key not in self._forwards:
+            parts = Runner(shard, runner.pool), proposer.aux_layers, limit  # none of its own, which would be a cycle
+            self._forwards[key] = ForwardGraphs(*parts, *sizes)
+            work += self._forwards[key].recordings()
         if work:
             self._bytes = memory.record(work, "decode steps")
-        count = sum(len(one.recordings()) for one in graphs)
-        return Recorded(count, self._bytes, tuple(graphs)) if count else None
+        forwards = runner.graphs = self._forwards[key]
+        count = len(forwards.sizes) + sum(len(one.recordings()) for one in graphs)
+        return Recorded(count, self._bytes, tuple(graphs))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.engine.runner import Rows, Runner
 from infer.kvcache.pool import KVPool
 from infer.request import Request
 from infer.sampling.batch import choice_parameters
@@ -21,6 +22,7 @@ from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS, Nodes, Progress, advance
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
 from kernels.rows import AttentionRows
+from kernels.upload import sent
 from kernels.verify import Accepted
 
 UNREAD = 2  # maximum number of launched, unread steps: one that may be running and the next one
@@ -69,9 +71,10 @@ class GraphBatch(NamedTuple):
         inputs = self.ids.flatten(), self.features.flatten(0, 1), slots, rows
         return Unread(*inputs, ends, self.roots, self.base, requests, self.parameters)
 
-    def rows(self, tree: DraftTree) -> AttentionRows:
+    def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
         tree_mask = None if tree.is_chain else tree.ancestors
-        return self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
+        rows = self._grid(self.pool.table, self.slots, self.roots, tree.token.shape[1], tree_mask=tree_mask)
+        return runner.forward(tree.token.flatten(), rows, aux, None if tree.is_chain else tree.depth.flatten())
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
         batch, width = tree.token.shape
@@ -179,7 +182,7 @@ class StepState:
             numbers[8:, :count] = torch.stack([p.top_k, p.seed_low, p.seed_high])
             fractions[:, :count] = torch.stack([p.temperature, p.top_p, p.min_p])
         self._ids[:batch], self._numbers[:, :batch], self._fractions[:, :batch] = (
-            tensor.to(self._ids.device) for tensor in (ids, numbers, fractions)
+            sent(tensor, self._ids.device) for tensor in (ids, numbers, fractions)
         )
         return NO_LIMITS if p is None else p.limits
 

@@ -1,295 +1,57 @@
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 """Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (kernels/block_tiles.py), and their rows.
 
-As in linear.py a tile is `W [BLOCK_N, K] @ xᵀ [K, BLOCK_M]` in one order along K, whatever the number of rows. The left
-operand are the integers of the blocks, less their zero points, which fp16 and bf16 represent exactly, or floats of 8
-bits; scales and offsets never become 16-bit numbers. For groups in order, each of weights scale * q + offset:
-
-    total = fma(sum of x over the group, offset, total), in formats with offsets
-    total = fma(sum of q x over the group, scale, total)
-
-Both sums are in fp32, of 16 columns after the other; a group of more than 128 columns counts as several. Tensor cores
-also compute that of x, as a product with ones: a reduction would add in an order that follows from the tile. With rows
-in fp32 the products are fp32's.
+Chooses tiles, and whether the parts of K are programs of their own, and launches the kernels of block_kernels.py.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kernels.block_tiles import PANEL, WIDTH, BlockTiles
+from kernels.block_tiles import WIDTH, BlockTiles, Storage
 from kernels.elementwise import Gate
-from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow, prefetch
+from kernels.triton import INTERPRETED
+from kernels.triton.block_kernels import add_parts_kernel, block_linear_kernel, block_rows_kernel
+from kernels.triton.dependent import launched, overlaps
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import gate_mul
-from kernels.triton.linear import Tile, finish, fitting, lines, load_tile
+from kernels.triton.launch import Variant
+from kernels.triton.linear import Tile
 
-AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
-LANES, INPUTS = tl.constexpr(PANEL), tl.constexpr(WIDTH)  # of a tile
-
-
-@triton.jit
-def half(word, place):
-    """Return fp16 number `place` (0 or 1) of words, as fp32."""
-    return (word >> (16 * place)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+PARTS = 4  # of K; it affects the bits
+ADDED_LINES, ADDED_ROWS = 32, 16  # of a program that adds parts
 
 
-@triton.jit
-def factors(scales, g, SCALES: tl.constexpr):
-    """Return scale and offset, fp32, of group g of the tile at whose first words `scales` points.
+class Layout(NamedTuple):
+    """What a launch depends on of tiled weights."""
 
-    Of scales with zero points the second is the zero point; without either it has no meaning.
+    storage: Storage
+    outputs: int
+    inputs: int
+    columns: int  # words of an output in a tile
+    words: int  # of an output's scales, for the tiles that share them
+
+
+def layout_of(part: BlockTiles) -> Layout:
+    return Layout(part.storage, part.outputs, part.inputs, part.words.shape[3], part.scales.shape[2])
+
+
+def block_tile_for(rows: int, x: torch.dtype, part: Layout, device: Limits) -> Tile:
+    """Return the tile of a launch; `k` is that of the weights, which affects no bits.
+
+    With three stages several programs fit on a multiprocessor, and one converts weights while others wait for theirs.
     """
-    if SCALES == "half":
-        scale = half(tl.load(scales + g // 2 * LANES), g % 2)
-        offset = scale
-    elif SCALES == "bfloat":
-        scale = (tl.load(scales + g // 2 * LANES) >> (16 * (g % 2)) << 16).to(tl.float32, bitcast=True)
-        offset = scale
-    elif SCALES == "float":
-        scale = tl.load(scales + g * LANES).to(tl.float32, bitcast=True)
-        offset = scale
-    elif SCALES == "half_zero":
-        word = tl.load(scales + g * LANES)
-        scale, offset = half(word, 0), (word >> 16).to(tl.float32)
-    elif SCALES == "bfloat_zero":
-        word = tl.load(scales + g * LANES)
-        scale, offset = (word << 16).to(tl.float32, bitcast=True), (word >> 16).to(tl.float32)
-    elif SCALES == "float_zero":
-        scale = tl.load(scales + 2 * g * LANES).to(tl.float32, bitcast=True)
-        offset = tl.load(scales + (2 * g + 1) * LANES).to(tl.float32)
-    elif SCALES == "half_offset":
-        word = tl.load(scales + g * LANES)
-        scale, offset = half(word, 0), half(word, 1)
-    elif SCALES == "super_offset":
-        both = tl.load(scales)
-        high = tl.load(scales + 3 * LANES)
-        scale_bits = (tl.load(scales + LANES) >> (4 * g)) & 15
-        offset_bits = (tl.load(scales + 2 * LANES) >> (4 * g)) & 15
-        scale_bits |= ((high >> (2 * g)) & 3) << 4
-        offset_bits |= ((high >> (2 * g + 16)) & 3) << 4
-        scale = half(both, 0) * scale_bits.to(tl.float32)
-        offset = -half(both, 1) * offset_bits.to(tl.float32)
-    else:
-        word = tl.load(scales + (1 + g // 4) * LANES)
-        factor = tl.load(scales).to(tl.float32, bitcast=True)
-        scale = factor * ((word << (24 - 8 * (g % 4))) >> 24).to(tl.float32)
-        offset = scale
-    return scale, offset
-
-
-@triton.jit
-def integers(
-    words, upper, zero, h: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr, SIGNED: tl.constexpr,
-    ZERO: tl.constexpr, FLOATS: tl.constexpr,
-):  # fmt: skip
-    """Return number `h` of every word, in fp32, less `zero` if ZERO; `upper`: the words of further bits, if there are
-    any. FLOATS: it is a float8_e4m3fn, whose bits are those of an fp16 number 2^8 times as small.
-
-    Its bits stay where they are, or go 16 places down, and become the last ones of a number from 2^23 to 2^24, which is
-    scaled and reduced exactly: two instructions in place of three and a conversion at a quarter of their rate.
-    """
-    p: tl.constexpr = BITS * h % 16
-    if BITS * h >= 16:
-        words = words >> 16
-    if FLOATS:
-        bits = (words << (8 - p) & 0x8000) | (words << 7 >> p & 0x3F80)
-        number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    else:
-        bits = words & ((2**BITS - 1) << p)
-        if UPPER:
-            left: tl.constexpr = p + BITS - UPPER * h
-            shifted = upper << left if left >= 0 else upper >> -left
-            bits |= shifted & ((2**UPPER - 1) << (p + BITS))
-        bias: tl.constexpr = 2.0 ** (BITS + UPPER - 1) * SIGNED
-        number = (bits | 0x4B000000).to(tl.float32, bitcast=True)
-        less = tl.full(number.shape, -(2.0 ** (23 - p)) - bias, tl.float32)
-        if ZERO:
-            less -= zero
-        number = tl.fma(number, tl.full(number.shape, 2.0**-p, tl.float32), less)
-    return number
-
-
-@triton.jit
-def load_columns(inputs, in_m, k, left, h: tl.constexpr, WHOLE_K: tl.constexpr, DTYPE: tl.constexpr):
-    """Load columns k `[COLUMNS]` of piece h of a tile, of which `left` exist."""
-    COLUMNS: tl.constexpr = k.shape[0]
-    mask = in_m[None, :]
-    if not WHOLE_K:
-        mask &= (k < left - h * COLUMNS)[:, None]
-    return tl.load(inputs + h * COLUMNS, mask=mask, other=0.0).to(DTYPE)
-
-
-@triton.jit
-def block_product(
-    words, upper, scales, place, lane, inputs, in_m, K,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, SHARING: tl.constexpr,
-    WHOLE_K: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr, SIGNED: tl.constexpr, GROUP: tl.constexpr,
-    SCALES: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr,
-    DTYPE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute a tile `W xᵀ` in fp32 from the places of the first words `[BLOCK_N, COLUMNS]` and of the first scale of
-    each output `[BLOCK_N]`, and pointers to the inputs of the first columns `[COLUMNS, BLOCK_M]`. WORDS: of the scales
-    of SHARING tiles.
-    """
-    k = tl.arange(0, COLUMNS)
-    SPLIT: tl.constexpr = GROUP // COLUMNS  # products of a group
-    GROUPS: tl.constexpr = INPUTS // GROUP
-    STEP: tl.constexpr = GROUPS * (GROUP < INPUTS)  # groups of tiles that share scales, from tile to tile
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    ones = tl.full([BLOCK_N, COLUMNS], 1.0, DTYPE)
-    for tile in tl.range(0, tl.cdiv(K, INPUTS), num_stages=STAGES):
-        start = tile * INPUTS
-        first = tile % SHARING * STEP
-        w = tl.load(words + place)
-        u = w
-        if UPPER:
-            u = tl.load(upper + place).to(tl.int32)
-        for g in tl.static_range(GROUPS):
-            scale, offset = factors(scales + (tile // SHARING * WORDS) * LANES + lane, first + g, SCALES)
-            if OFFSET:  # before the integers are used, so that registers hold one of the two products
-                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                for h in tl.static_range(g * SPLIT, (g + 1) * SPLIT):
-                    x = load_columns(inputs, in_m, k, K - start, h, WHOLE_K, DTYPE)
-                    sums = tl.dot(ones, x, sums, input_precision="ieee")
-                total = tl.fma(sums, tl.broadcast_to(offset[:, None], [BLOCK_N, BLOCK_M]), total)
-            part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for h in tl.static_range(g * SPLIT, (g + 1) * SPLIT):
-                x = load_columns(inputs, in_m, k, K - start, h, WHOLE_K, DTYPE)
-                q = integers(w, u, offset[:, None], h, BITS, UPPER, SIGNED, ZERO, FLOATS).to(DTYPE)
-                part = tl.dot(q, x, part, input_precision="ieee")
-            total = tl.fma(part, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), total)
-        words += LANES * COLUMNS
-        if UPPER:
-            upper += LANES * COLUMNS
-        inputs += INPUTS
-    return total
-
-
-@triton.jit(do_not_specialize=["rows"])
-def block_linear_kernel(
-    x,
-    words,
-    upper,
-    scales,
-    bias,
-    residual,
-    out,
-    rows,
-    x_stride,
-    residual_stride,
-    out_stride,
-    K,
-    N,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WORDS: tl.constexpr,
-    SHARING: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    BITS: tl.constexpr,
-    UPPER: tl.constexpr,
-    SIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-    BIASED: tl.constexpr,
-    ADDED: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Store `[rows, N]`; GATED: from weights `[2 N, K]`, of gate and up."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, in_n = lines(N, BLOCK_N, GATED)
-    k = tl.arange(0, COLUMNS)
-    in_m = m < rows
-    tiles = tl.cdiv(K, INPUTS)
-    lane = tl.where(in_n, n, 0)  # a panel is whole, so loads of weights need no mask
-    panel = lane // LANES * tiles
-    place = panel * (LANES * COLUMNS) + lane % LANES * COLUMNS
-    if PDL:
-        ahead = tl.minimum(tl.arange(0, AHEAD), tiles - 1)
-        prefetch(words + place[:, None] + ahead[None, :] * (LANES * COLUMNS))
-    follow(PDL)
-    EARLY: tl.constexpr = BLOCK_M < 128  # as in linear.py
-    before = None
-    if ADDED and EARLY:
-        before = load_tile(residual, residual_stride, m, n, in_m, in_n)
-    total = block_product(
-        words, upper, scales, place[:, None] + k[None, :], panel // SHARING * (WORDS * LANES) + lane % LANES,
-        x + m.to(tl.int64)[None, :] * x_stride + k[:, None], in_m, K,
-        BLOCK_N, BLOCK_M, COLUMNS, WORDS, SHARING, WHOLE_K, BITS, UPPER, SIGNED, GROUP, SCALES, OFFSET,
-        ZERO, FLOATS, tl.float32 if UPCAST else x.dtype.element_ty, STAGES,
-    )  # fmt: skip
-    finish(
-        total, before, bias, residual, residual_stride, out, out_stride, m, n, in_m, in_n, N,
-        BLOCK_N, BLOCK_M, BIASED, ADDED, EARLY, GATED, GELU,
-    )  # fmt: skip
-
-
-@triton.jit
-def block_rows_kernel(
-    ids,
-    words,
-    upper,
-    scales,
-    out,
-    K,
-    tiles,
-    COLUMNS: tl.constexpr,
-    WORDS: tl.constexpr,
-    SHARING: tl.constexpr,
-    BITS: tl.constexpr,
-    UPPER: tl.constexpr,
-    SIGNED: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ZERO: tl.constexpr,
-    FLOATS: tl.constexpr,
-):
-    """One program per row and tile."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    n, j = tl.load(ids + row), tl.arange(0, COLUMNS)
-    index, lane = n // LANES * tiles + tile, n % LANES
-    place = (index * LANES + lane) * COLUMNS + j
-    w = tl.load(words + place)
-    u = w
-    if UPPER:
-        u = tl.load(upper + place).to(tl.int32)
-    STEP: tl.constexpr = INPUTS // GROUP * (GROUP < INPUTS)
-    for h in tl.static_range(32 // BITS):
-        g = tile % SHARING * STEP + h * COLUMNS // GROUP
-        scale, offset = factors(scales + index // SHARING * (WORDS * LANES) + lane, g, SCALES)
-        value = integers(w, u, offset, h, BITS, UPPER, SIGNED, ZERO, FLOATS) * scale
-        if OFFSET:
-            value += offset
-        k = tile * INPUTS + h * COLUMNS + j
-        tl.store(out + row * K + k, value.to(out.dtype.element_ty), mask=k < K)
-
-
-def block_tile_for(rows: int, x: torch.dtype, part: BlockTiles, device: Limits) -> Tile:
-    """Return the tile of a launch; `k` is that of the weights, which affects no bits."""
     if x == torch.float32:  # no tensor cores
         return Tile(n=32, m=16 if rows <= 16 else 32, k=WIDTH, warps=4, stages=2)
-    weights = sum(each[0, 0].nbytes for each in (part.words, part.upper, part.scales) if each is not None) // PANEL
-
-    def stage(n: int, m: int) -> int:
-        return n * weights + m * WIDTH * x.itemsize
-
-    return fitting(rows, part.outputs, WIDTH, stage, device, most=32, stages=8)  # more rows spill
+    single = part.storage.group >= WIDTH and not part.storage.offset  # with more groups in a tile 64 rows spill
+    m = min(64 if single and device.warpgroups else 32, max(16, 1 << (rows - 1).bit_length()))
+    if m == 64 and part.outputs > 128 * device.multiprocessors:
+        return Tile(128, m, WIDTH, warps=8, stages=3)
+    return Tile(64, m, WIDTH, warps=4, stages=3)
 
 
 def block_linear(
@@ -324,38 +86,68 @@ def _launch(
 ) -> None:
     x = x if part.order is None else x[:, part.order]
     rows, columns = x.shape[0], part.outputs // 2 if gate else part.outputs
-    tile = block_tile_for(rows, x.dtype, part, limits(x.device))
-    grid = (triton.cdiv(rows, tile.m), triton.cdiv(part.outputs, tile.n))
-    block_linear_kernel[grid](
-        x,
-        part.words,
-        part.upper,
-        part.scales,
-        bias,
-        residual,
-        out,
-        rows,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        part.inputs,
-        columns,
-        BLOCK_N=tile.n,
-        BLOCK_M=tile.m,
-        WHOLE_K=part.inputs % WIDTH == 0,
-        BIASED=bias is not None,
-        ADDED=residual is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu",
-        STAGES=tile.stages,
-        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        maxnreg=255,
-        enable_fp_fusion=False,
-        **_constants(part),
-        **dependent(x.device),
-    )
+    flags = bias is not None, residual is not None, gate, overlaps(x.device)
+    launch = _launch_for(rows, x.dtype, layout_of(part), limits(x.device), *flags)
+    partial = None if launch.adding is None else x.new_empty(launch.parts, rows, launch.width, dtype=torch.float32)
+    stride = 0 if residual is None else residual.stride(0)
+    weights, sizes = (part.words, part.upper, part.scales), (rows, x.stride(0), stride, out.stride(0))
+    launch.variant.launch(launch.grid, x, *weights, bias, residual, out, partial, *sizes, part.inputs, columns)
+    if launch.adding is not None:
+        grid = -(-rows // ADDED_ROWS), -(-launch.width // ADDED_LINES)
+        sizes = rows, stride, out.stride(0), launch.parts, columns, launch.width
+        launch.adding.launch(grid, partial, bias, residual, out, *sizes)
+
+
+class Launch(NamedTuple):
+    """What is launched for a layer and number of rows. `adding`: adds `parts` of `width` lines, if they are apart."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    parts: int
+    width: int
+    adding: Variant | None
+
+
+@functools.cache
+def _launch_for(
+    rows: int, x: torch.dtype, part: Layout, device: Limits, biased: bool, added: bool, gate: Gate | None, pdl: bool
+) -> Launch:
+    tile = block_tile_for(rows, x, part, device)
+    grid = -(-rows // tile.m), -(-part.outputs // tile.n)
+    parts = divided(-(-part.inputs // WIDTH), grid[0] * grid[1], device)
+    finished = biased, added, gate, pdl
+    variant = _variant_of_tile(tile, part, parts > 1, x == torch.bfloat16 and INTERPRETED, *finished)
+    adding = _adding(*finished) if parts > 1 else None
+    return Launch(variant, (*grid, parts), parts, grid[1] * tile.n, adding)
+
+
+def divided(tiles: int, programs: int, device: Limits) -> int:
+    """Return how many programs share the `tiles` along K of each of so many programs: 1, or one for each part."""
+    if programs > device.multiprocessors:
+        return 1
+    return -(-tiles // -(-tiles // PARTS))
+
+
+@functools.cache
+def _variant_of_tile(
+    tile: Tile, part: Layout, split: bool, upcast: bool, biased: bool, added: bool, gate: Gate | None, pdl: bool
+) -> Variant:
+    constants = {
+        "BLOCK_N": tile.n, "BLOCK_M": tile.m, "WHOLE_K": part.inputs % WIDTH == 0, "PARTS": PARTS, "SPLIT": split,
+        "STAGES": tile.stages, "UPCAST": upcast, **_finishing(biased, added, gate, pdl), **_constants(part),
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": 255, "enable_fp_fusion": False}
+    return Variant(block_linear_kernel, constants, **options, **launched(pdl))
+
+
+@functools.cache
+def _adding(biased: bool, added: bool, gate: Gate | None, pdl: bool) -> Variant:
+    constants = {"BLOCK_N": ADDED_LINES, "BLOCK_M": ADDED_ROWS, **_finishing(biased, added, gate, pdl)}
+    return Variant(add_parts_kernel, constants, num_warps=1, enable_fp_fusion=False, **launched(pdl))
+
+
+def _finishing(biased: bool, added: bool, gate: Gate | None, pdl: bool) -> dict[str, Any]:
+    return {"BIASED": biased, "ADDED": added, "GATED": gate is not None, "GELU": gate == "gelu", "PDL": pdl}
 
 
 def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -372,16 +164,16 @@ def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
         tiles,
         enable_fp_fusion=False,
         num_warps=1,
-        **_constants(part),
+        **_constants(layout_of(part)),
     )
     return out
 
 
-def _constants(part: BlockTiles) -> dict[str, int | str]:
+def _constants(part: Layout) -> dict[str, int | str]:
     storage = part.storage
     return {
-        "COLUMNS": part.words.shape[3],
-        "WORDS": part.scales.shape[2],
+        "COLUMNS": part.columns,
+        "WORDS": part.words,
         "SHARING": storage.sharing,
         "BITS": storage.bits,
         "UPPER": storage.upper,

@@ -6,22 +6,25 @@ Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.dependent import dependent, follow
+from kernels.triton.dependent import follow, launched, load_ahead, overlaps
+from kernels.triton.launch import Variant
 
 GATE_BLOCK = 1024
 
 
 @triton.jit
-def store_norm(value, weight, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
-    """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, at `out`."""
+def store_norm(value, scale, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
+    """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, times `scale` at `out`."""
     dtype = out.dtype.element_ty
     root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
-    scale = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    scale = scale.to(tl.float32)
     if CENTRED:
         scaled = (value / root) * (1.0 + scale)
     else:
@@ -45,32 +48,38 @@ def rms_norm_kernel(
     CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
+    scale = load_ahead(weight + i, mask=inside, other=0.0)
+    follow(PDL)
     value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
         value = value.to(out.dtype.element_ty)
         tl.store(total + row * size + i, value, mask=inside)
         value = value.to(tl.float32)
-    store_norm(value, weight, out + row * size, i, inside, size, eps, CENTRED)
+    store_norm(value, scale, out + row * size, i, inside, size, eps, CENTRED)
 
 
 @triton.jit
 def norm_beside_kernel(
     x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     destination = out + row * 2 * size
-    if tl.program_id(1) == 0:
+    first = tl.program_id(1) == 0
+    if first:
+        scale = load_ahead(x_weight + i, mask=inside, other=0.0)
+    else:
+        scale = load_ahead(y_weight + i, mask=inside, other=0.0)
+    follow(PDL)
+    if first:
         value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, x_weight, destination, i, inside, size, eps)
+        store_norm(value, scale, destination, i, inside, size, eps)
     else:
         value = tl.load(y + row * y_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, y_weight, destination + size, i, inside, size, eps)
+        store_norm(value, scale, destination + size, i, inside, size, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
@@ -95,22 +104,15 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
     """x and y `[R, H]` -> `[R, 2 H]`."""
     rows, size = x.shape
     out = torch.empty(rows, 2 * size, dtype=x.dtype, device=x.device)
-    norm_beside_kernel[(rows, 2)](
-        x,
-        y,
-        x_weight,
-        y_weight,
-        out,
-        x.stride(0),
-        y.stride(0),
-        size,
-        eps,
-        SIZE=triton.next_power_of_2(size),
-        num_warps=_warps(size),
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    variant = _norm_beside_variant(size, overlaps(x.device))
+    variant.launch((rows, 2), x, y, x_weight, y_weight, out, x.stride(0), y.stride(0), size, eps)
     return out
+
+
+@functools.cache
+def _norm_beside_variant(size: int, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "PDL": pdl}
+    return Variant(norm_beside_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 
 @triton.jit
@@ -163,23 +165,14 @@ def _norm(
     x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, centred: bool
 ) -> None:
     size = x.shape[1]
-    strides = (x.stride(0), delta.stride(0))
-    rms_norm_kernel[(x.shape[0],)](
-        x,
-        delta,
-        weight,
-        out,
-        total,
-        *strides,
-        size,
-        eps,
-        SIZE=triton.next_power_of_2(size),
-        ADD=add,
-        CENTRED=centred,
-        num_warps=_warps(size),
-        enable_fp_fusion=False,
-        **dependent(x.device),
-    )
+    variant = _norm_variant(size, add, centred, overlaps(x.device))
+    variant.launch((x.shape[0],), x, delta, weight, out, total, x.stride(0), delta.stride(0), size, eps)
+
+
+@functools.cache
+def _norm_variant(size: int, add: bool, centred: bool, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "ADD": add, "CENTRED": centred, "PDL": pdl}
+    return Variant(rms_norm_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 
 @triton.jit

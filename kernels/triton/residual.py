@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-import os
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow
-from kernels.triton.device import limits
+from kernels.triton import INTERPRETED
+from kernels.triton.dependent import follow, launched, overlaps
+from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import activate
-from kernels.triton.linear import product, tile_for
+from kernels.triton.launch import Variant
+from kernels.triton.linear import Tile, product, tile_for
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -48,13 +49,21 @@ def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     """As kernels.residual.residual_silu."""
     groups, size, _ = weight.shape
     x, rows = x.contiguous(), x.shape[1]
-    tile = tile_for(rows, groups * size, x.dtype, weight.dtype, limits(x.device))
-    out = x.new_empty(groups, rows, size)
-    grid = triton.cdiv(rows, tile.m), triton.cdiv(size, tile.n), groups
-    residual_silu_kernel[grid](
-        x, weight, bias, out, rows, 0 if x.shape[0] == 1 else rows * size, size,
-        BLOCK_N=tile.n, BLOCK_M=tile.m, BLOCK_K=tile.k, WHOLE_K=size % tile.k == 0, BIASED=bias is not None,
-        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **dependent(x.device),
-    )  # fmt: skip
+    biased, out = bias is not None, x.new_empty(groups, rows, size)
+    variant, tile = _variant(groups, rows, size, x.dtype, limits(x.device), biased, overlaps(x.device))
+    grid = -(-rows // tile.m), -(-size // tile.n), groups
+    variant.launch(grid, x, weight, bias, out, rows, 0 if x.shape[0] == 1 else rows * size, size)
     return out
+
+
+@functools.cache
+def _variant(
+    groups: int, rows: int, size: int, x: torch.dtype, device: Limits, biased: bool, pdl: bool
+) -> tuple[Variant, Tile]:
+    tile = tile_for(rows, groups * size, x, device)
+    constants = {
+        "BLOCK_N": tile.n, "BLOCK_M": tile.m, "BLOCK_K": tile.k, "WHOLE_K": size % tile.k == 0, "BIASED": biased,
+        "UPCAST": x == torch.bfloat16 and INTERPRETED, "PDL": pdl,
+    }  # fmt: skip
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return Variant(residual_silu_kernel, constants, **options, **launched(pdl)), tile

@@ -9,7 +9,7 @@ from kernels.capabilities import product_dtype
 from kernels.cpu.library import SWITCH, library
 from kernels.cpu.linear import NativeLinear, quantised_segment
 from kernels.linear import PackedLinear, assert_row_invariant
-from kernels.quantise import group_size, pack_nibbles, quantise, widen
+from kernels.quantise import group_size, quantise, widen
 from kernels.triton import in_use
 from tests.kernels.narrow import ERROR
 
@@ -57,14 +57,6 @@ def test_groups_are_the_largest_that_divide_a_row():
     assert [group_size(inputs) for inputs in (256, 4096, 192, 160, 32)] == [128, 128, 64, 32, 32]
     with pytest.raises(ValueError, match=r"int4: .* 100 inputs.*use int8 \(engine\.weights, or engine\.head_weights"):
         PackedLinear(torch.zeros(8, 100), weight_format="int4")
-
-
-def test_two_nibbles_a_byte_hold_a_groups_two_halves():
-    stored = torch.randint(-7, 8, (3, 192)).to(torch.int8)
-    pairs = pack_nibbles(stored)
-    low, high = (pairs << 4) >> 4, pairs >> 4
-    assert pairs.shape == (3, 96)
-    assert torch.equal(torch.cat([low.view(3, 3, 32), high.view(3, 3, 32)], dim=2).view(3, 192), stored)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -264,10 +264,11 @@ class HeadProposer(Proposer):
         exits = None if confidence is None else exit_rows(confidence, requests, depths, deepest, parallel=parallel)
         unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
-        adjusted = any(r.constraint is not None or r.params.acceptance == "block" for r in requests)
+        constrained = any(request.constraint is not None for request in requests)
+        adjusted = constrained or any(request.params.acceptance == "block" for request in requests)
 
         def adjust(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-            paths = torch.stack(list(drafted), dim=1).tolist() if drafted else [[]] * len(requests)
+            paths = torch.stack(list(drafted), dim=1).tolist() if drafted and constrained else [[]] * len(requests)
             logits = narrowed(requests, logits, paths, self.draft_ids)
             for row, probs in self._draft_probs(requests, logits, unread.parameters).items():
                 draft_probs.setdefault(row, []).append(probs)

@@ -29,7 +29,11 @@ from kernels.triton.device import HOPPER, Limits
 ROOT = Path(__file__).resolve().parents[3]
 A100 = Limits(capability=80, multiprocessors=108, shared_memory=163 * 1024)
 L40S = Limits(capability=89, multiprocessors=142, shared_memory=99 * 1024)
-DEVICES = {limits.capability: limits for limits in (A100, L40S, HOPPER)}  # the compiler does not check shared memory
+B200 = Limits(capability=100, multiprocessors=148, shared_memory=227 * 1024)
+RTX_PRO = Limits(capability=120, multiprocessors=188, shared_memory=99 * 1024)  # RTX PRO 6000 Blackwell
+DEVICES = {
+    limits.capability: limits for limits in (A100, L40S, HOPPER, B200, RTX_PRO)
+}  # the compiler does not check shared memory
 
 
 def oldest_triton() -> Path | None:
@@ -43,11 +47,16 @@ def compile_in_new_process(
     module: str, capability: int = 90, *, triton: Path | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """Return, per case and kernel launched, what `compile_launch` reports; `triton`: a folder to import it from."""
+    return run_in_new_process("tests.kernels.triton.compiled", module, str(capability), triton=triton)
+
+
+def run_in_new_process(*command: str, triton: Path | None = None) -> dict[str, Any]:
+    """Return what a module prints, run without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if triton is not None:
         environment["PYTHONPATH"] = str(triton)
-    command = [sys.executable, "-m", "tests.kernels.triton.compiled", module, str(capability)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    arguments = [sys.executable, "-m", *command]
+    result = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.fail(result.stderr[-4000:])
     return json.loads(result.stdout)
@@ -73,8 +82,10 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
     """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
-    instructions, the tensor cores' `products` in order, and `float_sums`. `specialised`: its integers that are.
-    `early`: accesses to memory ahead of the wait for the kernel before; None if there is no such wait.
+    instructions, the tensor cores' `products` in order, `float_sums` and `cyclic` products. `specialised`: its integers
+    that are.
+    `early`: the pointers from which memory is accessed ahead of the wait for the kernel before; None if there is no
+    such wait.
     """
     import torch
     import triton
@@ -102,16 +113,18 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
+    marks = {mark: mark in ptx for mark in ("wgmma", "tcgen05.mma", "mma.sync", "cp.async", "fma.rn")}
     before, wait, _ = ptx.partition("griddepcontrol.wait")
+    passed = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
     report = {
         "kernel": kernel.__name__,
-        "early": re.findall(ACCESS, before) if wait else None,
+        "early": early_accesses(before, passed) if wait else None,
         "shared": compiled.metadata.shared,
         **resources(cubin),
         **marks,
         "products": products(cubin) if marks["wgmma"] or marks["mma.sync"] else [],
         "float_sums": float_sums(compiled.asm["ttgir"]),
+        "cyclic": cyclic_products(compiled.asm["ttir"]),
         "specialised": [p.name for p in kernel.params if not p.is_constexpr and specialised(p, arguments[p.name])],
         "options": options | {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr},
     }
@@ -121,6 +134,23 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
 def specialised(parameter: Any, value: Any) -> bool:
     """Return whether Triton compiles a kernel apart for an integer argument of 1 or of a multiple of 16."""
     return type(value) is int and not parameter.do_not_specialize
+
+
+def early_accesses(ptx: str, types: list[tuple[str, str]]) -> list[list[str]]:
+    """Return the kind of each access to memory in a kernel's first lines, and the pointers that its address is
+    computed from. types: name and type of each parameter.
+    """
+    sources = {f"param_{index}": {name} for index, (name, kind) in enumerate(types) if kind.startswith("*")}
+    accesses = set()
+    for name, operands in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)[ \t]+(\S.*);", ptx, re.MULTILINE):
+        places = re.findall(r"%rd\d+|param_\d+", operands)
+        if re.fullmatch(ACCESS, name) and ".shared" not in name:
+            address = re.findall(r"\[ ?(%rd\d+)", operands)[0]
+            accesses.add((name.partition(".")[0], *sorted(sources[address])))
+        elif places:
+            written, *read = places
+            sources[written] = set().union(*(sources.get(place, set()) for place in read))
+    return sorted(map(list, accesses))
 
 
 def float_sums(ttgir: str) -> list[str]:
@@ -133,6 +163,17 @@ def float_sums(ttgir: str) -> list[str]:
     bodies = re.findall(r'"tt\.reduce"\((.*?)\}\) : ', ttgir, re.DOTALL)
     adding = [operand for operand, body in zip(reductions, bodies, strict=True) if "arith.addf" in body]
     return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand) for operand in adding]
+
+
+def cyclic_products(ttir: str) -> list[str]:
+    """Return the products that add to a loop's accumulator and whose sum another product adds to in the same iteration.
+
+    On Blackwell Triton 3.6 to 3.8 lets the first of the next iteration overtake the second (triton 10821, 10858).
+    """
+    carried = set(re.findall(r"(%\w+) = ", " ".join(re.findall(r"iter_args\((.*?)\)", ttir))))
+    dots = re.findall(r"(%\w+) = tt\.dot (%\w+), (%\w+), (%\w+)", ttir)
+    into = {accumulator for *_, accumulator in dots}
+    return [product for product, _, _, accumulator in dots if accumulator in carried and product in into]
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -8,6 +8,7 @@ from functools import partial
 from kernels.triton import device
 from kernels.triton.device import HOPPER
 from tests.kernels.triton.launches import (
+    FP8,
     INT4,
     INT8,
     attend,
@@ -15,20 +16,17 @@ from tests.kernels.triton.launches import (
     multiply,
     multiply_and_add,
     multiply_blocks,
-    multiply_int4,
     residuals,
     unrolled,
 )
 
-ROWS = (1, 17, 33, 65, 300)  # one of each kind of tile; 300 are those of a prompt
+ROWS = (1, 17, 33, 65, 200, 300, 1000)  # one of each kind of tile; more than 200 are those of a prompt
 FEW, MANY = 4096, 28672  # outputs: so few that each program has a multiprocessor to itself (but for 300 rows), and many
-FORMATS = {"16 bits": multiply, "int8": partial(multiply, weight_format="int8"), "int4": multiply_int4}
 LINEAR = [  # what precedes an epilogue is the same with each: all tiles without one, the smallest and the largest with
-    *((name, rows, FEW, "") for name in FORMATS for rows in ROWS),
-    *(("16 bits", rows, MANY, "") for rows in ROWS),
-    *((name, rows, MANY, ", activated") for name in FORMATS for rows in (1, 65, 300)),
-    *(("16 bits", rows, FEW, ", activated") for rows in (17, 33)),
-    *((name, rows, FEW, ", added") for name in FORMATS for rows in (17, 300)),
+    *((multiply, rows, outputs, "") for rows in ROWS for outputs in (FEW, MANY)),
+    *((multiply, rows, MANY, ", activated") for rows in (1, 65, 200, 300)),
+    *((multiply, rows, FEW, ", activated") for rows in (17, 33)),
+    *((multiply, rows, FEW, ", added") for rows in (17, 300, 1000)),
 ]
 EPILOGUES: dict[str, Callable[..., Callable[[], None]]] = {
     "": lambda launch, rows, outputs: partial(launch, rows, outputs=outputs),
@@ -38,18 +36,16 @@ EPILOGUES: dict[str, Callable[..., Callable[[], None]]] = {
 
 CASES = {
     **{
-        f"linear, {rows} rows, {outputs} outputs, {name}{epilogue}": EPILOGUES[epilogue](FORMATS[name], rows, outputs)
-        for name, rows, outputs, epilogue in LINEAR
-    },
-    **{
-        f"linear, {rows} rows, 4096 outputs, int4 in small groups": partial(multiply_int4, rows, group=32)
-        for rows in (1, 300)
+        f"linear, {rows} rows, {outputs} outputs{epilogue}": EPILOGUES[epilogue](launch, rows, outputs)
+        for launch, rows, outputs, epilogue in LINEAR
     },
     "residual blocks": partial(residuals, 16),
     "blocks, 300 rows, Q6_K": partial(multiply_blocks, 300, "Q6_K"),
     "blocks, 300 rows, int4 in groups, activated": partial(
         multiply_blocks, 300, "int4", 28672, storage=INT4, gate="silu"
     ),
+    "blocks, 17 rows, int4 in groups, in parts": partial(multiply_blocks, 17, "int4", storage=INT4),
+    "blocks, 64 rows, fp8 by rows, activated": partial(multiply_blocks, 64, "fp8", 28672, storage=FP8, gate="silu"),
     "blocks, 300 rows, int8 by rows": partial(multiply_blocks, 300, "int8", storage=INT8),
     "blocks, 300 rows, Q5_K, activated": partial(multiply_blocks, 300, "Q5_K", 28672, gate="silu"),
     **{
@@ -61,6 +57,13 @@ CASES = {
         for tree in (False, True)
         if dim <= 128 or not (whole and tree)
     },
+}
+CASES |= {
+    f"attention, head size {dim}, one split{', tree' if tree else ''}, few programs": partial(
+        attend, dim, whole=False, tree=tree, rows=16
+    )
+    for dim in (64, 128, 256)
+    for tree in (False, True)
 }
 if device.without_gpu is not HOPPER:  # launches.py has Hopper's
     CASES |= {f"block drafter, head size {dim}": partial(draft_blocks, dim) for dim in (64, 128, 256)}

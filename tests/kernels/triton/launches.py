@@ -11,7 +11,6 @@ from kernels.block_tiles import Storage, empty_tiles
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
 from kernels.early_exit import FIELDS as COLUMNS
 from kernels.early_exit import Drafting
-from kernels.quantise import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
@@ -52,9 +51,12 @@ def empty(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False):
+def attend(
+    dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False,
+    rows=128,
+):  # fmt: skip
     """`short`: a draft head's layer and one page; every argument that can be 1 is, so Triton makes it a constant."""
-    count = 1 if short else 16
+    count = 1 if short else rows
     index = empty(count, dtype=torch.int64)
     tree_mask = index if tree else None
     table = empty(1, 1 if short else 4096, dtype=torch.int64)
@@ -64,15 +66,8 @@ def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None,
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
 
 
-def multiply(rows, weight_format=None, dtype=BF16, outputs=4096, **epilogue):
-    scale = None if weight_format is None else empty(outputs, dtype=torch.float32)
-    stored = STORED[weight_format] if weight_format in LARGEST else dtype
-    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=stored), None, scale, **epilogue)
-
-
-def multiply_int4(rows, dtype=BF16, group=128, outputs=4096, **epilogue):
-    scale = empty(outputs, 14336 // group, dtype=torch.float32)
-    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336 // 2, dtype=torch.int8), None, scale, **epilogue)
+def multiply(rows, dtype=BF16, outputs=4096, **epilogue):
+    linear(empty(rows, 14336, dtype=dtype), empty(outputs, 14336, dtype=dtype), None, **epilogue)
 
 
 def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
@@ -241,8 +236,11 @@ CASES = {
     "top-p, fp32": partial(thresholds, NO_LIMITS._replace(top_p=True), torch.float32),
     "min-p": partial(thresholds, NO_LIMITS._replace(min_p=True)),
     "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
+    "log-probabilities, other counts": lambda: [
+        choose.logprobs(empty(1, 128256), empty(1, dtype=torch.int64), top) for top in range(9, 33)
+    ],
     "shape": shape_all,
-    "shape, a mask alone": lambda: shape.shape(empty(4, 128256), Shaping(allowed=empty(4, 4008, dtype=torch.int32))),
+    "shape, a mask alone": lambda: shape.shape(empty(4, 262144), Shaping(allowed=empty(4, 8192, dtype=torch.int32))),
     "rows of chains": partial(plan, 8, 6),
     "rows of trees": partial(plan, 8, 16, branching=True),
     "rows, 1 row": partial(plan, 1, 1),
@@ -273,6 +271,15 @@ CASES = {
     ),
     "prefill, fp8 cache": partial(attend, 128, whole=True, cache_dtype=torch.float8_e4m3fn),
     "prefill, fp8 cache, window": partial(attend, 128, whole=True, cache_dtype=torch.float8_e4m3fn, window=4096),
+    "verify by few programs, head size 96": partial(attend, 96, whole=False, rows=16),
+    "verify a tree by few programs, window": partial(attend, 128, whole=False, tree=True, rows=16, window=512),
+    **{
+        f"verify{' a tree' if tree else ''} by few programs, fp8 cache, head size {dim}": partial(
+            attend, dim, whole=False, tree=tree, cache_dtype=torch.float8_e4m3fn, rows=16
+        )
+        for dim in (64, 128)
+        for tree in (False, True)
+    },
     "verify, head size 64": partial(attend, 64, whole=False, dtype=torch.float16),
     "verify, head size 80": partial(attend, 80, whole=False),
     "verify, head size 96": partial(attend, 96, whole=False),
@@ -292,17 +299,19 @@ CASES = {
     "linear, 1 row, odd sizes": lambda: linear(empty(1, 100), empty(77, 100), empty(77)),
     "linear, 64 rows": partial(multiply, 64),
     "linear, 512 rows": partial(multiply, 512),
-    "linear, 16 rows, int8": partial(multiply, 16, "int8"),
-    "linear, 16 rows, fp8": partial(multiply, 16, "fp8"),
-    "linear, 16 rows, int4": partial(multiply_int4, 16),
-    "linear, 512 rows, int4": partial(multiply_int4, 512),
+    "linear, 100 rows": partial(multiply, 100),
+    "linear, 200 rows": partial(multiply, 200),
+    "linear, 200 rows, activated": partial(multiply, 200, outputs=28672, gate="silu"),
+    "linear, 16 rows, int8": partial(multiply_blocks, 16, "int8", storage=INT8),
+    "linear, 16 rows, fp8": partial(multiply_blocks, 16, "fp8", storage=FP8),
+    "linear, 512 rows, int4": partial(multiply_blocks, 512, "int4", storage=INT4),
     "linear, 16 rows, activated": partial(multiply, 16, outputs=28672, gate="silu"),
     "linear, 16 rows, activated by GELU": partial(multiply, 16, outputs=28672, gate="gelu"),
     "linear, 1 row, odd sizes, activated": lambda: linear(empty(1, 100), empty(78, 100), empty(78), gate="silu"),
-    "linear, 16 rows, fp8, activated": partial(multiply, 16, "fp8", outputs=28672, gate="silu"),
+    "linear, 16 rows, fp8, activated": partial(multiply_blocks, 16, "fp8", 28672, storage=FP8, gate="silu"),
     "linear, 16 rows, added": partial(multiply_and_add, 16),
     "linear, 1 row, odd sizes, added": lambda: linear(empty(1, 100), empty(77, 100), empty(77), residual=empty(1, 77)),
-    "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
+    "linear, 16 rows, int4, small groups": partial(multiply_blocks, 16, "int4", storage=INT4._replace(group=32)),
     "linear, 16 rows, Q4_K": partial(multiply_blocks, 16, "Q4_K"),
     "linear, 1 row, odd sizes, Q5_1": partial(multiply_blocks, 1, "Q5_1", 77, 96),
     "linear, 16 rows, int4 in groups": partial(multiply_blocks, 16, "int4", storage=INT4),

@@ -13,7 +13,7 @@ from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows, 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
 from kernels.linear import PackedLinear
 from kernels.triton import SWITCH
-from kernels.triton.blocks import block_tile_for
+from kernels.triton.blocks import block_tile_for, layout_of
 from models.attention import CausalAttention
 from models.layers import PackedEmbedding
 from models.targets import load_target
@@ -75,7 +75,7 @@ def test_a_tile_fits_and_has_no_more_than_two_kinds():
     for limits in DEVICES.values():
         for name in FORMATS:
             for dtype in (torch.bfloat16, torch.float32):
-                part = empty_tiles(name, 4096, 14336, meta)
+                part = layout_of(empty_tiles(name, 4096, 14336, meta))
                 tiles = {block_tile_for(rows, dtype, part, limits)._replace(stages=0) for rows in range(1, 513)}
                 assert len(tiles) == 2
                 assert min(block_tile_for(rows, dtype, part, limits).stages for rows in (1, 17, 512)) >= 2

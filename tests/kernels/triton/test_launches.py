@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from infer.graphs.cuda_graph import Graph
 from infer.parallel.target_worker import Shard
 from kernels import triton as switch
 from tests.lossless.conftest import make_small_engine  # noqa: F401
@@ -34,6 +35,8 @@ CAPTURED = {  # launches of a round: greedy, with top-p
     "tree 4x5": (180, 240),
 }
 HOST_STEP = {"plain": (62, 77), "chain of 5": (169, 239), "tree 4x5": (219, 289)}  # of a step that the host runs
+
+KERNELS = ("_kernel", "attend", "combine", "branch", "plan_rows", "plan_tails", "embedding")
 
 
 @pytest.fixture
@@ -91,6 +94,32 @@ def test_a_step_of_the_host_uploads_before_its_forward(make, kind):
         assert uploads["after"] <= (kind == "tree 4x5")  # the accepted path, which the host finds, moves
         end(engine, requests)
     assert all(total <= most for total, most in zip(totals, HOST_STEP[kind], strict=True)), totals
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_step_of_the_host_replays_its_forward(make, kind):
+    """Beside a request with log-probabilities: of the target's Triton kernels only the LM head's is left."""
+    engine, run = make(kind, graphs="on"), Graph.__call__
+    requests = decoding(engine, replace(SAMPLED, logprobs=0))
+    with counted() as launches, patch.object(Graph, "__call__", lambda graph: without(launches, run, graph)):
+        engine.step()
+    before = launches.names.copy()
+    engine._runner.graphs = None
+    with counted() as launches:
+        engine.step()
+    end(engine, requests)
+    saved = {name: launches.names[name] - before[name] for name in launches.names if name.endswith(KERNELS)}
+    layers = engine.target.config.num_layers
+    assert saved["linear_kernel"] == 4 * layers
+    assert sum(saved.values()) >= 9 * layers + 1, saved
+
+
+def without(launches, run, graph):
+    """Run a graph and forget what it launched."""
+    names = launches.names.copy()
+    out = run(graph)
+    launches.names = names
+    return out
 
 
 @contextmanager

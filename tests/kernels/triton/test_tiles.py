@@ -9,13 +9,14 @@ import pytest
 import torch
 import triton
 
-from kernels.triton.attention import blocking, merges_itself, split_programs
+from kernels.triton.attention_tiles import MOST_STATES, ROOMY, blocking, merges_itself, split_programs
 from kernels.triton.linear import tile_for
 from tests.kernels.triton.compiled import A100, DEVICES, HOPPER, L40S, compile_in_new_process
 
 MODULE = "tests.kernels.triton.device_launches"
+SPILLED = {100: 96, 120: 16}  # bytes of a thread that Blackwell's compiler spills at most, in some kernels
 ROWS = [*range(1, 130), 200, 256, 300, 512, 4096]
-BF16, INT8 = torch.bfloat16, torch.int8
+BF16 = torch.bfloat16
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -27,33 +28,33 @@ def test_nothing_spills_and_the_devices_shared_memory_suffices(compiled):
     capability, launches = compiled
     limit = DEVICES[capability].shared_memory
     kernels = [(case, kernel) for case, launched in launches.items() for kernel in launched]
-    assert [(case, k["kernel"], k["spilled"], k["registers"]) for case, k in kernels if k["spilled"]] == []
+    most = SPILLED.get(capability, 0)
+    assert [(case, k["kernel"], k["spilled"], k["registers"]) for case, k in kernels if k["spilled"] > most] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > limit] == []
 
 
 def test_products_of_a_linear_layer_are_summed_in_one_order_for_any_number_of_rows(compiled):
     """K ascends by steps of 16 in one kind of instruction, each output in one accumulator."""
     capability, launches = compiled
-    chains = {}
+    chains = set()
     for case, launched in launches.items():
         for kernel in launched:
             if kernel["kernel"] != "linear_kernel":
                 continue
             options, products = kernel["options"], kernel["products"]
             n, m, k = (options[name] for name in ("BLOCK_N", "BLOCK_M", "BLOCK_K"))
-            steps = k // 16 * (2 if options["GROUP"] else 1)  # of one tile, both halves of a group
-            if capability >= 90:  # a warpgroup has 64 lines, and all its sums in registers from one on
+            steps = k // 16  # of one tile
+            if capability == 100:  # one thread issues all products of a program, in order
+                assert (kernel["tcgen05.mma"], kernel["mma.sync"]) == (True, False), case
+            elif capability == 90:  # a warpgroup has 64 lines, and all its sums in registers from one on
                 assert {(name, into) for name, into, _ in products} == {(f"HGMMA.64x{m}x16.F32.BF16", products[0][1])}
-                starts = [added == "RZ" for _, _, added in products]
-                assert starts == [bool(options["GROUP"])] + [False] * (steps - 1)  # a group begins at zero
+                assert [added == "RZ" for _, _, added in products] == [False] * steps
                 assert n == 16 * options["num_warps"]
             else:
                 assert {name for name, _, _ in products} == {"HMMA.16816.F32.BF16"}
                 assert len(products) * options["num_warps"] * 16 * 8 == n * m * steps
-            kind = re.sub(r"\d+ rows, \d+ outputs, |, activated|, added", "", case)  # what follows changes no product
-            chains.setdefault(kind, set()).add((k, steps))
-    assert len(chains) == 4
-    assert all(len(kinds) == 1 for kinds in chains.values()), chains
+            chains.add((k, steps))
+    assert len(chains) == 1, chains
 
 
 def test_products_of_weights_in_blocks_are_summed_in_one_order(compiled):
@@ -63,7 +64,9 @@ def test_products_of_weights_in_blocks_are_summed_in_one_order(compiled):
     for kernel in (kernel for kernel in kernels if kernel["kernel"] == "block_linear_kernel"):
         options, products = kernel["options"], kernel["products"]
         n, m, steps = options["BLOCK_N"], options["BLOCK_M"], 128 // 16 * (2 if options["OFFSET"] else 1)
-        if capability >= 90:
+        if capability == 100:
+            assert (kernel["tcgen05.mma"], kernel["mma.sync"]) == (True, False)
+        elif capability == 90:
             assert [name for name, _, _ in products] == steps * [f"HGMMA.64x{m}x16.F32.BF16"]
         else:
             assert {name for name, _, _ in products} == {"HMMA.16816.F32.BF16"}
@@ -77,7 +80,9 @@ def test_products_of_attention_are_summed_in_one_order_for_any_number_of_warps(c
         for kernel in launched:
             if kernel["kernel"] not in ("attend", "branch"):
                 continue
-            if capability >= 90:
+            if capability == 100:
+                assert (kernel["tcgen05.mma"], kernel["mma.sync"]) == (True, False), case
+            elif capability == 90:
                 assert {re.sub("64x.*x16", "64xNx16", name) for name, _, _ in kernel["products"]} == {
                     "HGMMA.64xNx16.F32.BF16"
                 }
@@ -89,32 +94,45 @@ def test_products_of_attention_are_summed_in_one_order_for_any_number_of_warps(c
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: f"sm_{device.capability}")
-@pytest.mark.parametrize(("weight", "group"), [(BF16, 0), (INT8, 0), (INT8, 128), (INT8, 64), (INT8, 32)])
 @pytest.mark.parametrize("outputs", [576, 4096, 6144, 28672, 128256])
-def test_a_tile_fits_and_k_does_not_depend_on_rows(device, weight, group, outputs):
-    tiles = [tile_for(rows, outputs, BF16, weight, device, group) for rows in ROWS]
+def test_a_tile_fits_and_k_does_not_depend_on_rows(device, outputs):
+    tiles = [tile_for(rows, outputs, BF16, device) for rows in ROWS]
     assert len({tile.k for tile in tiles}) == 1
     for rows, tile in zip(ROWS, tiles, strict=True):
-        stage = tile.n * tile.k * weight.itemsize // (2 if group else 1) + tile.m * tile.k * 2
-        assert 2 <= tile.stages <= 16
+        stage = (tile.n + tile.m) * tile.k * 2
+        assert 2 <= tile.stages <= 12
         assert tile.stages * stage <= device.shared_memory
         assert tile.m >= min(rows, 64)
+        assert tile.n * tile.m <= 128 * 32 * tile.warps  # registers for the sums
 
 
 def test_bytes_under_way_for_few_outputs():
-    """4096 outputs have 64 programs: each holds as many weights as 4.8 TB/s need in 0.7 µs, up to 128 rows."""
+    """4096 outputs have 64 programs: each holds as many weights as 4.8 TB/s need in 0.7 µs; up to 128 rows they share
+    what they read.
+    """
     for rows in (1, 16, 32, 64, 65, 128):
-        tile = tile_for(rows, 4096, BF16, BF16, HOPPER)
-        programs = triton.cdiv(rows, tile.m) * triton.cdiv(4096, tile.n)
-        assert programs == 64
-        assert programs * (tile.stages - 1) * tile.n * tile.k * 2 >= 4.8e12 * 0.7e-6
-    assert tile_for(16, 4096, BF16, INT8, HOPPER, 128).stages == 16
-    assert tile_for(16, 4096, BF16, INT8, HOPPER).stages == 12
+        tile = tile_for(rows, 4096, BF16, HOPPER)
+        assert triton.cdiv(rows, tile.m) * triton.cdiv(4096, tile.n) == (64 if rows <= 64 else 128)
+        assert 64 * (tile.stages - 1) * tile.n * tile.k * 2 >= 4.8e12 * 0.7e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "tile"),
+    [
+        (128, 4096, (64, 64, 64, 4, 12)),  # 128 programs
+        (128, 6144, (128, 64, 64, 8, 6)),  # 96 programs; tiles of 64 lines would be 192
+        (256, 28672, (128, 256, 64, 8, 4)),  # 224 programs keep 132 multiprocessors busy for 85 % of two rounds
+        (512, 6144, (128, 128, 64, 8, 3)),  # 96 of the largest tiles would leave a quarter idle
+        (1024, 4096, (128, 256, 64, 8, 4)),
+    ],
+)
+def test_tiles_that_were_fastest_on_an_h100(rows, outputs, tile):
+    assert tile_for(rows, outputs, BF16, HOPPER) == tile
 
 
 def test_two_programs_share_a_multiprocessor_where_there_are_more_programs_than_multiprocessors():
     for rows in (16, 32, 64, 128):
-        tile = tile_for(rows, 28672, BF16, BF16, HOPPER)
+        tile = tile_for(rows, 28672, BF16, HOPPER)
         assert 2 * (tile.stages * (tile.n + tile.m) * tile.k * 2 + 1024) <= 228 * 1024
 
 
@@ -125,14 +143,39 @@ def test_keys_are_read_in_the_same_tiles_and_splits_on_every_device(device, dim)
     assert blocking(dim, BF16, 64, device).lines == 64
 
 
+def test_few_programs_have_more_tiles_under_way_in_the_same_order(compiled):
+    """The products of attention are those of many programs, and so are the bits."""
+    capability, launches = compiled
+    for case, launched in launches.items():
+        if not case.endswith(", few programs"):
+            continue
+        for few, many in zip(launched, launches[case.removesuffix(", few programs")], strict=True):
+            assert [name for name, _, _ in few["products"]] == [name for name, _, _ in many["products"]]
+            if few["kernel"] == "attend" and DEVICES[capability].shared_memory >= ROOMY:
+                assert few["options"]["num_stages"] >= 7, "three tiles under way"
+                assert many["options"]["num_stages"] <= 3
+
+
 def test_programs_merge_their_splits_if_every_multiprocessor_has_one():
     for device in (A100, L40S, HOPPER):
         count = device.multiprocessors
-        assert merges_itself(count, 128, BF16, True, device)
-        assert not merges_itself(count - 1, 128, BF16, False, device)
+        assert merges_itself(count, (1,), 4, 128, BF16, True, device)
+        assert not merges_itself(count - 1, (1,), 4, 128, BF16, False, device)
 
 
-def test_splits_are_divided_among_as_many_programs_as_the_device_runs_at_once():
-    assert split_programs(8, 64, HOPPER) == 33  # one request: 264 programs, not 512
+def test_no_program_processes_a_long_context_alone_while_others_end():
+    """17 requests, 8 KV heads: one of 32k tokens is divided, a prompt's chunk and what would fill memory are not."""
+    assert not merges_itself(136, (1,) * 17, 64, 128, BF16, False, HOPPER)
+    assert split_programs(136, 64, HOPPER) == 4
+    assert split_programs(8 * 136, 64, HOPPER) == 4
+    assert merges_itself(256, (512,), 64, 128, BF16, False, HOPPER)
+    assert not merges_itself(256, (64,) * 4, MOST_STATES // 256, 128, BF16, False, HOPPER)
+    assert merges_itself(256, (64,) * 4, MOST_STATES // 256 + 1, 128, BF16, False, HOPPER)
+
+
+def test_splits_are_divided_among_programs_that_fill_the_device():
+    assert split_programs(8, 64, HOPPER) == 16  # one request: 128 programs, each alone on a multiprocessor
+    assert split_programs(33, 64, HOPPER) == 4
     assert split_programs(8, 4, HOPPER) == 4
-    assert split_programs(131, 64, HOPPER) == 3
+    assert split_programs(44, 64, HOPPER) == 6  # two on each
+    assert split_programs(8, 64, L40S) == 36
