@@ -13,10 +13,20 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpretedFunction
 
+from infer.speculation.tree import DraftTree
 from kernels.triton.elementwise import rms_norm
 from kernels.upload import upload
 from tests.simulated_cuda.install import simulated_cuda
-from tests.simulated_cuda.machine import CaptureError, DeviceMix, HostRace, Machine, UnknownOperation, place
+from tests.simulated_cuda.machine import (
+    OUTSIDE,
+    CaptureError,
+    DeviceMix,
+    HostRace,
+    Machine,
+    UnknownOperation,
+    Wait,
+    place,
+)
 from tests.simulated_cuda.tensor import CudaTensor
 
 
@@ -165,12 +175,12 @@ def test_no_copy_of_the_host_is_captured(machine: Machine) -> None:
 
 
 def test_the_place_of_a_wait_is_the_products(machine: Machine) -> None:
-    from infer.sampling.logprobs import token_logprobs
-
+    roots, drafted, counts = (torch.zeros(*size, dtype=torch.int64, device="cuda") for size in ((1,), (1, 2), (1,)))
+    tree = DraftTree.chain(roots, drafted, counts)
     with machine.counting() as waits:
-        token_logprobs(torch.zeros(1, 16, device="cuda"), [3], 2)
-    assert {wait.place.split()[0] for wait in waits} == {"infer/sampling/logprobs.py"}
-    assert place() == "outside the product"
+        assert not tree.full
+    assert waits == {Wait("infer/speculation/tree.py DraftTree.full", "read"): 1}
+    assert place() == OUTSIDE
 
 
 # ---- graphs and pinned memory ----------------------------------------------------------------------------------------
