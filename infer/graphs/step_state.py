@@ -22,6 +22,7 @@ from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS, Nodes, Progress, advance
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
 from kernels.rows import AttentionRows
+from kernels.upload import sent, upload
 from kernels.verify import Accepted
 
 UNREAD = 2  # maximum number of launched, unread steps: one that may be running and the next one
@@ -169,19 +170,21 @@ class StepState:
         """
         ids, numbers = torch.zeros(batch, self._ids.shape[1], dtype=torch.int64), torch.zeros(NUMBERS, batch).long()
         fractions = torch.zeros(3, batch)
-        numbers[0], numbers[1], fractions[1] = self._pool.null_row, 1, 1.0
+        numbers[0], numbers[1], fractions[1], index = self._pool.null_row, 1, 1.0, list[int]()
         for b, (request, rows, base, limit) in enumerate(zip(requests, features, bases, limits, strict=True)):
             count = len(rows)
             start = request.computed - count
             ids[b, :count] = torch.tensor(request.tokens[start + 1 : start + count + 1])
             numbers[:6, b] = torch.tensor([request.slot, start + 1, count - 1, len(request.tokens) - 1, base, limit])
-            self.features[b, :count] = rows
+            index += range(b * self._ids.shape[1], b * self._ids.shape[1] + count)
         p, count = choice_parameters(requests, torch.device("cpu"), drafting=True), len(requests)
         if p is not None:
             numbers[8:, :count] = torch.stack([p.top_k, p.seed_low, p.seed_high])
             fractions[:, :count] = torch.stack([p.temperature, p.top_p, p.min_p])
+        if index:
+            self.features.flatten(0, 1).index_copy_(0, upload(index, self._ids.device), torch.cat(list(features)))
         self._ids[:batch], self._numbers[:, :batch], self._fractions[:, :batch] = (
-            tensor.to(self._ids.device) for tensor in (ids, numbers, fractions)
+            sent(tensor, self._ids.device) for tensor in (ids, numbers, fractions)
         )
         return NO_LIMITS if p is None else p.limits
 
