@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.block_tiles import WIDTH
 from kernels.cpu.library import KINDS, LANES, library
-from kernels.quantise import NarrowFormat
+from kernels.quantise import NarrowFormat, quantise
 from kernels.triton import in_use
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
@@ -80,6 +80,13 @@ class GroupedMatrix:
     def shape(self) -> tuple[int, int]:
         (inputs,) = {part.inputs for part in self.parts}
         return sum(part.count for part in self.parts), inputs
+
+
+def in_groups(weight: Tensor, weight_format: NarrowFormat) -> GroupedMatrix:
+    """Quantise a weight `[N, K]` (kernels/quantise.py); a group of int8 and fp8 is a row."""
+    stored, scale = quantise(weight, weight_format)
+    rows = GroupedRows(weight_format, weight.shape[1], scale.view(len(weight), -1), None, lambda: (stored, None))
+    return GroupedMatrix([rows], weight.dtype, weight.device)
 
 
 def sound_integers(rows: GroupedRows) -> tuple[Tensor, Tensor | None]:

@@ -27,8 +27,8 @@ from kernels.cpu.groups import grouped_segments
 from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
 from kernels.elementwise import Gate, gate_mul
 from kernels.group_tiles import pack_group_tiles
-from kernels.groups import GroupedMatrix
-from kernels.quantise import NARROW_FORMATS, WeightFormat, pack_nibbles, quantise, widen
+from kernels.groups import GroupedMatrix, in_groups
+from kernels.quantise import NARROW_FORMATS, WeightFormat, quantise, widen
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
@@ -55,7 +55,7 @@ class PackedLinear:
         weight_format: WeightFormat = "same",
     ) -> None:
         self.out_features, self.in_features = weight.shape
-        self._bias, self._exact, self._scale = bias, exact, None
+        self._bias, self._exact = bias, exact
         self.narrow = weight_format != "same" or not isinstance(weight, Tensor)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
         self._tiles: Sequence[BlockTiles] = ()
@@ -63,18 +63,19 @@ class PackedLinear:
             assert isinstance(weight, Tensor)
             weight = in_blocks(weight, weight_format)
         self._triton = in_use(weight.device) and (exact or self.narrow)
+        narrow = weight_format if weight_format in NARROW_FORMATS else None
+        if narrow is not None and self._triton:
+            assert isinstance(weight, Tensor)
+            weight = in_groups(weight, narrow)
         if not isinstance(weight, Tensor):
             self._pack_stored(weight, bias)
             return
-        narrow = weight_format if weight_format in NARROW_FORMATS else None
         dtype, device = weight.dtype, weight.device
         native = not self._triton and supported(self.in_features, dtype, device)
         scale = None
         if narrow is not None:
             weight, scale = quantise(weight, narrow)
-            if self._triton:
-                weight, self._scale = (pack_nibbles(weight) if narrow == "int4" else weight), scale
-            elif not native:
+            if not native:
                 weight = widen(weight, scale).to(dtype)
         if native:
             if narrow is None:
@@ -93,7 +94,7 @@ class PackedLinear:
             self._weight = prepack(weight) if self._onednn else weight
         else:
             self._weight = weight
-        self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
+        self.bytes = weight.numel() * weight.element_size()
 
     def _pack_stored(self, weight: BlockMatrix | GroupedMatrix, bias: Tensor | None) -> None:
         grouped = isinstance(weight, GroupedMatrix)
@@ -153,8 +154,6 @@ class PackedLinear:
             self._weight = other._weight  # opaque, and read through this object only
         else:
             self._weight.copy_(other._weight)
-            if self._scale is not None and other._scale is not None:
-                self._scale.copy_(other._scale)
 
     def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]` as it was passed in; None if it is quantised."""
@@ -211,7 +210,7 @@ class PackedLinear:
             return block_linear(adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate)
         from kernels.triton.linear import linear
 
-        return linear(adjacent(rows), self._weight, self._bias, self._scale, residual=residual, gate=gate)
+        return linear(adjacent(rows), self._weight, self._bias, residual=residual, gate=gate)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:
         count, dtype = rows.shape[0], self._weight.dtype

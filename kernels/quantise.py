@@ -59,9 +59,3 @@ def widen(stored: Tensor, scale: Tensor) -> Tensor:
     """Dequantise the output of `quantise` to fp32 `[N, K]`."""
     groups = stored.view(*scale.shape, -1) if scale.ndim == 2 else stored
     return (groups.float() * scale[..., None]).view(stored.shape)
-
-
-def pack_nibbles(stored: Tensor) -> Tensor:
-    """Pack int4 `[N, K]` -> `[N, K / 2]`: a group's first half in the low nibbles of its bytes, the second in high."""
-    low, high = stored.unflatten(1, (-1, group_size(stored.shape[1]))).chunk(2, dim=2)
-    return (low & 15 | high << 4).flatten(1)

@@ -27,7 +27,10 @@ class QKNorm(NamedTuple):
 def rotate_and_write(
     qkv: Tensor, cos: Tensor, sin: Tensor, norm: QKNorm | None, slots: Tensor, cache: Tensor, num_heads: int
 ) -> Tensor:
-    """qkv `[R, nh + 2 nkv, D]`, cos and sin `[R, 1, D]`, slots `[R]`, cache `[2, nkv, slots, D]` -> q `[R, nh, D]`."""
+    """qkv `[R, nh + 2 nkv, D]`, cos and sin `[R, 1, D]`, slots `[R]`, cache `[2, nkv, slots, D]` -> q `[R, nh, D]`.
+
+    On a GPU cos, sin and slots must not come from the kernel launched last (kernels/triton/dependent.py).
+    """
     if in_use(qkv.device):
         from kernels.triton.rotary import rotate_and_write as fused
 

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Checks and times this machine's GPU: every kernel, the engine's exactness, speculation end to end.
-#   ./scripts/gpu_check.sh                all parts, each in at most nine minutes
-#   ./scripts/gpu_check.sh 1              one of them: 1 kernels, 2 exact, 3 bench
+#   ./scripts/gpu_check.sh                all parts in nine minutes
 #   ./scripts/gpu_check.sh --dry-run      what would run, and how long it takes at most
 #   ./scripts/gpu_check.sh --interpret    without a GPU, in Triton's interpreter
 # Uses .venv's Python if there is one, else python3 (or PYTHON=...). Needs no network; --help lists the options, and

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from infer.engine import Engine
+from infer.options.devices import use_device
 from infer.request import SamplingParams, StepOutput
 
 
@@ -19,7 +20,8 @@ class Stopped(Exception):
 
 class InteractiveEngine:
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._thread = engine, ThreadPoolExecutor(1, "profile")
+        self._engine = engine
+        self._thread = ThreadPoolExecutor(1, "profile", initializer=use_device, initargs=(engine.device,))
         # Set by a signal handler, which may interrupt any line: a plain attribute, as an Event contains a lock.
         self._stopping = False
         self._profile: Future[None] | None = None

@@ -31,9 +31,11 @@ from infer.engine.threads import plan_threads
 from infer.engine.validation import Limits, check_request
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
+from infer.graphs.warm_up import WarmUp
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
+from infer.options.devices import use_device
 from infer.options.engine_sizes import DeviceFacts, engine_sizes
 from infer.options.stored_weights import check_weights, head_format
 from infer.parallel.comm import Ranks
@@ -100,8 +102,8 @@ class Engine:
             raise ValueError(
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
-        exact = self.config.exact
-        packing = self.config.packing
+        exact, packing = self.config.exact, self.config.packing
+        use_device(target.norm.weight.device)
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype, self.rounds_activations = self._shard.device, self._shard.dtype, self._shard.integer
@@ -115,7 +117,7 @@ class Engine:
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._controller_state, self._profiles_at_start = ControllerState(AcceptanceModel(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
-        self._graph_cache = GraphCache(self.config, self.context)
+        self._graph_cache, self._warm_up = GraphCache(self.config, self.context), WarmUp()
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
         if draft_model is not None:
@@ -296,12 +298,13 @@ class Engine:
         self._draft_with(name)
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         adaptive = self.proposer_config.adaptive
+        if self._head is not None:
+            self._head.confidence = None
+        self._warm_up.run(self, self._pool, self._stats, default[1])
         self.graphs = self._graph_cache.record(self._runner, default, self.sizes.max_rows, adaptive=adaptive)
         if self.graphs is not None:
             parts = self.graphs.graphs, self._pool, self._scheduler, self.speculator, self._steps
             self._steps.overlap = Overlap(*parts, context=self.context, timer=self._timer)
-        if self._head is not None:
-            self._head.confidence = None
         if adaptive and name != "none":
             self.speculator.planner = self._make_controller(profile=self._profiles_at_start)
 

@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.options.devices import resolve_device, resolve_dtype
+from infer.options.devices import resolve_device, resolve_dtype, use_device
 from infer.options.exported_heads import choose_head, head_folder, is_head, read_head_config
 from infer.options.model_names import read_model, read_option
 from infer.options.stored_weights import reads_native
@@ -57,8 +55,7 @@ def load_parts(
     rank 0's shard. `engine` decides in which form weights are served.
     """
     device, dtype = ranks.device if ranks else resolve_device(model.device), resolve_dtype(model)
-    if device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
+    use_device(device)
     part = ranks.part if ranks else None
     folder = wanted_head(model, head, proposer, output_dir)
     if folder is not None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import INTERNAL, isolated
+from infer.engine.isolation import INTERNAL, isolated, together
 from infer.engine.runner import Decoded, HostBatch, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
 from infer.engine.threads import Threads, cpu_threads
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
-from infer.sampling.choose import Choices, choose_rows, row_parameters
+from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
 from infer.sampling.constraint import without_forbidden
 from infer.sampling.logprobs import token_logprobs
 from infer.sampling.stopping import cut
@@ -102,19 +102,16 @@ class StepRunner:
         decoded, choices = self.verify_drafts(requests, tree)
         tokens, paths, accepted = (field.tolist() for field in decoded.accepted[:3])
         first_row = list(itertools.accumulate(lengths, initial=0))
-        outputs, kept_rows, survivors, counts = [], [], [], []
-        for b, request in enumerate(requests):
-            count = accepted[b] + 1
-            path_rows = [first_row[b] + node for node in paths[b][:count]]
+        outputs, counts = [], [count + 1 for count in accepted]
+        path_rows = [[first_row[b] + node for node in paths[b][:count]] for b, count in enumerate(counts)]
+        for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
             draft = VerifiedDraft(budgets[b], lengths[b] - 1, depths[b], paths[b][1:count])
-            output = self.advance(request, tokens[b][:count], draft)
-            outputs.append(self._scored(request, choices, path_rows, output))
-            if request.finish_reason is None:
-                survivors.append(request)
-                counts.append(count)
-                kept_rows += path_rows
+            outputs.append(self.advance(request, tokens[b][:count], draft))
+        outputs = self._scored(requests, choices, path_rows, outputs)
+        survivors = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if survivors:
-            self._commit_rows(survivors, counts, decoded.aux, kept_rows)
+            kept_rows = [row for b in survivors for row in path_rows[b]]
+            self._commit_rows([requests[b] for b in survivors], [counts[b] for b in survivors], decoded.aux, kept_rows)
         return outputs
 
     def advance(self, request: Request, tokens: list[int], draft: VerifiedDraft) -> StepOutput:
@@ -157,16 +154,16 @@ class StepRunner:
         if complete:
             logits = self._runner.shard.logits(rows.hidden[last])
             choices = choose_rows(prefilled, ones, parameters, logits, rows.positions[last])
-            for row, (request, token) in enumerate(zip(prefilled, choices.token.tolist(), strict=True)):
+            for request, token in zip(prefilled, choices.token.tolist(), strict=True):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
                     self._stats.prompt_tokens += len(request.prompt_ids)
                     self._stats.cached_tokens += request.cached
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
-                output = self._scored(request, choices, [row], self.output(request, tokens, [False] * len(tokens)))
+                outputs.append(self.output(request, tokens, [False] * len(tokens)))
                 if request.output_length == len(tokens):
-                    output.prompt_logprobs = request.prompt_logprobs
-                outputs.append(output)
+                    outputs[-1].prompt_logprobs = request.prompt_logprobs
+            outputs = self._scored(prefilled, choices, [[row] for row in range(len(prefilled))], outputs)
         unfinished = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if unfinished:
             kept_rows = [row for b in unfinished for row in range(first[b], first[b + 1])]
@@ -210,15 +207,21 @@ class StepRunner:
                 continue
             logits = self._runner.shard.logits(piece[scored : len(following)])
             with isolated(request):
-                request.prompt_logprobs += token_logprobs(logits, following[scored:], top)
+                tokens = upload(following[scored:], self._pool.device)
+                request.prompt_logprobs += token_logprobs([logits], tokens, [top] * len(tokens))
 
-    def _scored(self, request: Request, choices: Choices, rows: Sequence[int], output: StepOutput) -> StepOutput:
-        """Return `output` with the log-probabilities of its tokens, sampled at `rows`, if the request wants them."""
-        with isolated(request):
-            output.logprobs = choices.logprobs(request, rows, output.token_ids)
-            request.logprobs += output.logprobs
-            return output
-        return self.fail(request)
+    def _scored(
+        self, requests: Sequence[Request], choices: Choices, rows: Sequence[Sequence[int]], outputs: list[StepOutput]
+    ) -> list[StepOutput]:
+        """Return the outputs, with log-probabilities of their tokens, sampled at `rows`, for requests that want any."""
+        emitted = [Emitted(r, at, output.token_ids) for r, at, output in zip(requests, rows, outputs, strict=True)]
+        logprobs = together(requests, lambda group: choices.logprobs(emitted, set(group)))
+        for b, (request, _, tokens) in enumerate(emitted):
+            if request.failed and tokens:
+                outputs[b] = self.fail(request)
+            outputs[b].logprobs = logprobs.get(request.request_id, [])
+            request.logprobs += outputs[b].logprobs
+        return outputs
 
     def fail(self, request: Request) -> StepOutput:
         """End a failed request with an error, even if it has just finished; its tokens of this step are discarded."""

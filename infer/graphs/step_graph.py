@@ -203,7 +203,7 @@ class StepGraphs:
 
         Its block-table row is already zeroed, so later steps write its KV to the null block.
         """
-        self._state.limit[row] = 0
+        self._state.limit[row : row + 1] = 0  # one element would be copied from the host, which would wait for it
 
     def features(self, row: int, count: int, *, behind: bool) -> Tensor:
         """Return features `[count, F]` that the last launched step committed, or with `behind` the step before."""

@@ -113,9 +113,9 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        if len(pages) <= INLINE_WRITES:  # scalars are launch arguments, so the host does not wait for a copy
+        if len(pages) <= INLINE_WRITES:  # a slice is filled with a launch argument; the host would wait for one element
             for place, page in enumerate(pages, start=held):
-                self.table[request.slot, place] = page
+                self.table[request.slot, place : place + 1] = page
         else:
             self.table[request.slot, held : held + len(pages)] = upload(list(pages), self.device)
         request.pages += pages

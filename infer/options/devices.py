@@ -20,6 +20,15 @@ def dtype_name(model: ModelConfig) -> str:
     return str(resolve_dtype(model)).removeprefix("torch.")
 
 
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this thread: Triton launches on that one, wherever the tensors are.
+
+    Every thread begins with the first GPU. Call it in each that runs an engine.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from infer.config import EngineConfig, ModelConfig
 from infer.engine.exactness import probe_exactness
 from infer.engine.threads import plan_threads
-from infer.options.devices import resolve_device, resolve_dtype
+from infer.options.devices import resolve_device, resolve_dtype, use_device
 from infer.parallel import messages
 from infer.parallel.children import Children
 from infer.parallel.comm import Channel, RankLost, Ranks
@@ -126,8 +126,7 @@ def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
 
 def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
     """Load and pack this rank's part of the target, and run the same probes as rank 0."""
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)
+    use_device(ranks.device)
     target = load_target(
         model.path_or_hub_id,
         revision=model.revision,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ from infer.sampling.logprobs import TokenLogprob, token_logprobs
 from infer.speculation.tree import DraftTree
 from kernels.choose import ChoiceParameters, choose, warped_log_probs
 from kernels.upload import upload
+
+MOST_ROWS = 64  # whose logits are copied at once, for log-probabilities
+
+
+class Emitted(NamedTuple):
+    """Tokens that a request emitted, which were sampled at the first of these rows."""
+
+    request: Request
+    rows: Sequence[int]
+    tokens: Sequence[int]
 
 
 @dataclass
@@ -31,22 +42,43 @@ class Choices:
     parameters: ChoiceParameters | None  # per row
     processed: dict[int, Tensor]  # by row: logits [V] after penalties, bias and masks, fp32
 
-    def warped_log_probs(self, rows: Tensor) -> Tensor:
-        """Return the logits `[n, V]` of the warped distribution at `rows` `[n]`, fp32."""
-        logits = self.raw[rows].float()
-        for place, row in enumerate(rows.tolist() if self.processed else ()):
+    def warped_log_probs(self, rows: Sequence[int], index: Tensor | None = None) -> Tensor:
+        """Return the logits `[n, V]` of the warped distribution at `rows`, fp32; `index`: the rows on its device."""
+        index = upload(list(rows), self.raw.device) if index is None else index
+        logits = self.raw[index].float()
+        for place, row in enumerate(rows if self.processed else ()):
             if row in self.processed:
                 logits[place] = self.processed[row]
-        return warped_log_probs(logits, self.parameters and self.parameters.rows(rows))
+        return warped_log_probs(logits, self.parameters and self.parameters.rows(index))
 
-    def logprobs(self, request: Request, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprob]:
-        """Return the log-probabilities that the request asked for, of `tokens` sampled at `rows`."""
-        num_logprobs = request.params.logprobs
-        if num_logprobs is None or not tokens:
-            return []
-        index = upload(list(rows[: len(tokens)]), self.raw.device)
-        processed = request.params.logprobs_of == "processed"
-        return token_logprobs(self.warped_log_probs(index) if processed else self.raw[index], tokens, num_logprobs)
+    def logprobs(self, emitted: Sequence[Emitted], group: Collection[Request]) -> dict[str, list[TokenLogprob]]:
+        """Return the log-probabilities of tokens by request, for those of `group` that ask for any.
+
+        By one copy to the device and one read. Failed requests get none.
+        """
+        scored = [
+            (request, row, token)
+            for request, rows, tokens in emitted
+            if request.params.logprobs is not None and request in group and not request.failed
+            for row, token in zip(rows, tokens, strict=False)  # no more of a path than was emitted
+        ]
+        if not scored:
+            return {}
+        scored.sort(key=lambda each: each[0].params.logprobs_of == "processed")  # the raw ones first
+        requests, rows, tokens = zip(*scored, strict=True)
+        index, ids = upload([rows, tokens], self.raw.device)
+        raw = sum(request.params.logprobs_of == "raw" for request in requests)
+
+        def parts() -> Iterator[Tensor]:
+            for first in range(0, raw, MOST_ROWS):
+                yield self.raw[index[first : min(raw, first + MOST_ROWS)]]
+            for first in range(raw, len(rows), MOST_ROWS):
+                yield self.warped_log_probs(rows[first : first + MOST_ROWS], index[first : first + MOST_ROWS])
+
+        tops, results = [request.params.logprobs or 0 for request in requests], dict[str, list[TokenLogprob]]()
+        for request, logprob in zip(requests, token_logprobs(parts(), ids, tops), strict=True):
+            results.setdefault(request.request_id, []).append(logprob)
+        return results
 
 
 def row_parameters(requests: Sequence[Request], counts: Sequence[int], device: torch.device) -> ChoiceParameters | None:

@@ -23,7 +23,7 @@ class TokenCounts:
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], device: torch.device) -> None:
         self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.prompt[upload(list(prompt), device)] = True
+        self.prompt.index_fill_(0, upload(list(prompt), device), True)  # assignment would copy the value from the host
         self.output = torch.zeros(vocab_size, device=device)
         self._counted = len(prompt)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,21 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Return the log-probability of each row's token. logits `[n, V]`; a row's bits do not depend on other rows."""
-    chosen, rank, ids, values = (
-        part.tolist() for part in logprobs(logits, torch.tensor(list(tokens), device=logits.device), top)
-    )
+def token_logprobs(logits: Iterable[Tensor], tokens: Tensor, tops: Sequence[int]) -> list[TokenLogprob]:
+    """Return the log-probability of each row's token, and of the `tops[row]` most likely ones, by one read.
+
+    logits: parts `[n, V]` of all rows, one at a time, so that no more than one needs memory. tokens `[R]`, on their
+    device. A row's bits depend neither on other rows nor on how many most likely ones are found for them.
+    """
+    most, parts, first = max(tops), list[Tensor](), 0
+    for part in logits:
+        chosen, rank, ids, values = logprobs(part, tokens[first : first + len(part)], most)
+        parts.append(torch.cat([rank[:, None].double(), chosen[:, None].double(), ids.double(), values.double()], 1))
+        first += len(part)
+    rows = torch.cat([tokens[:, None].double(), torch.cat(parts)], 1).tolist()  # fp64 holds ids and fp32 exactly
     return [
-        TokenLogprob(token, chosen[row], rank[row], tuple(zip(ids[row], values[row], strict=True)))
-        for row, token in enumerate(tokens)
+        TokenLogprob(
+            int(token), chosen, int(rank), tuple(zip(map(int, best[:top]), best[most : most + top], strict=True))
+        )
+        for (token, rank, chosen, *best), top in zip(rows, tops, strict=True)
     ]

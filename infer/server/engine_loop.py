@@ -17,6 +17,7 @@ from infer.console.card import describe_costs
 from infer.engine import Engine
 from infer.engine.isolation import panics_as_errors
 from infer.engine.stats import EngineStats
+from infer.options.devices import use_device
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
 from infer.server.protocol.errors import ApiError, internal_error
@@ -76,6 +77,7 @@ class EngineLoop:
         self.busy_since: float | None = None  # when the step in progress began; None between steps
 
     def run(self) -> None:
+        use_device(self.engine.device)
         while True:
             events: list[Event] = []
             if not self._take_commands(events):

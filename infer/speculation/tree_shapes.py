@@ -25,7 +25,7 @@ from infer.options.draft_tree import Beam, Measured
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
 from kernels.tree import BestNodes, Candidates, Frontier, Level, Picked, best_nodes, grow_level
-from kernels.upload import upload
+from kernels.upload import upload, upload_lists
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def numbered(counts: tuple[int, ...], device: torch.device) -> Tensor:
 def propose_best(roots: Sequence[int], grown: Candidates, budgets: Sequence[Budget]) -> DraftTree:
     """Return, on the host, the trees of the best candidates within each budget."""
     rows = [(*budget, root) for budget, root in zip(budgets, roots, strict=True)]
-    nodes, depth, root = (column.contiguous() for column in upload(rows, grown.score.device).T)
+    nodes, depth, root = upload_lists(list(zip(*rows, strict=True)), grown.score.device)
     candidates = ((grown.score > -torch.inf) & (grown.level <= depth[:, None])).sum(1)
     width = int(torch.minimum(candidates, nodes).max())
     fields = best_nodes(root, grown, nodes, depth, width, max(budget.depth for budget in budgets))

@@ -13,6 +13,7 @@ from infer.sampling.choose import Choices
 from infer.speculation import lossy
 from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, typical_mask
+from kernels.upload import sent
 from kernels.verify import accept
 
 
@@ -83,9 +84,8 @@ def typical_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> T
     selected[:, 0] = False
     above, probs = row_index.gather(1, tree.parent.clamp(min=0).long()), target_probs(tree, choices, wanted)
     accepted = torch.zeros_like(selected)
-    accepted[selected] = typical_mask(
-        probs, above[selected].to(probs.device), tree.token[selected].to(probs.device)
-    ).cpu()
+    parents, tokens = sent(torch.stack([above[selected], tree.token[selected]]), probs.device)
+    accepted[selected] = typical_mask(probs, parents, tokens).cpu()
     return accepted
 
 
@@ -93,5 +93,4 @@ def target_probs(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Te
     """Return the target's warped probabilities `[R, V]` at every node of the requests `wanted` (ascending)."""
     inside = torch.zeros_like(tree.inside)
     inside[list(wanted)] = True
-    rows = inside[tree.inside].nonzero()[:, 0].to(choices.raw.device)
-    return choices.warped_log_probs(rows).softmax(-1)
+    return choices.warped_log_probs(inside[tree.inside].nonzero()[:, 0].tolist()).softmax(-1)

@@ -22,6 +22,7 @@ from torch import Tensor
 from kernels.acceptance import COINS, LEAST, stream
 from kernels.noise import MASK32
 from kernels.triton.noise import exact_log, gumbel_noise, mix32, row_key
+from kernels.upload import upload_lists
 
 BLOCK = 2048
 SMALLEST = tl.constexpr(LEAST)
@@ -130,12 +131,14 @@ def block(
     before = itertools.accumulate(kept, initial=0)
     draft_rows = [-1 if item is None else row for item, row in zip(draft_probs, before, strict=False)]
     width = max(1, *counts)
-    padded = [[*item, *[0] * (width - len(item))] for item in tokens]
+    padded = [token for item in tokens for token in (*item, *[0] * (width - len(item)))]
     halves = [
-        [seed & MASK32, seed >> 32, (seed >> 32) ^ stream(COINS, root)] for seed, root in zip(seeds, roots, strict=True)
+        half
+        for seed, root in zip(seeds, roots, strict=True)
+        for half in (seed & MASK32, seed >> 32, (seed >> 32) ^ stream(COINS, root))
     ]
-    parts = first, padded, counts, draft_rows, halves, list(roots)
-    rows, ids, lengths, draft_starts, keys, positions = (torch.tensor(part, device=device) for part in parts)
+    parts = first, padded, counts, draft_rows, halves, roots
+    rows, ids, lengths, draft_starts, keys, positions = upload_lists(parts, device)
     out = torch.empty(len(tokens), 2, dtype=torch.int64, device=device)
     launch(probs, stacked, rows, ids, lengths, draft_starts, keys, positions, out, width, block)
     return [(accepted, token) for accepted, token in out.tolist()]

@@ -24,7 +24,6 @@ import functools
 import itertools
 import math
 import os
-from typing import NamedTuple
 
 import torch
 import triton
@@ -35,49 +34,21 @@ from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRET
-from kernels.triton.dependent import dependent, follow
-from kernels.triton.device import Limits, limits
+from kernels.triton.attention_tiles import (
+    Blocking,
+    blocking,
+    merges_itself,
+    split_programs,
+    stages_of_attend,
+    warps_of_attend,
+)
+from kernels.triton.dependent import dependent, follow, load_ahead, prefetch
+from kernels.triton.device import limits
 from kernels.upload import upload
 
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
 SUM_WIDTH = tl.constexpr(16)  # width of the narrowest product: the sums of weights, in equal columns
-RESIDENT = 2  # programs of `attend` that a multiprocessor runs at once
 AHEAD = 8  # states that `combine` reads at once
-
-
-class Blocking(NamedTuple):
-    """Bits depend on `tile` and `split`, in positions; `lines` of a product, warps and stages only affect speed."""
-
-    lines: int
-    tile: int
-    split: int
-    warps: int
-    stages: int
-
-
-def blocking(head_dim: int, dtype: torch.dtype, group: int, device: Limits) -> Blocking:
-    """`group`: query heads of a KV head."""
-    if dtype == torch.float32:  # no tensor cores: small products
-        return Blocking(lines=16, tile=32, split=512, warps=4, stages=2)
-    lines = 64 if device.warpgroups or group > 32 else 32
-    if head_dim > 128:
-        return Blocking(lines, tile=32, split=512, warps=8, stages=2 if device.warpgroups else 3)  # 2 spill on sm_89
-    # a warpgroup computes each score once; two would both compute all of them and fill a multiprocessor's registers
-    return Blocking(lines, tile=64, split=512, warps=4 if head_dim <= 64 or device.warpgroups else 8, stages=3)
-
-
-def warps_of_attend(shape: Blocking, head_dim: int, whole: bool, tree: bool, cache: torch.dtype) -> int:
-    """Return how many warps run `attend`: with WHOLE it has two states, and four warps' registers may not suffice if
-    both are stored or keys are widened.
-    """
-    crowded = whole and head_dim > 64 and (tree or cache.itemsize == 1)
-    return max(shape.warps, 8 if crowded else 4)
-
-
-def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool, device: Limits) -> bool:
-    """Return whether a program processes all splits: if programs fill the device and two states fit in registers."""
-    fits = dtype != torch.float32 and (head_dim <= 128 or not tree)
-    return fits and programs >= device.multiprocessors
 
 
 @triton.jit
@@ -99,6 +70,22 @@ def add_tile(q, peak, total, out, keys, values, slot, in_tile, mask, scale, D: t
     total = tl.dot(weights, ones, total * decay, input_precision="ieee")
     out = tl.dot(weights, v, out * decay, input_precision="ieee")
     return highest, total, out
+
+
+@triton.jit
+def prefetch_tile(
+    keys, values, page_ids, tile, start, stop, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Fetch a tile into L2, where even what the kernel ahead is writing may be fetched: no copy of it goes stale."""
+    WIDTH: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes, which L2 fetches
+    COUNT: tl.constexpr = (D_PADDED + WIDTH - 1) // WIDTH
+    position = tile + tl.arange(0, TILE)
+    page = load_ahead(page_ids + position // PAGE, mask=(position < stop) & (position >= start), other=0).to(tl.int64)
+    column = tl.minimum(tl.arange(0, COUNT) * WIDTH, D - 1)
+    place = (page * PAGE + position % PAGE)[:, None] * D + column[None, :]
+    prefetch(keys + place)
+    prefetch(values + place)
 
 
 @triton.jit
@@ -162,34 +149,39 @@ def attend(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
+    # ahead of the wait: which rows, keys and pages, which the step computes before its layers; the kernel ahead has
+    # written the queries, and to the cache the keys of the step's own rows
     block, kv_head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
-    row0, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    row0, count = load_ahead(blocks + 2 * block), load_ahead(blocks + 2 * block + 1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     row, head = row0 + line // GROUP, kv_head * GROUP + line % GROUP
     valid = line // GROUP < count
-    end = tl.load(ends + row, mask=valid, other=0)  # [M] number of keys that a row sees, from position 0 on
+    end = load_ahead(ends + row, mask=valid, other=0)  # [M] number of keys that a row sees, from position 0 on
     if TREE:
-        last = tl.load(committed + row0)
+        last = load_ahead(committed + row0)
         stop, lowest_end = last // TILE * TILE, last + 1
     else:
-        stop, lowest_end = tl.load(ends + row0 + count - 1), tl.load(ends + row0)
+        stop, lowest_end = load_ahead(ends + row0 + count - 1), load_ahead(ends + row0)
     start = first
     lower = tl.zeros([LINES], tl.int32) + first  # [M] first key that a row sees
     if WINDOW:
         start = tl.maximum(first, lowest_end - window)
         lower = tl.maximum(lower, end - window)
+    slots = slots.to(tl.int64)
+    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
+    page_ids = table + load_ahead(request + row0) * pages
+    first_split, last_split = start // SPLIT + part, tl.cdiv(stop, SPLIT)
+    if PDL:
+        tile_start = tl.maximum(first_split * SPLIT, start // TILE * TILE)
+        prefetch_tile(keys, values, page_ids, tile_start, start, stop, D, D_PADDED, PAGE, TILE)
+    follow(PDL)
     row_index = row.to(tl.int64)
     query = q + row_index[:, None] * q_stride + head[:, None] * D + d[None, :]
     queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
-    slots = slots.to(tl.int64)
-    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
-    page_ids = table + tl.load(request + row0) * pages
     out_index = row_index * (KV_HEADS * GROUP) + head
     state_index = out_index * num_states
-    first_split, last_split = start // SPLIT + part, tl.cdiv(stop, SPLIT)
     all_peak = tl.full([LINES], LOWEST, tl.float32)
     all_total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
     all_out = tl.zeros([LINES, D_PADDED], tl.float32)
@@ -250,11 +242,11 @@ def branch(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     valid, head = line < GROUP, kv_head * GROUP + line
-    end, begin = tl.load(ends + row), tl.load(committed + row) // TILE * TILE
+    end, begin = load_ahead(ends + row), load_ahead(committed + row) // TILE * TILE  # as in `attend`
+    follow(PDL)
     lower = first
     if WINDOW:
         lower = tl.maximum(first, end - window)
@@ -303,14 +295,14 @@ def combine(
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, D_PADDED)
-    end, inside = tl.load(ends + row), d < D
+    end, inside = load_ahead(ends + row), d < D  # as in `attend`
     start, stop = first // SPLIT, tl.cdiv(end, SPLIT)
     if WINDOW:
         start = tl.maximum(first, end - window) // SPLIT
     if WHOLE:  # a tree: the state that `attend` merged, then those that `branch` continued
-        start, stop = start * 0, stop - tl.load(committed + row) // SPLIT + 1
+        start, stop = start * 0, stop - load_ahead(committed + row) // SPLIT + 1
+    follow(PDL)
     out_index = row * HEADS + head
     peak, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
     out = tl.zeros([D_PADDED], tl.float32)
@@ -324,14 +316,6 @@ def combine(
             other_out = tl.load(outs + state_index * D + d, mask=valid & inside, other=0.0)
             peak, total, out = merge(peak, total, out, other_peak, other_total, other_out)
     tl.store(attn_out + out_index * D + d, (out / total).to(attn_out.dtype.element_ty), mask=inside)
-
-
-def split_programs(programs: int, splits: int, device: Limits) -> int:
-    """Return among how many programs the splits of a block and KV head are divided: enough to fill the device.
-
-    In a CUDA graph `splits` is that of the longest context, and most of them are empty.
-    """
-    return min(splits, -(-RESIDENT * device.multiprocessors // programs))
 
 
 def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -356,26 +340,30 @@ class TritonAttention:
         shape: Blocking | None = None,
         whole: bool | None = None,
     ) -> None:
-        device, group = rows.table.device, num_heads // num_kv_heads
+        device, group, padded = rows.table.device, num_heads // num_kv_heads, triton.next_power_of_2(head_dim)
         self._shape = shape = shape or blocking(head_dim, dtype, group, limits(device))
         nodes = shape.lines // group
         self._blocks = blocks = _blocks(rows.counts, nodes, device)
         self._tree = rows.tree_mask is not None
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
-        self._whole = merges_itself(programs, head_dim, dtype, self._tree, limits(device)) if whole is None else whole
+        if whole is None:
+            whole = merges_itself(programs, rows.counts, splits, head_dim, dtype, self._tree, limits(device))
+        self._whole = whole
         self._table, self._first, self._page_size = rows.table, rows.first, rows.page_size
         self._request, (_, self._slots, self._committed, self._ends) = rows.request, rows.addresses
         self._tail_slots = self._slots if rows.tree_mask is None else rows.tails(shape.tile)
         count = rows.request.shape[0]
         tail_splits = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # most splits that `branch` writes for a row
-        num_states = splits if not self._whole else 1 + tail_splits
-        states = count if self._tree or not self._whole else 0
+        num_states = splits if not whole else 1 + tail_splits
+        states = count if self._tree or not whole else 0
         self._states = torch.empty(states, num_heads, num_states, 2, device=device)
         self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
         self._sizes = {"KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
-        self._padded = {"D_PADDED": triton.next_power_of_2(head_dim)}
-        self._grid = (len(blocks), num_kv_heads, 1 if self._whole else split_programs(programs, splits, limits(device)))
+        self._padded = {"D_PADDED": padded}
+        parts = 1 if whole else split_programs(programs, splits, limits(device))
+        self._grid = (len(blocks), num_kv_heads, parts)
+        self._alone = not whole and programs * parts <= limits(device).multiprocessors
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
@@ -398,7 +386,10 @@ class TritonAttention:
         return self.read(rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads), cache, scale, window)
 
     def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride."""
+        """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride.
+
+        The kernel launched before must not be the one that computed the rows' addresses (kernels/triton/dependent.py).
+        """
         shape, row_grid = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
         scale *= math.log2(math.e)
         upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
@@ -406,7 +397,10 @@ class TritonAttention:
         common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
         warps = warps_of_attend(shape, self._sizes["D"], self._whole, self._tree, cache.dtype)
         launched = dependent(q.device)
-        launch_options = {"num_stages": shape.stages, "enable_fp_fusion": False, **launched}
+        launch_options = {"enable_fp_fusion": False, **launched}
+        stages = shape.stages
+        if self._alone:
+            stages = stages_of_attend(shape, self._padded["D_PADDED"], q.dtype, cache.dtype, limits(q.device))
         bounds = (self._first, window or 0)
         states = (self._states, self._outs)
         table = (self._table, self._request, self._committed, self._ends, self._blocks)
@@ -415,14 +409,14 @@ class TritonAttention:
         attn_out = q.new_empty(q.shape[0], num_heads * self._sizes["D"])
         attend[self._grid](
             q, cache, *table, *states, attn_out, *strides, *bounds, scale, PAGE=self._page_size, TREE=self._tree,
-            **tiles, **common, **launch_options, num_warps=warps,
+            **tiles, **common, **launch_options, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         if self._tree:
             strides = (q.stride(0), cache.shape[2], num_states)
             tail = (self._committed, self._ends, self._tail_slots)
             branch[row_grid](
                 q, cache, *tail, *states, *strides, *bounds, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
-                **launch_options, num_warps=shape.warps,
+                **launch_options, num_warps=shape.warps, num_stages=shape.stages,
             )  # fmt: skip
         if self._tree or not self._whole:
             combine[q.shape[0], num_heads](

@@ -11,6 +11,10 @@ bits; scales and offsets never become 16-bit numbers. For groups in order, each 
 Both sums are in fp32, of 16 columns after the other; a group of more than 128 columns counts as several. Tensor cores
 also compute that of x, as a product with ones: a reduction would add in an order that follows from the tile. With rows
 in fp32 the products are fp32's.
+
+K is divided into PARTS parts, whose totals are added in order. Where a launch would have too few programs to keep the
+memory busy, each part is a program of its own, and a second launch adds them; else one program goes through all parts.
+The bits are the same.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from kernels.triton import INTERPRET
 from kernels.triton.dependent import dependent, follow, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import gate_mul
-from kernels.triton.linear import Tile, finish, fitting, lines, load_tile
+from kernels.triton.linear import Tile, finish, lines, load_tile
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
 LANES, INPUTS = tl.constexpr(PANEL), tl.constexpr(WIDTH)  # of a tile
+PARTS = 4  # of K; it affects the bits
 
 
 @triton.jit
@@ -129,23 +134,32 @@ def load_columns(inputs, in_m, k, left, h: tl.constexpr, WHOLE_K: tl.constexpr, 
 
 @triton.jit
 def block_product(
-    words, upper, scales, place, lane, inputs, in_m, K,
+    words, upper, scales, place, lane, inputs, in_m, first_tile, last_tile, part_tiles, K,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, SHARING: tl.constexpr,
     WHOLE_K: tl.constexpr, BITS: tl.constexpr, UPPER: tl.constexpr, SIGNED: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, OFFSET: tl.constexpr, ZERO: tl.constexpr, FLOATS: tl.constexpr,
     DTYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile `W xᵀ` in fp32 from the places of the first words `[BLOCK_N, COLUMNS]` and of the first scale of
-    each output `[BLOCK_N]`, and pointers to the inputs of the first columns `[COLUMNS, BLOCK_M]`. WORDS: of the scales
-    of SHARING tiles.
+    """Compute a tile `W xᵀ` in fp32 over some tiles along K, a part being `part_tiles` of them.
+
+    From the places of the first words `[BLOCK_N, COLUMNS]` and of the first scale of each output `[BLOCK_N]`, both of
+    tile 0, and pointers to the inputs of its columns `[COLUMNS, BLOCK_M]`. WORDS: of the scales of SHARING tiles.
     """
     k = tl.arange(0, COLUMNS)
     SPLIT: tl.constexpr = GROUP // COLUMNS  # products of a group
     GROUPS: tl.constexpr = INPUTS // GROUP
     STEP: tl.constexpr = GROUPS * (GROUP < INPUTS)  # groups of tiles that share scales, from tile to tile
+    words += first_tile.to(tl.int64) * (LANES * COLUMNS)
+    if UPPER:
+        upper += first_tile.to(tl.int64) * (LANES * COLUMNS)
+    inputs += first_tile * INPUTS
+    parts = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # the sum of those that are complete
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     ones = tl.full([BLOCK_N, COLUMNS], 1.0, DTYPE)
-    for tile in tl.range(0, tl.cdiv(K, INPUTS), num_stages=STAGES):
+    for tile in tl.range(first_tile, last_tile, num_stages=STAGES):
+        if tile % part_tiles == 0:
+            parts += total
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         start = tile * INPUTS
         first = tile % SHARING * STEP
         w = tl.load(words + place)
@@ -170,7 +184,7 @@ def block_product(
         if UPPER:
             upper += LANES * COLUMNS
         inputs += INPUTS
-    return total
+    return parts + total
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -182,6 +196,7 @@ def block_linear_kernel(
     bias,
     residual,
     out,
+    partial,
     rows,
     x_stride,
     residual_stride,
@@ -206,11 +221,15 @@ def block_linear_kernel(
     ADDED: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store `[rows, N]`; GATED: from weights `[2 N, K]`, of gate and up."""
+    """Store `[rows, N]`; GATED: from weights `[2 N, K]`, of gate and up. SPLIT: a part of K, into
+    `partial` `[parts, rows, lines of all tiles]`.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, in_n = lines(N, BLOCK_N, GATED)
     k = tl.arange(0, COLUMNS)
@@ -223,19 +242,70 @@ def block_linear_kernel(
         ahead = tl.minimum(tl.arange(0, AHEAD), tiles - 1)
         prefetch(words + place[:, None] + ahead[None, :] * (LANES * COLUMNS))
     follow(PDL)
-    EARLY: tl.constexpr = BLOCK_M < 128  # as in linear.py
+    EARLY: tl.constexpr = BLOCK_M < 128 and not SPLIT  # as in linear.py
     before = None
     if ADDED and EARLY:
         before = load_tile(residual, residual_stride, m, n, in_m, in_n)
+    part_tiles = tl.cdiv(tiles, PARTS)
+    first_tile, last_tile = tl.program_id(2) * part_tiles, tiles
+    if SPLIT:
+        last_tile = tl.minimum(first_tile + part_tiles, tiles)
     total = block_product(
         words, upper, scales, place[:, None] + k[None, :], panel // SHARING * (WORDS * LANES) + lane % LANES,
-        x + m.to(tl.int64)[None, :] * x_stride + k[:, None], in_m, K,
+        x + m.to(tl.int64)[None, :] * x_stride + k[:, None], in_m, first_tile, last_tile, part_tiles, K,
         BLOCK_N, BLOCK_M, COLUMNS, WORDS, SHARING, WHOLE_K, BITS, UPPER, SIGNED, GROUP, SCALES, OFFSET,
         ZERO, FLOATS, tl.float32 if UPCAST else x.dtype.element_ty, STAGES,
     )  # fmt: skip
+    if SPLIT:
+        line = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = tl.program_id(2) * rows + m
+        destination = partial + row.to(tl.int64)[None, :] * (tl.num_programs(1) * BLOCK_N) + line[:, None]
+        tl.store(destination, total, mask=in_m[None, :])
+    else:
+        finish(
+            total, before, bias, residual, residual_stride, out, out_stride, m, n, in_m, in_n, N,
+            BLOCK_N, BLOCK_M, BIASED, ADDED, EARLY, GATED, GELU,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_parts_kernel(
+    partial,
+    bias,
+    residual,
+    out,
+    rows,
+    residual_stride,
+    out_stride,
+    parts,
+    N,
+    width,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add `partial` `[parts, rows, width]`, the totals of the parts of K, and store `[rows, N]` as
+    `block_linear_kernel` does.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, in_n = lines(N, BLOCK_N, GATED)
+    line, in_m = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), m < rows
+    follow(PDL)
+    before = None
+    if ADDED:
+        before = load_tile(residual, residual_stride, m, n, in_m, in_n)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for part in range(parts):
+        row = part * rows + m
+        source = partial + row.to(tl.int64)[None, :] * width + line[:, None]
+        total += tl.load(source, mask=(line < width)[:, None] & in_m[None, :], other=0.0)
     finish(
         total, before, bias, residual, residual_stride, out, out_stride, m, n, in_m, in_n, N,
-        BLOCK_N, BLOCK_M, BIASED, ADDED, EARLY, GATED, GELU,
+        BLOCK_N, BLOCK_M, BIASED, ADDED, True, GATED, GELU,
     )  # fmt: skip
 
 
@@ -281,15 +351,17 @@ def block_rows_kernel(
 
 
 def block_tile_for(rows: int, x: torch.dtype, part: BlockTiles, device: Limits) -> Tile:
-    """Return the tile of a launch; `k` is that of the weights, which affects no bits."""
+    """Return the tile of a launch; `k` is that of the weights, which affects no bits.
+
+    With three stages several programs fit on a multiprocessor, and one converts weights while others wait for theirs.
+    """
     if x == torch.float32:  # no tensor cores
         return Tile(n=32, m=16 if rows <= 16 else 32, k=WIDTH, warps=4, stages=2)
-    weights = sum(each[0, 0].nbytes for each in (part.words, part.upper, part.scales) if each is not None) // PANEL
-
-    def stage(n: int, m: int) -> int:
-        return n * weights + m * WIDTH * x.itemsize
-
-    return fitting(rows, part.outputs, WIDTH, stage, device, most=32, stages=8)  # more rows spill
+    single = part.storage.group >= WIDTH and not part.storage.offset  # with more groups in a tile 64 rows spill
+    m = min(64 if single and device.warpgroups else 32, max(16, 1 << (rows - 1).bit_length()))
+    if m == 64 and part.outputs > 128 * device.multiprocessors:
+        return Tile(128, m, WIDTH, warps=8, stages=3)
+    return Tile(64, m, WIDTH, warps=4, stages=3)
 
 
 def block_linear(
@@ -324,9 +396,16 @@ def _launch(
 ) -> None:
     x = x if part.order is None else x[:, part.order]
     rows, columns = x.shape[0], part.outputs // 2 if gate else part.outputs
-    tile = block_tile_for(rows, x.dtype, part, limits(x.device))
+    device = limits(x.device)
+    tile = block_tile_for(rows, x.dtype, part, device)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(part.outputs, tile.n))
-    block_linear_kernel[grid](
+    parts = divided(part.words.shape[1], grid[0] * grid[1], device)
+    width = grid[1] * tile.n
+    partial = None if parts == 1 else torch.empty(parts, rows, width, dtype=torch.float32, device=x.device)
+    stride = 0 if residual is None else residual.stride(0)
+    finished = {"BIASED": bias is not None, "ADDED": residual is not None, "GATED": gate is not None}
+    finished |= {"GELU": gate == "gelu", "enable_fp_fusion": False, **dependent(x.device)}
+    block_linear_kernel[(*grid, parts)](
         x,
         part.words,
         part.upper,
@@ -334,28 +413,39 @@ def _launch(
         bias,
         residual,
         out,
+        partial,
         rows,
         x.stride(0),
-        0 if residual is None else residual.stride(0),
+        stride,
         out.stride(0),
         part.inputs,
         columns,
         BLOCK_N=tile.n,
         BLOCK_M=tile.m,
         WHOLE_K=part.inputs % WIDTH == 0,
-        BIASED=bias is not None,
-        ADDED=residual is not None,
-        GATED=gate is not None,
-        GELU=gate == "gelu",
+        PARTS=PARTS,
+        SPLIT=partial is not None,
         STAGES=tile.stages,
         UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=255,
-        enable_fp_fusion=False,
         **_constants(part),
-        **dependent(x.device),
+        **finished,
     )
+    if partial is not None:
+        n, m = 32, 16
+        add_parts_kernel[(triton.cdiv(rows, m), triton.cdiv(width, n))](
+            partial, bias, residual, out, rows, stride, out.stride(0), parts, columns, width, BLOCK_N=n, BLOCK_M=m,
+            num_warps=1, **finished,
+        )  # fmt: skip
+
+
+def divided(tiles: int, programs: int, device: Limits) -> int:
+    """Return how many programs share the `tiles` along K of each of so many programs: 1, or one for each part."""
+    if programs > device.multiprocessors:
+        return 1
+    return triton.cdiv(tiles, triton.cdiv(tiles, PARTS))
 
 
 def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:

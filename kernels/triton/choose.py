@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.device import empties
 from kernels.triton.fixed_point import exp_weights, share_of
 from kernels.triton.noise import exact_log, gumbel_noise, row_key
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 2048
 DIGITS = tl.constexpr(16)
+RANKED = (1, 8, 32, 64)  # most likely tokens that a kernel finds; one is compiled for each, not for each request
 LEVELS = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}  # digits of four bits that any value needs, as fp32
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -288,7 +290,8 @@ def best(
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As kernels.choose.logprobs."""
-    count = max(top, 1)
+    assert top <= RANKED[-1]
+    count = min(next(most for most in RANKED if most >= top), logits.shape[1])
     log_probs, best_tokens, log_mass = best_columns(
         logits, None, None, None, count, None, mass=True, noise=False, block=block
     )
@@ -325,7 +328,7 @@ def best_columns(
     blocks, device = triton.cdiv(size, block), logits.device
     block_keys = torch.empty(rows, blocks, count, device=device)
     columns = torch.empty(rows, blocks, count, dtype=torch.int32, device=device)
-    peaks, masses = torch.empty(2, rows, blocks, device=device) if mass else (block_keys, block_keys)
+    peaks, masses = empties(2, (rows, blocks), torch.float32, device) if mass else (block_keys, block_keys)
     p = parameters
     best_of_block[rows, blocks](
         logits, logits.stride(0), size, 1 if p is None else p.repeat,

@@ -4,9 +4,14 @@
 Between two kernels of a CUDA graph a GPU stands still for about a microsecond: the last programs end, memory is
 flushed, the next programs are placed and read their parameters. A kernel that begins with `follow` overlaps all of that
 but the flush. Its programs are placed as soon as every program of the kernel ahead has started, and are then held at
-the wait. What they touch before it must be constant, such as weights; since the next kernel may start only after the
-wait, at most two kernels are under way, and the order of all reads and writes is that of ordinary launches. A kernel
-that knows nothing of this starts after all before it have ended.
+the wait. Since the next kernel may start only after the wait, at most two kernels are under way, and the order of all
+reads and writes behind the wait is that of ordinary launches. A kernel that knows nothing of this starts after all
+before it have ended.
+
+What programs touch ahead of the wait must not be written by the kernel ahead of theirs: weights, which are constant,
+and what the step computed before its layers began, such as addresses of rows. All kernels before the one ahead have
+ended: it let this one start only after its own wait, or knows nothing of this and itself started after they had ended.
+Such reads are `load_ahead`.
 
 It changes no value. HEADWAY_PDL=0 turns it off; scripts/gpu_check compares both.
 """
@@ -38,6 +43,12 @@ def follow(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def load_ahead(pointers, mask=None, other=None):
+    """Load what the kernel ahead does not write, ahead of the wait: from L2, which no earlier value can be left in."""
+    return tl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,11 @@ without_gpu = HOPPER  # for the interpreter, and for compilation, which sets oth
 
 def limits(device: torch.device) -> Limits:
     return _limits_of_gpu(device) if device.type == "cuda" else without_gpu
+
+
+def empties(number: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Return `number` tensors. Each begins where an allocation does: kernels are compiled for such addresses."""
+    return [torch.empty(*shape, dtype=dtype, device=device) for _ in range(number)]
 
 
 @functools.cache

@@ -11,17 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.dependent import dependent, follow
+from kernels.triton.dependent import dependent, follow, load_ahead
 
 GATE_BLOCK = 1024
 
 
 @triton.jit
-def store_norm(value, weight, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
-    """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, at `out`."""
+def store_norm(value, scale, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
+    """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, times `scale` at `out`."""
     dtype = out.dtype.element_ty
     root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
-    scale = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    scale = scale.to(tl.float32)
     if CENTRED:
         scaled = (value / root) * (1.0 + scale)
     else:
@@ -45,32 +45,38 @@ def rms_norm_kernel(
     CENTRED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
+    scale = load_ahead(weight + i, mask=inside, other=0.0)
+    follow(PDL)
     value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
         value = value.to(out.dtype.element_ty)
         tl.store(total + row * size + i, value, mask=inside)
         value = value.to(tl.float32)
-    store_norm(value, weight, out + row * size, i, inside, size, eps, CENTRED)
+    store_norm(value, scale, out + row * size, i, inside, size, eps, CENTRED)
 
 
 @triton.jit
 def norm_beside_kernel(
     x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    follow(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     destination = out + row * 2 * size
-    if tl.program_id(1) == 0:
+    first = tl.program_id(1) == 0
+    if first:
+        scale = load_ahead(x_weight + i, mask=inside, other=0.0)
+    else:
+        scale = load_ahead(y_weight + i, mask=inside, other=0.0)
+    follow(PDL)
+    if first:
         value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, x_weight, destination, i, inside, size, eps)
+        store_norm(value, scale, destination, i, inside, size, eps)
     else:
         value = tl.load(y + row * y_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, y_weight, destination + size, i, inside, size, eps)
+        store_norm(value, scale, destination + size, i, inside, size, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:

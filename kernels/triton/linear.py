@@ -1,12 +1,10 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 128 rows, in one order along K for any number of rows.
+"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 64 rows, in one order along K for any number of rows.
 
 A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left operand, which has at least 64 lines on
 Hopper's tensor cores, and rows the right operand, which may have 16. So any number of rows, a prompt's too, uses the
 same instructions in the same order along K, with one accumulator per output; BLOCK_N and BLOCK_M do not affect the
-bits. K is not split. 8-bit weights are widened to x's dtype, which represents both formats exactly, and the scale per
-output feature multiplies the sum at the end. 4-bit weights are processed group by group (kernels/quantise.py): a
-group's sum, its low nibbles first, is multiplied by its scale and added to the total.
+bits. K is not split. Weights in fewer bits have a kernel of their own (blocks.py).
 
 What follows a product in a layer is done before its outputs are stored, which saves a launch each: the gate's
 activation times up, and the sum with the residual stream. Both round where the separate operations do, so the bits are
@@ -16,7 +14,6 @@ theirs. For the former a tile's lines are rows of gate and of up in turn, PAIR o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,11 +28,12 @@ from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import activate
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
+FILLED = 0.84  # share of the multiprocessors that the largest tiles must keep busy on average
 PAIR = tl.constexpr(8)  # a thread of a tensor core's product holds two lines 8 apart: those of gate and up
 
 
 class Tile(NamedTuple):
-    """Tile sizes. Only `k` affects the bits; it is fixed per pair of dtypes, and is the group of 4-bit weights."""
+    """Tile sizes. Only `k` affects the bits; it is fixed per dtype."""
 
     n: int
     m: int
@@ -44,37 +42,35 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(rows: int, outputs: int, x: torch.dtype, weight: torch.dtype, device: Limits, group: int = 0) -> Tile:
-    """Return the tile for `rows` rows of dtype `x` and weights `[outputs, K]`; `group`: of 4-bit weights.
+def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: Limits) -> Tile:
+    """Return the tile for `rows` rows and weights `[outputs, K]` of a dtype, by what was fastest on an H100 (LOG.md).
 
     Few programs must keep the memory busy: if each has a multiprocessor to itself, its tiles under way fill the shared
     memory; else two share it, and one reads while the other starts or ends.
     """
-    if x == torch.float32:  # no tensor cores: small products
+    if dtype == torch.float32:  # no tensor cores: small products
         return Tile(n=32, m=16 if rows <= 16 else 32, k=32, warps=4, stages=3)
-    k = group or 128 // weight.itemsize
-    most = 128 if device.warpgroups or not group else 64  # below Hopper, wider 4-bit tiles spill registers
+    k = 128 // dtype.itemsize
 
-    def stage(n: int, m: int) -> int:
-        return n * k * weight.itemsize // (2 if group else 1) + m * k * x.itemsize
+    def programs(n: int, m: int) -> int:
+        return -(-rows // m) * -(-outputs // n)
 
-    return fitting(rows, outputs, k, stage, device, most=most, stages=16 if group else 12)
+    def stages(n: int, m: int, most: int = 12) -> int:
+        size, room = (n + m) * 128, device.shared_memory
+        if programs(n, m) > device.multiprocessors and device.half_shared_memory >= 3 * size:
+            room = device.half_shared_memory
+        return min(room // size, most)
 
-
-def fitting(
-    rows: int, outputs: int, k: int, stage: Callable[[int, int], int], device: Limits, *, most: int, stages: int
-) -> Tile:
-    """Return the tile of up to `most` rows and `stages` stages; `stage`: the bytes of one, by its `n` and `m`."""
-    m = min(most, max(16, 1 << (rows - 1).bit_length()))
-
-    def alone(n: int) -> bool:
-        return -(-rows // m) * -(-outputs // n) <= device.multiprocessors
-
-    n = 64 if m < 128 or alone(64) else 128  # 64: the fewest lines of a product on Hopper
-    room = device.shared_memory
-    if not alone(n) and device.half_shared_memory >= 3 * stage(n, m):
-        room = device.half_shared_memory
-    return Tile(n, m, k, warps=n // 16, stages=min(room // stage(n, m), stages))
+    n, m = 64, min(64, max(16, 1 << (rows - 1).bit_length()))  # 64: the fewest lines of a product on Hopper
+    if rows <= 64 or programs(64, 64) <= device.multiprocessors:
+        return Tile(n, m, k, warps=4, stages=stages(n, m))
+    if programs(128, 64) <= device.multiprocessors:
+        return Tile(128, 64, k, warps=8, stages=stages(128, 64, most=6))
+    large = programs(128, 256)
+    waves = -(-large // device.multiprocessors)
+    if device.warpgroups and rows > 128 and large >= FILLED * waves * device.multiprocessors:
+        return Tile(128, 256, k, warps=8, stages=stages(128, 256))
+    return Tile(128, 128, k, warps=8, stages=stages(128, 128))
 
 
 @triton.jit
@@ -97,40 +93,9 @@ def product(
             a = tl.load(inputs, mask=in_m[None, :] & in_k[:, None], other=0.0)
         if UPCAST:
             w, a = w.to(tl.float32), a.to(tl.float32)
-        else:
-            w = w.to(a.dtype)
         total = tl.dot(w, a, total, input_precision="ieee")
         weights += BLOCK_K
         inputs += BLOCK_K
-    return total
-
-
-@triton.jit
-def grouped_product(
-    weights, scales, inputs, in_n, in_m, K,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """As `product` for 4-bit weights: pointers to the first group's bytes `[BLOCK_N, GROUP / 2]`, to the first scales
-    `[BLOCK_N]` and to the inputs of the group's first half `[GROUP / 2, BLOCK_M]`.
-    """
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for _ in range(0, K, GROUP):
-        pairs = tl.load(weights, mask=in_n[:, None], other=0)
-        first = tl.load(inputs, mask=in_m[None, :], other=0.0)
-        second = tl.load(inputs + GROUP // 2, mask=in_m[None, :], other=0.0)
-        low, high = (pairs << 4) >> 4, pairs >> 4  # int8, so the shifts extend the sign
-        if UPCAST:
-            low, high, first, second = (
-                low.to(tl.float32), high.to(tl.float32), first.to(tl.float32), second.to(tl.float32),
-            )  # fmt: skip
-        else:
-            low, high = low.to(first.dtype), high.to(first.dtype)
-        part = tl.dot(low, first, input_precision="ieee")
-        part = tl.dot(high, second, part, input_precision="ieee")
-        total += part * tl.load(scales, mask=in_n, other=0.0)[:, None]
-        weights += GROUP // 2
-        scales += 1
-        inputs += GROUP
     return total
 
 
@@ -184,7 +149,6 @@ def finish(
 def linear_kernel(
     x,
     weight,
-    scale,
     bias,
     residual,
     out,
@@ -197,8 +161,6 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
     GATED: tl.constexpr,
@@ -212,24 +174,16 @@ def linear_kernel(
     k = tl.arange(0, BLOCK_K)
     in_m = m < rows
     if PDL:
-        width = K // 2 if GROUP else K
-        ahead = tl.minimum(tl.arange(0, AHEAD) * BLOCK_K, width - 1)
-        prefetch(weight + tl.where(in_n, n, 0).to(tl.int64)[:, None] * width + ahead[None, :])
+        ahead = tl.minimum(tl.arange(0, AHEAD) * BLOCK_K, K - 1)
+        prefetch(weight + tl.where(in_n, n, 0).to(tl.int64)[:, None] * K + ahead[None, :])
     follow(PDL)
     EARLY: tl.constexpr = BLOCK_M < 128  # read before the product, which hides it; larger tiles lack the registers
     before = None
     if ADDED and EARLY:
         before = load_tile(residual, residual_stride, m, n, in_m, in_n)
     inputs = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
-    if GROUP:
-        weights = weight + n.to(tl.int64)[:, None] * (K // 2) + k[None, :]
-        scales = scale + n.to(tl.int64) * (K // GROUP)
-        total = grouped_product(weights, scales, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, GROUP, UPCAST)
-    else:
-        weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-        total = product(weights, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
-    if SCALED:
-        total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
+    weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    total = product(weights, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
     finish(
         total, before, bias, residual, residual_stride, out, N, m, n, in_m, in_n, N,
         BLOCK_N, BLOCK_M, BIASED, ADDED, EARLY, GATED, GELU,
@@ -237,31 +191,22 @@ def linear_kernel(
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    gate: Gate | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None, gate: Gate | None = None
 ) -> Tensor:
-    """x `[M, K]` with any row stride, weight `[N, K]`, bias `[N]`, scale fp32 `[N]` -> `[M, N]` in x's dtype.
+    """x `[M, K]` with any row stride, weight `[N, K]`, bias `[N]` -> `[M, N]` in x's dtype: fp32, fp16 or bf16.
 
-    fp32, fp16 or bf16; with `scale` the weight is int8 or float8_e4m3fn, or with one `[N, K / group]` int8 `[N, K / 2]`
-    of two nibbles each (`pack_nibbles`). residual `[M, N]`, with any row stride, is added. With `gate` the first half
-    of the N outputs, activated, is multiplied by the second: `[M, N / 2]`.
+    residual `[M, N]`, with any row stride, is added. With `gate` the first half of the N outputs, activated, is
+    multiplied by the second: `[M, N / 2]`.
     """
     assert residual is None or gate is None, "no layer does both"
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
-    group = inputs // scale.shape[1] if scale is not None and scale.ndim == 2 else 0
-    tile = tile_for(rows, outputs, x.dtype, weight.dtype, limits(x.device), group)
+    tile = tile_for(rows, outputs, x.dtype, limits(x.device))
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
     columns = outputs // 2 if gate else outputs
     out = x.new_empty(rows, columns)
     linear_kernel[grid](
         x,
         weight,
-        scale,
         bias,
         residual,
         out,
@@ -272,10 +217,8 @@ def linear(
         columns,
         BLOCK_N=tile.n,
         BLOCK_M=tile.m,
-        BLOCK_K=group // 2 or tile.k,
+        BLOCK_K=tile.k,
         WHOLE_K=inputs % tile.k == 0,
-        GROUP=group,
-        SCALED=scale is not None and not group,
         BIASED=bias is not None,
         ADDED=residual is not None,
         GATED=gate is not None,

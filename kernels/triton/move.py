@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 16  # 32 bytes of bf16: the least that one memory access transfers
-MOST = 256  # slots that a program holds in registers
+FEW, MOST = 16, 256  # slots that a program holds in registers
 
 
 @triton.jit(do_not_specialize=["count", "slots"])
@@ -33,7 +33,7 @@ def move_slots(stack: Tensor, source: Tensor, destination: Tensor) -> None:
     slots, dim = stack.shape[-2:]
     grid = (stack[..., 0, 0].numel(), triton.cdiv(dim, COLUMNS))
     count = len(source)
-    padded = max(16, triton.next_power_of_2(count))
+    padded = FEW if count <= FEW else MOST  # not a kernel for each power of two, compiled while serving
     move_kernel[grid](
         stack, source.contiguous(), destination.contiguous(), count, slots, D=dim, COUNT=padded, COLUMNS=COLUMNS
     )

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.rotary import QKNorm
-from kernels.triton.dependent import dependent, follow
+from kernels.triton.dependent import dependent, follow, load_ahead
 
 
 @triton.jit
@@ -42,31 +42,36 @@ def rotate_and_write_kernel(
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    follow(PDL)
     row, half = tl.program_id(0).to(tl.int64), D // 2
     head, i = tl.arange(0, LINES)[:, None], tl.arange(0, HALF)[None, :]
     in_half = i < half
     inside = in_half & (head < HEADS + KV_HEADS)
     dtype = q.dtype.element_ty
+    # ahead of the wait: the step computes angles and slots before its layers, and the kernel ahead is a layer's product
+    angle = row * D + i
+    cos1, cos2 = load_ahead(cos + angle, in_half, 0.0), load_ahead(cos + angle + half, in_half, 0.0)
+    sin1, sin2 = load_ahead(sin + angle, in_half, 0.0), load_ahead(sin + angle + half, in_half, 0.0)
+    slot_offset = load_ahead(slot + row) * D
+    if NORMED:  # constant
+        weight = tl.where(head < HEADS, q_weight + i, k_weight + i)
+        w1, w2 = load_ahead(weight, inside, 0.0), load_ahead(weight + half, inside, 0.0)
+    follow(PDL)
     source = qkv + row * stride + head * D + i
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    value_head, column = tl.arange(0, KV_LINES)[:, None], tl.arange(0, 2 * HALF)[None, :]
+    values = (value_head < KV_HEADS) & (column < D)
+    value = tl.load(qkv + row * stride + (HEADS + KV_HEADS + value_head) * D + column, mask=values, other=0.0)
     if NORMED:
         root = tl.sqrt_rn((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
-        weight = tl.where(head < HEADS, q_weight + i, k_weight + i)
-        w1 = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-        w2 = tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
+        w1, w2 = w1.to(tl.float32), w2.to(tl.float32)
         if CENTRED:
             first = ((first / root) * (1.0 + w1)).to(dtype).to(tl.float32)
             second = ((second / root) * (1.0 + w2)).to(dtype).to(tl.float32)
         else:
             first = ((first / root).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
             second = ((second / root).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
-    angle = row * D + i
-    cos1 = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + angle + half, mask=in_half, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + angle + half, mask=in_half, other=0.0).to(tl.float32)
+    cos1, sin1, cos2, sin2 = cos1.to(tl.float32), sin1.to(tl.float32), cos2.to(tl.float32), sin2.to(tl.float32)
     # products are rounded as torch rounds them
     left = ((first * cos1).to(dtype).to(tl.float32) - (second * sin1).to(dtype).to(tl.float32)).to(dtype)
     right = ((second * cos2).to(dtype).to(tl.float32) + (first * sin2).to(dtype).to(tl.float32)).to(dtype)
@@ -75,7 +80,6 @@ def rotate_and_write_kernel(
     tl.store(destination, left, mask=queries)
     tl.store(destination + half, right, mask=queries)
     slots = slots.to(tl.int64)
-    slot_offset = tl.load(slot + row) * D
     keys = inside & (head >= HEADS)
     destination = cache + (head - HEADS) * slots * D + slot_offset + i
     stored = cache.dtype.element_ty
@@ -83,12 +87,10 @@ def rotate_and_write_kernel(
         left, right = within_fp8(left), within_fp8(right)
     tl.store(destination, left.to(stored), mask=keys)
     tl.store(destination + half, right.to(stored), mask=keys)
-    head, i = tl.arange(0, KV_LINES)[:, None], tl.arange(0, 2 * HALF)[None, :]
-    values = (head < KV_HEADS) & (i < D)
-    value = tl.load(qkv + row * stride + (HEADS + KV_HEADS + head) * D + i, mask=values, other=0.0)
     if FP8:
         value = within_fp8(value)
-    tl.store(cache + (KV_HEADS + head) * slots * D + slot_offset + i, value.to(stored), mask=values)
+    place = cache + (KV_HEADS + value_head) * slots * D + slot_offset + column
+    tl.store(place, value.to(stored), mask=values)
 
 
 def rotate_and_write(
@@ -96,14 +98,16 @@ def rotate_and_write(
 ) -> Tensor:
     rows, lines, dim = qkv.shape
     assert qkv.stride()[1:] == (dim, 1), "a row's heads lie beside each other"
+    assert cos.is_contiguous(), "the kernel ahead would copy it"
+    assert sin.is_contiguous(), "the kernel ahead would copy it"
     kv_heads = cache.shape[1]
     q = torch.empty(rows, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps, centred = norm or (qkv, qkv, 0.0, False)
     padded = triton.next_power_of_2(lines - kv_heads)
     rotate_and_write_kernel[(rows,)](
         qkv,
-        cos.contiguous(),
-        sin.contiguous(),
+        cos,
+        sin,
         q_weight,
         k_weight,
         slots,

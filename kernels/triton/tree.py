@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.tree import BestNodes, Candidates, Frontier, Level, Picked
+from kernels.triton.device import empties
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -111,9 +112,9 @@ def grow_level(
     """As kernels.tree.grow_level."""
     (batch, nodes), (_, sources, fan_out), device = frontier.index.shape, token.shape, token.device
     count = nodes * fan_out
-    tokens, parents = torch.empty(2, batch, count, dtype=torch.int64, device=device)
+    tokens, parents = empties(2, (batch, count), torch.int64, device)
     scores = torch.empty(batch, count, device=device)
-    parent, picked, index, mask = torch.empty(4, batch, width, dtype=torch.int64, device=device)
+    parent, picked, index, mask = empties(4, (batch, width), torch.int64, device)
     following = Frontier(torch.empty(batch, width, device=device), index, mask)
     fixed_scores, fixed_picks = (scores, index) if fixed is None else fixed
     block = triton.next_power_of_2(count)
@@ -129,8 +130,8 @@ def best_nodes(roots: Tensor, candidates: Candidates, nodes: Tensor, depth: Tens
     """As kernels.tree.best_nodes."""
     tokens, parents, level, scores = candidates
     batch, count = tokens.shape
-    token, ancestors = torch.empty(2, batch, 1 + width, dtype=torch.int64, device=roots.device)
-    parent, depths = torch.empty(2, batch, 1 + width, dtype=torch.int32, device=roots.device)
+    token, ancestors = empties(2, (batch, 1 + width), torch.int64, roots.device)
+    parent, depths = empties(2, (batch, 1 + width), torch.int32, roots.device)
     length, block = torch.empty_like(roots), triton.next_power_of_2(count)
     fields = tokens.contiguous(), parents.contiguous(), scores.contiguous(), level
     best_kernel[batch,](

@@ -7,7 +7,11 @@ against float64 or bit for bit against the torch form on the CPU, and its millis
 adds GB/s and the share of a plain copy's. Shapes are those of real models on a GPU and tiny ones on a CPU, where
 Triton's interpreter runs the kernels. What is made for a check is made when it runs, so a plan costs nothing.
 
-`runner.py` starts the processes, `compiling.py` those that compile first, and `report.py` keeps the file.
+`runner.py` starts the processes, `compiling.py` those that compile first, and `report.py` keeps the files.
 """
 
-PARTS = ("kernels", "exact", "bench")  # in the order of their calls
+# The parts of the first stage only ask whether results are right, so they run side by side; what is timed runs alone.
+STAGES = (("kernels", "exact", "train"), ("bench",), ("timings",))
+EXTRA = ("tiles",)  # parts that run only where they are named
+PARTS = tuple(part for stage in STAGES for part in stage)
+ENDS = (0.45, 0.8, 1.0)  # of each stage, as a share of all seconds; what a stage does not use is left to the next

@@ -1,4 +1,4 @@
-"""python -m scripts.gpu_check [CALL] [--only kernels|exact|bench] [--out FOLDER] [--interpret]: see gpu_check.sh."""
+"""python -m scripts.gpu_check [--only PART] [--seconds N] [--out FOLDER] [--interpret]: see gpu_check.sh."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         return runner.dry_run(args)
     if args.share is not None:
-        compiling.compile_share(args.share, runner.device_of(args.interpret))
+        compiling.compile_share(args.share, runner.device_of(args.interpret), args)
         return 0
-    return runner.work(args) if args.part is not None else runner.run(args, argv)
+    return runner.work(args) if args.group is not None else runner.run(args, argv)
 
 
 sys.exit(main(sys.argv[1:]))

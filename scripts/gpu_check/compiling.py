@@ -6,13 +6,14 @@ variants. A process that dies takes its share along and nothing else.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,13 @@ from infer.config_checks import REPO_ROOT
 from scripts.gpu_check import plan
 
 SECONDS = 120  # that all processes together may take on a GPU
+EXPECTED = 40  # that they take with 16 cores
+KEPT = 2000  # characters of what a process wrote to stderr
 
 
-def compile_kernels(command: Sequence[str], workers: int, limit: float | None) -> dict[str, Any]:
+def compile_kernels(
+    command: Sequence[str], workers: int, limit: float | None, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run `workers` processes, each `command` with --share I/N, and return what the report says of compiling."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -32,8 +37,9 @@ def compile_kernels(command: Sequence[str], workers: int, limit: float | None) -
         processes = []
         for index, file in enumerate(files):
             words = [*command, "--share", f"{index}/{workers}"]
-            with file.open("w") as stream:
-                processes.append(subprocess.Popen(words, stdout=stream, stderr=subprocess.DEVNULL, cwd=REPO_ROOT))
+            with file.open("w") as out, errors_of(file).open("w") as errors:
+                process = subprocess.Popen(words, stdout=out, stderr=errors, cwd=REPO_ROOT, env=environment)
+                processes.append(process)
         for process in processes:
             left = None if limit is None else max(0.0, limit - (time.monotonic() - begin))
             try:
@@ -52,25 +58,40 @@ def compile_kernels(command: Sequence[str], workers: int, limit: float | None) -
     }
 
 
+def errors_of(file: Path) -> Path:
+    """Return the file of a process's stderr, beside that of its results."""
+    return file.with_suffix(".err")
+
+
 def read_share(file: Path, code: int) -> dict[str, Any]:
-    """Read what a process wrote: variants compiled, failures, and the check in which it ended too early."""
+    """Read what a process wrote: variants compiled, failures, and the check in which it ended too early, with the end
+    of its stderr.
+    """
     lines: list[dict[str, Any]] = []
     for text in file.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):  # cut off, or printed by a library
             lines.append(json.loads(text))
     ended = {line["label"] for line in lines if "variants" in line}
     begun = [line["label"] for line in lines if line["label"] not in ended]
+    unfinished = None
+    if code:
+        said = errors_of(file).read_text(encoding="utf-8", errors="replace")[-KEPT:]
+        unfinished = f"{begun[0] if begun else 'not in a check'} (exit code {code}): {said}".removesuffix(": ")
     return {
         "variants": [variant for line in lines for variant in line.get("variants", ())],
         "failures": [f"{line['label']}: {line['failure']}" for line in lines if line.get("failure")],
-        "unfinished": f"{begun[0] if begun else 'not in a check'} (exit code {code})" if code else None,
+        "unfinished": unfinished,
     }
 
 
-def compile_share(share: str, device: torch.device) -> None:
-    """Launch the kernels of share I/N; print a line of JSON before and after each check, for `read_share`."""
+def compile_share(share: str, device: torch.device, options: argparse.Namespace) -> None:
+    """Launch the kernels of share I/N of a group; print a line of JSON before and after each check, for `read_share`.
+
+    `options` are those of the command line.
+    """
     index, count = map(int, share.split("/"))
-    checks = [check for group in plan.kernels(device) for check in group.checks]
+    groups = plan.groups(options.only, device, options)
+    checks = [check for group in groups if group.name == options.group for check in group.compiled]
     if device.type != "cuda":
         checks = checks[:count]  # the interpreter compiles nothing: one shows that this works
     for check in checks[index::count]:

@@ -142,12 +142,16 @@ def captured(launch: Callable[[], T], device: torch.device) -> tuple[torch.cuda.
 
 
 def median_ms(launch: Callable[[], object], device: torch.device) -> float:
-    """Return the median time between events around the launch, after a write of more bytes than a cache holds."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    """Return the median time between events around the launch, after a read of more bytes than a cache holds.
+
+    A write would leave dirty lines, which the launch would have to write back.
+    """
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+    sums = torch.empty((), device=device)
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TIMES)]
     launch()
     for start, end in pairs:
-        flush.zero_()  # the launch is queued while this runs, so the time excludes its beginning
+        torch.sum(flush, dim=0, out=sums)  # the launch is queued while this runs, so the time excludes its beginning
         start.record()
         launch()
         end.record()

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,8 @@ class Report:
     """`document` is what the file at `path` holds after each method that changes it.
 
     `done` lists the checks that ran and their seconds, `running` the one that has begun. Wrong results and errors are
-    `failures`, kernels that do not compile `compile.failures`, and what was not begun `left_out`, with the reason.
+    `failures`, kernels that do not compile `compile.failures`, the labels of both `failed`, and what was not begun
+    `left_out`, with the reason. A group of checks has a report of its own, which `merge` adds to that of the run.
     """
 
     path: Path
@@ -35,7 +37,7 @@ class Report:
 
     @classmethod
     def new(cls, path: Path, facts: dict[str, Any]) -> Report:
-        state = {"compile": {"failures": []}, "failures": [], "left_out": [], "done": {}, "running": None}
+        state = {"compile": {}, "failures": [], "failed": [], "left_out": [], "done": {}, "running": None}
         report = cls(path, {"what": "gpu_check", **facts, **state, "seconds": {}})
         report.save()
         return report
@@ -67,18 +69,34 @@ class Report:
 
     def fail(self, label: str, reason: str, seconds: float = 0.0) -> None:
         self.failures.append(f"{label}: {reason}")
+        self.document["failed"].append(label)
         self._finish(label, seconds)
 
     def fail_to_compile(self, label: str, reason: str, seconds: float = 0.0) -> None:
         """Note a check whose kernels do not compile, once: its own run repeats what compiling in parallel found."""
-        failures = self.document["compile"]["failures"]
+        failures = self.document["compile"].setdefault("failures", [])
         if not any(failure.startswith(f"{label}: ") for failure in failures):
             failures.append(f"{label}: {reason}")
+        self.document["failed"].append(label)
         self._finish(label, seconds)
 
     def leave_out(self, label: str, reason: str) -> None:
         self.document["left_out"].append({"what": label, "why": reason})
         self.document["running"] = None
+        self.save()
+
+    def part_path(self, name: str) -> Path:
+        """Return where the report of the group of this name grows until it is merged."""
+        return self.path.with_name(f"{self.path.stem}.{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json")
+
+    def merge(self, part: Report) -> None:
+        """Add the report of a group; what it says of compiling lies under the group's name."""
+        compiled = part.document.pop("compile")
+        if compiled:
+            name = part.path.stem.removeprefix(f"{self.path.stem}.")
+            self.document["compile"][name] = compiled
+        own = {"what", "seconds", "running"}
+        add_to(self.document, {key: value for key, value in part.document.items() if key not in own})
         self.save()
 
     def _finish(self, label: str, seconds: float) -> None:
@@ -91,16 +109,38 @@ class Report:
         return self.document["failures"]
 
     @property
+    def compile_failures(self) -> list[str]:
+        return [failure for group in self.document["compile"].values() for failure in group["failures"]]
+
+    @property
     def settled(self) -> set[str]:
         """Labels of checks that need not be begun."""
         return {*self.document["done"], *(entry["what"] for entry in self.document["left_out"])}
 
 
+def add_to(document: dict[str, Any], other: dict[str, Any]) -> None:
+    """Add to lists and dicts of `document` what those of `other` hold; anything else is replaced."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(document.get(key), dict):
+            add_to(document[key], value)
+        elif isinstance(value, list) and isinstance(document.get(key), list):
+            document[key].extend(value)
+        else:
+            document[key] = value
+
+
 def wrong(line: dict[str, Any]) -> str:
+    """Return what is not ok in a line."""
     if "error" in line:
         return f"{line['kernel']}, {line['case']}: error {line['error']} > {line['bound']}"
-    if "different" in line:
+    if "why" in line:
+        return line["why"]
+    if line.get("different"):
         return f"{line['different']} of {line['prompts']} prompts have other token ids"
+    if line.get("proposer_failures"):
+        return f"drafting failed in {line['proposer_failures']} requests, which went on without"
+    if "accepted_drafts" in line:
+        return "no drafted token was accepted"
     return "other token ids than plain decoding"
 
 
@@ -143,6 +183,7 @@ def card(document: dict[str, Any]) -> str:
         numbers = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("system", "batch", "graphs"))
         name = f"{line['system']} at batch {line['batch']}, graphs {line['graphs']}"
         lines.append(f"  {name:<44} {numbers}")
+    lines += best_tiles(document.get("tiles", ()))
     lines.append(f"{document['hardware']}: a copy moves {document.get('copy_gb_s')} GB/s")
     if correct := document.get("kernels", {}).get("correctness"):
         lines.append(f"kernels: {sum(line['ok'] for line in correct)} of {len(correct)} comparisons hold")
@@ -151,6 +192,22 @@ def card(document: dict[str, Any]) -> str:
         lines.append(f"exactness: {same} of {len(tried)} ways of drafting give the ids of plain decoding")
     lines += [f"not as Headway wants it: {package}" for package in document["packages"]]
     lines += [f"left out: {entry['what']} ({entry['why']})" for entry in document["left_out"]]
-    lines += [f"DOES NOT COMPILE {failure}" for failure in document["compile"]["failures"]]
+    compiled = document["compile"].values()
+    lines += [f"compiling did not end: {text}" for group in compiled for text in group.get("unfinished", ())]
+    lines += [f"DOES NOT COMPILE {failure}" for group in compiled for failure in group["failures"]]
     lines += [f"FAILED {failure}" for failure in document["failures"]]
     return "\n".join(lines)
+
+
+def best_tiles(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """Return for every layer the time of the tile that was chosen, and the three shortest."""
+    cases: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        if "us" in line:
+            cases.setdefault((line["weights"], line["rows"], line["layer"]), []).append(line)
+    text = list[str]()
+    for (weights, rows, layer), found in cases.items():
+        first, *others = found  # the one chosen comes first
+        shown = "; ".join(f"{each['us']} {each['tile']}" for each in sorted(others, key=lambda each: each["us"])[:3])
+        text.append(f"  {weights}, {rows} rows, {layer}: {first['us']} us {first['tile']}; {shown}")
+    return text

@@ -1,4 +1,4 @@
-"""Runs the checks in a process of their own, which is started anew after a check that ended it, until time is up."""
+"""Runs groups of checks in processes of their own, started anew after a check that ended them, until time is up."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import torch
 
 from infer.config_checks import REPO_ROOT
 from kernels.triton import in_use
-from scripts.gpu_check import PARTS, compiling, plan
+from scripts.gpu_check import ENDS, EXTRA, STAGES, compiling, plan
 from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms
 from scripts.gpu_check.plan import Check, Group, LeftOut
 from scripts.gpu_check.report import Report, card, circumstances, file_name
@@ -30,26 +35,33 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
     Raises ValueError if a GPU is needed and there is none.
     """
-    device = device_of(args.interpret)
+    begin, device = time.monotonic(), device_of(args.interpret)
     facts = circumstances(device, args.commit)
-    name = "all" if len(args.only) == len(PARTS) else "-".join(args.only)
+    name = "all" if args.only == [part for stage in STAGES for part in stage] else "-".join(args.only)
     report = Report.new(args.out.resolve() / file_name(facts["hardware"], name), facts)
-    command = [sys.executable, "-m", "scripts.gpu_check", *argv, "--report", str(report.path)]
-    for part in args.only:
-        begin = time.monotonic()
-        limit = None if args.interpret else args.seconds
-        if part == "kernels":
-            workers, most = (1, None) if limit is None else (os.cpu_count() or 1, min(compiling.SECONDS, limit / 3))
-            report.document["compile"] = compiling.compile_kernels(command, workers, most)
+    with ExitStack() as stack:
+        work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        command = [sys.executable, "-m", "scripts.gpu_check", *argv, "--work", str(work)]
+        for stage, end in stages(args.only):
+            until = None if args.interpret else begin + args.seconds * end
+            started = time.monotonic()
+            run_stage(Stage(command, report, plan.groups(stage, device, args), until, device))
+            report.document["seconds"][", ".join(stage)] = round(time.monotonic() - started, 1)
             report.save()
-        until = None if limit is None else begin + limit
-        report = run_part(part, [*command, "--part", part, "--until", str(until or "inf")], report.path, until)
-        report.document["seconds"][part] = round(time.monotonic() - begin, 1)
-        report.save()
     print(card(report.document))
-    wrong = {"failures": report.failures, "compile_failures": report.document["compile"]["failures"]}
+    wrong = {"failures": report.failures, "compile_failures": report.compile_failures}
     print(json.dumps({"report": str(report.path), **wrong, "left_out": len(report.document["left_out"])}))
     return 1 if any(wrong.values()) else 0
+
+
+def stages(parts: Sequence[str]) -> list[tuple[list[str], float]]:
+    """Return the stages of these parts, and the share of all seconds after which each must end."""
+    chosen = [
+        ([part for part in stage if part in parts], end)
+        for stage, end in zip((*STAGES, EXTRA), (*ENDS, 1.0), strict=True)
+    ]
+    chosen = [(stage, end) for stage, end in chosen if stage]
+    return [*chosen[:-1], (chosen[-1][0], 1.0)]
 
 
 def device_of(interpret: bool) -> torch.device:
@@ -60,26 +72,78 @@ def device_of(interpret: bool) -> torch.device:
     return device
 
 
-def run_part(part: str, command: Sequence[str], file: Path, until: float | None) -> Report:
-    """Run `command`, which works through the part, until it has; what is running when it ends has failed.
+@dataclass(frozen=True)
+class Stage:
+    """Groups that run side by side until `until`, each in a process and a report of its own, merged into `report`."""
+
+    command: Sequence[str]
+    report: Report
+    groups: Sequence[Group]
+    until: float | None
+    device: torch.device
+
+    @property
+    def compilers(self) -> int:
+        """Processes that compile the kernels of a group, beside those that run."""
+        cores = os.cpu_count() or 1
+        return max(1, (cores - len(self.groups)) // sum(bool(group.compiled) for group in self.groups))
+
+
+def run_stage(stage: Stage) -> None:
+    merging = Lock()
+
+    def run_one(group: Group) -> None:
+        path = stage.report.part_path(group.name)
+        part = Report.new(path, {})
+        try:
+            part = run_group(stage, group, part)
+        finally:
+            with merging:
+                stage.report.merge(part)
+            path.unlink(missing_ok=True)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(stage.groups))) as pool:
+        for done in [pool.submit(run_one, group) for group in stage.groups]:
+            done.result()
+
+
+def run_group(stage: Stage, group: Group, report: Report) -> Report:
+    """Compile the group's kernels, if it asks for that, and work through its checks; return its report."""
+    command = [*stage.command, "--group", group.name]
+    environment = {**os.environ, **group.environment}
+    if group.compiled:
+        limit = None if stage.until is None else min(compiling.SECONDS, (stage.until - time.monotonic()) / 3)
+        workers = 1 if stage.until is None else stage.compilers
+        report.document["compile"] = compiling.compile_kernels(command, workers, limit, environment)
+        report.save()
+    if not group.checks:
+        return report
+    command += ["--report", str(report.path), "--until", str(stage.until or "inf")]
+    return run_process(group.name, command, report.path, stage.until, environment)
+
+
+def run_process(
+    name: str, command: Sequence[str], file: Path, until: float | None, environment: Mapping[str, str] | None = None
+) -> Report:
+    """Run `command`, which works through a group, until it has; what is running when it ends has failed.
 
     Returns the report of `file`, to which the command writes.
     """
     while True:
-        code = watch(command, file, until)
+        code = watch(command, file, until, environment)
         report = Report.read(file)
         if code == 0:
             return report
         if running := report.document["running"]:
             report.fail(running["label"], f"its process ended with exit code {code}")
         elif code != SPOILT:  # not in a check, so it would end the same way again
-            report.fail(part, f"its process ended with exit code {code}")
+            report.fail(name, f"its process ended with exit code {code}")
             return report
 
 
-def watch(command: Sequence[str], file: Path, until: float | None) -> int:
+def watch(command: Sequence[str], file: Path, until: float | None, environment: Mapping[str, str] | None = None) -> int:
     """Return the command's exit code; with `until` it is killed when a check hangs, or long after that time."""
-    process = subprocess.Popen(command, cwd=REPO_ROOT)
+    process = subprocess.Popen(command, cwd=REPO_ROOT, env=environment)
     while True:
         try:
             return process.wait(None if until is None else 1)
@@ -99,17 +163,15 @@ def hangs(file: Path) -> bool:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Work through one part, continuing the report; return 0 when done, or SPOILT."""
+    """Work through one group, continuing its report; return 0 when done, or SPOILT."""
     device = device_of(args.interpret)
     report = Report.read(args.report)
-    if "copy_gb_s" not in report.document:
+    (group,) = [group for group in plan.groups(args.only, device, args) if group.name == args.group]
+    if group.part in ("bench", "timings") and "copy_gb_s" not in report.document:
         report.document["copy_gb_s"] = round(copy_bandwidth(device), 1)
         report.document["shortest_ms"] = shortest_ms(device)
         report.save()
-    for group in plan.groups(args.part, device, args):
-        if not work_through(group, report, device, args.until):
-            return SPOILT
-    return 0
+    return 0 if work_through(group, report, device, args.until) else SPOILT
 
 
 def work_through(group: Group, report: Report, device: torch.device, until: float) -> bool:
@@ -118,12 +180,14 @@ def work_through(group: Group, report: Report, device: torch.device, until: floa
         if check.label in report.settled:
             continue
         left = until - time.monotonic()
-        if device.type == "cuda" and left < check.seconds:
+        if check.needs in report.document["failed"]:
+            report.leave_out(check.label, f"{check.needs} failed")
+        elif device.type == "cuda" and left < check.seconds:
             report.leave_out(check.label, f"it takes up to {check.seconds:.0f} s, and {max(0, left):.0f} s were left")
-            continue
-        attempt(check, report)
-        if device.type == "cuda" and not usable(device):
-            return False
+        else:
+            attempt(check, report)
+            if device.type == "cuda" and not usable(device):
+                return False
     group.close()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -159,17 +223,19 @@ def usable(device: torch.device) -> bool:
 
 def dry_run(args: argparse.Namespace) -> int:
     """Print what each part would run on a GPU, how long that takes at most, and what its time does not suffice for."""
-    document = {}
-    for part in args.only:
-        checks = [check for group in plan.groups(part, torch.device("cuda"), args) for check in group.checks]
-        seconds, left_out = compiling.SECONDS if part == "kernels" else 0.0, []
-        for check in checks:
-            if seconds + check.seconds > args.seconds:
-                left_out.append(check.label)
-            else:
-                seconds += check.seconds
-        print(f"{part}: {len(checks)} checks, up to {seconds:.0f} of {args.seconds:.0f} s")
-        print("\n".join(f"  {check.seconds:6.1f} s  {check.label}" for check in checks))
-        document[part] = {"checks": len(checks), "seconds": round(seconds, 1), "left_out": left_out}
+    document, begin = {}, 0.0
+    for stage, end in stages(args.only):
+        longest = begin
+        for group in plan.groups(stage, torch.device("cuda"), args):
+            now, left_out = begin + (compiling.EXPECTED if group.compiled else 0.0), []
+            print(f"{group.part}, {group.name}: {len(group.checks)} checks")
+            for check in group.checks:
+                fits = now + check.seconds <= args.seconds * end
+                now += check.seconds if fits else 0.0
+                print(f"  {check.seconds:6.1f} s  {check.label}{'' if fits else ' (no time)'}")
+                left_out += [] if fits else [check.label]
+            document[group.name] = {"checks": len(group.checks), "until": round(now, 1), "left_out": left_out}
+            longest = max(longest, now)
+        begin = longest
     print(json.dumps(document))
     return 0

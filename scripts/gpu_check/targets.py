@@ -12,9 +12,12 @@ from torch import nn
 
 from infer.config_checks import REPO_ROOT
 from models.config import TargetConfig, read_json
+from models.heads import HEADS
+from models.heads.base import Head
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
+from models.vocab import build_draft_vocab
 from scripts.inflation import SHAPES, Shape
 from scripts.inflation.shapes import enlarged
 
@@ -48,6 +51,16 @@ def taught_head(target: LlamaTarget) -> Eagle3Head:
     aux = [0, 1, 2] if target.config.num_layers < 8 else None
     head = Eagle3Head(Eagle3Options(aux_layers=aux).for_target(target.config))
     head.initialise(target, from_target=True)
+    return head.requires_grad_(False)
+
+
+def untaught_head(kind: str, target: LlamaTarget) -> Head:
+    """Return a new head of this kind for the unpacked `target`, initialised as training does."""
+    options = HEADS[kind]()
+    head = options.make(target.config)
+    counts = torch.arange(target.config.vocab_size, 0, -1)
+    head.set_vocabulary(*build_draft_vocab(counts, head.config.draft_vocab_size, []))
+    head.initialise(target, from_target=options.init_from_target)
     return head.requires_grad_(False)
 
 

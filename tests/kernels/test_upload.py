@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.gather import select_rows
-from kernels.upload import upload_columns
+from kernels.upload import upload_columns, upload_lists
 
 CPU = torch.device("cpu")
 
@@ -24,6 +24,15 @@ def test_columns_keep_their_values(size, fractions):
         assert torch.equal(column, torch.tensor(values))
     first = columns[0].data_ptr()
     assert all((column.data_ptr() - first) % 16 == 0 for column in columns)
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5), min_size=1, max_size=6))
+def test_lists_of_any_lengths_travel_in_one_copy(lists):
+    parts = upload_lists(lists, CPU)
+    assert [part.tolist() for part in parts] == lists
+    first = parts[0].untyped_storage().data_ptr()
+    assert all(part.untyped_storage().data_ptr() == first for part in parts)
+    assert all(8 * part.storage_offset() % 16 == 0 for part in parts)
 
 
 @given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))

@@ -77,11 +77,11 @@ FUNCTIONS: dict[str, tuple[str, Concerns]] = {
     "shaping": ("infer.sampling.choose.shape_logits", lambda request, args: args[1] is request.params),
     "log-probabilities": (
         "infer.sampling.choose.token_logprobs",
-        lambda request, args: args[2] == request.params.logprobs,
+        lambda request, args: request.params.logprobs in args[2],
     ),
     "prompt log-probabilities": (
         "infer.engine.step.token_logprobs",
-        lambda request, args: args[2] == request.params.prompt_logprobs,
+        lambda request, args: request.params.prompt_logprobs in args[2],
     ),
     "block verification": (
         "infer.speculation.verify.verify_blocks",

@@ -101,12 +101,12 @@ def test_only_rows_that_ask_have_other_logits():
     assert together.raw is logits
     assert list(together.processed) == [1]
     assert together.token[1] == 3
-    assert together.warped_log_probs(torch.tensor([1]))[0].argmax() == 3
+    assert together.warped_log_probs([1])[0].argmax() == 3
     for row in (0, 2):
         parameters = row_parameters([plain], [1], logits.device)
         alone = choose_rows([plain], [1], parameters, logits[row : row + 1], positions[row : row + 1])
         assert together.token[row] == alone.token[0]
-        assert torch.equal(together.warped_log_probs(torch.tensor([row])), alone.warped_log_probs(torch.tensor([0])))
+        assert torch.equal(together.warped_log_probs([row]), alone.warped_log_probs([0]))
 
 
 @pytest.mark.parametrize(

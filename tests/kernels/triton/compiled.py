@@ -74,7 +74,8 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
     """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
     instructions, the tensor cores' `products` in order, and `float_sums`. `specialised`: its integers that are.
-    `early`: accesses to memory ahead of the wait for the kernel before; None if there is no such wait.
+    `early`: the pointers from which memory is accessed ahead of the wait for the kernel before; None if there is no
+    such wait.
     """
     import torch
     import triton
@@ -104,9 +105,10 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
     before, wait, _ = ptx.partition("griddepcontrol.wait")
+    passed = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
     report = {
         "kernel": kernel.__name__,
-        "early": re.findall(ACCESS, before) if wait else None,
+        "early": early_accesses(before, passed) if wait else None,
         "shared": compiled.metadata.shared,
         **resources(cubin),
         **marks,
@@ -121,6 +123,23 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
 def specialised(parameter: Any, value: Any) -> bool:
     """Return whether Triton compiles a kernel apart for an integer argument of 1 or of a multiple of 16."""
     return type(value) is int and not parameter.do_not_specialize
+
+
+def early_accesses(ptx: str, types: list[tuple[str, str]]) -> list[list[str]]:
+    """Return the kind of each access to memory in a kernel's first lines, and the pointers that its address is
+    computed from. types: name and type of each parameter.
+    """
+    sources = {f"param_{index}": {name} for index, (name, kind) in enumerate(types) if kind.startswith("*")}
+    accesses = set()
+    for name, operands in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)[ \t]+(\S.*);", ptx, re.MULTILINE):
+        places = re.findall(r"%rd\d+|param_\d+", operands)
+        if re.fullmatch(ACCESS, name):
+            address = re.findall(r"\[ ?(%rd\d+)", operands)[0]
+            accesses.add((name.partition(".")[0], *sorted(sources[address])))
+        elif places:
+            written, *read = places
+            sources[written] = set().union(*(sources.get(place, set()) for place in read))
+    return sorted(map(list, accesses))
 
 
 def float_sums(ttgir: str) -> list[str]:

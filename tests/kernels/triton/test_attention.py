@@ -13,7 +13,8 @@ from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention
 from kernels.triton import attention, device
-from kernels.triton.attention import Blocking, TritonAttention
+from kernels.triton.attention import TritonAttention
+from kernels.triton.attention_tiles import Blocking
 from tests.drafts import checked_tree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

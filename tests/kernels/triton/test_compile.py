@@ -28,11 +28,22 @@ FLOAT_SUMS = {
 }
 VARYING = {  # integers that differ from step to step: a value of another kind must not compile a kernel while serving
     *("rows", "count", "width", "num_states", "pages", "first", "window"),
-    *("M", "T", "num_later", "batches"),
+    *("M", "T", "num_later", "batches", "uses", "depth"),
 }
-AHEAD = {  # kernels that may start before the kernel ahead of them has ended: those of a layer
-    *("rms_norm_kernel", "norm_beside_kernel", "linear_kernel", "residual_silu_kernel", "rotate_and_write_kernel"),
-    *("block_linear_kernel", "attend", "branch", "combine"),
+# Cases that differ in what requests ask for: one kernel serves both.
+ALIKE = {"shape, a mask alone": "shape", "log-probabilities, other counts": "log-probabilities"}
+# Kernels that may start before the kernel ahead of them has ended, those of a layer, and what they touch before it has:
+# weights, which are constant, and what a step computes before its layers. Into L2 anything may be fetched.
+AHEAD = {
+    "rms_norm_kernel": {"ld weight"},
+    "norm_beside_kernel": {"ld x_weight y_weight"},
+    "linear_kernel": {"prefetch weight"},
+    "block_linear_kernel": {"prefetch words"},
+    "residual_silu_kernel": set(),
+    "rotate_and_write_kernel": {"ld cos", "ld sin", "ld slot", "ld q_weight", "ld k_weight", "ld k_weight q_weight"},
+    "attend": {"ld blocks", "ld committed", "ld ends", "ld request", "ld table", "prefetch cache"},
+    "branch": {"ld committed", "ld ends"},
+    "combine": {"ld committed", "ld ends"},
 }
 PRODUCTS = ("attend", "branch", "linear_kernel", "block_linear_kernel", "residual_silu_kernel")
 EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
@@ -104,17 +115,21 @@ def test_no_sum_depends_on_what_else_is_in_the_batch(compiled):
     assert chains[0] == chains[1]
 
 
-def test_what_starts_ahead_waits_before_it_reads_and_writes(compiled):
-    """With programmatic dependent launch only weights, which are constant, are touched before the kernel ahead ends."""
+def test_what_starts_ahead_touches_nothing_that_the_kernel_ahead_writes(compiled):
+    """With programmatic dependent launch: addresses and weights ahead of the wait, all else behind it."""
     kernels = [kernel for launched in compiled.values() for kernel in launched]
-    ahead = {kernel["kernel"] for kernel in kernels if kernel["early"] is not None}
-    assert ahead == AHEAD
+    touched = {kernel["kernel"]: set() for kernel in kernels if kernel["early"] is not None}
     for kernel in kernels:
         launched_ahead = bool(kernel["options"].get("launch_pdl"))
         assert launched_ahead == (kernel["early"] is not None) == bool(kernel["options"].get("PDL"))
         if launched_ahead:
-            weights = kernel["kernel"] in ("linear_kernel", "block_linear_kernel")
-            assert set(kernel["early"]) == ({"prefetch.global.L2"} if weights else set())
+            touched[kernel["kernel"]] |= {" ".join(access) for access in kernel["early"]}
+    assert touched == AHEAD
+
+
+def test_no_kernel_is_compiled_for_what_a_request_asks(compiled):
+    for case, other in ALIKE.items():
+        assert [kernel for kernel in compiled[case] if kernel not in compiled[other]] == []
 
 
 def test_integers_that_vary_are_not_specialised(compiled):

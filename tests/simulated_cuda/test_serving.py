@@ -1,0 +1,128 @@
+"""The engine on a simulated device: exact tokens, another device than the first, and the product's own faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.engine import Engine
+from infer.graphs.step_graph import StepGraphs
+from infer.request import SamplingParams
+from infer.speculation.draft_loop import TorchLoop
+from models.targets import load_target
+from tests.lossless.plain import ids
+from tests.simulated_cuda.install import simulated_cuda
+from tests.simulated_cuda.machine import CaptureError, DeviceMix, HostRace, Machine
+from tests.simulated_cuda.matrix import BEAM, DRAFTERS, EAGLE3, Drafter
+from tests.simulated_cuda.serving import CONTROL, PROMPTS, SIZES, make_engine, serve
+
+PROMPT = [5, 6, 7, 5]
+SHORT: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+GREEDY, SAMPLED = SamplingParams(**SHORT), SamplingParams(temperature=0.8, top_p=0.9, seed=3, **SHORT)
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_cpu(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels computed, graphs replayed from what was recorded, memory of other graphs spoiled: the same ids."""
+    with monkeypatch.context() as patch:
+        patch.setenv("HEADWAY_KERNELS", "triton")  # on the CPU as well
+        plain = Engine(load_target(str(target_folder)), proposer="none", config=EngineConfig(**SIZES), probe=False)
+        expected = ids(plain.generate([PROMPT] * 2, [GREEDY, SAMPLED]))
+    for drafter, graphs in ((Drafter("head", EAGLE3), "on"), (Drafter("head", EAGLE3, BEAM), "off")):
+        with simulated_cuda():
+            engine = make_engine(target_folder, drafter, graphs=graphs, max_batch=1)
+            assert ids(engine.generate([PROMPT] * 2, [GREEDY, SAMPLED])) == expected
+            assert engine.stats.proposer_failures == 0
+            assert engine.stats.speculation.drafted > 0
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:0"])
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_every_device_serves(cuda: Machine, target_folder: Path, device: str, graphs: str) -> None:
+    """Loaded as by a command; everything is on its device, which is the current one for kernels and events."""
+    engine = Engine.load(
+        ModelConfig(name="tiny", path=str(target_folder), device=device),
+        engine=EngineConfig(**SIZES, graphs=graphs),
+        proposer=ProposerConfig(name="ngram"),
+    )
+    serve(engine, cuda, replace(GREEDY, max_tokens=12))
+    serve(engine, cuda, replace(SAMPLED, logprobs=2, prompt_logprobs=1, presence_penalty=0.5))
+    engine.set_proposer("none")  # whose steps are captured
+    serve(engine, cuda, SAMPLED)
+
+
+# ---- planted faults of the product ------------------------------------------------------------------------------------
+
+
+def test_a_head_on_another_device_is_found(cuda: Machine, target_folder: Path) -> None:
+    engine = make_engine(target_folder, DRAFTERS["eagle3"])
+    engine._head.module.to("cuda:1")  # type: ignore[union-attr]
+    with pytest.raises(DeviceMix):
+        serve(engine, cuda, GREEDY)
+
+
+def test_a_kernel_on_another_than_the_current_device_is_found(cuda: Machine, target_folder: Path) -> None:
+    engine = make_engine(target_folder, DRAFTERS["none"])
+    torch.cuda.set_device(1)
+    with pytest.raises(DeviceMix, match="the current device is cuda:1"):
+        serve(engine, cuda, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [lambda roots: roots.sum().item(), lambda roots: torch.tensor([1], device=roots.device), lambda roots: roots[roots > 0]],
+    ids=["a read", "an upload", "a size that only the device knows"],
+)
+def test_a_wait_in_a_capture_is_found(
+    cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    original = TorchLoop.chain
+
+    def chain(self: Any, unread: Any, *rest: Any) -> Any:
+        fault(unread.root)
+        return original(self, unread, *rest)
+
+    monkeypatch.setattr(TorchLoop, "chain", chain)
+    with pytest.raises(CaptureError):
+        make_engine(target_folder, DRAFTERS["eagle3"], graphs="on")
+
+
+def test_a_new_wait_in_a_step_is_counted(
+    cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(target_folder, DRAFTERS["none"], graphs="off")
+    before = serve(engine, cuda, GREEDY)["decode"]
+    original = type(engine._runner).logits
+    runner = type(engine._runner)
+    monkeypatch.setattr(runner, "logits", lambda self, hidden: original(self, hidden * hidden.sum().item()))
+    after = serve(engine, cuda, GREEDY)["decode"]
+    assert sum((after - before).values()) == 1
+    assert {wait.kind for wait in after - before} == {"read"}
+
+
+def test_results_that_were_not_waited_for_are_found(
+    cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(target_folder, DRAFTERS["eagle3"], graphs="on")
+    original = StepGraphs.launch
+    monkeypatch.setattr(StepGraphs, "launch", lambda self: original(self)._replace(arrived=None))
+    with pytest.raises(HostRace):
+        serve(engine, cuda, GREEDY)
+
+
+def test_a_value_taken_at_capture_stays_in_the_graph(target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph repeats what was launched: a number that Python has since changed is not read again."""
+    with simulated_cuda(computed=CONTROL):
+        x, factor = torch.ones(3, device="cuda"), [2]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+            y = x * factor[0]
+        factor[0] = 5
+        x.fill_(10)
+        graph.replay()
+        assert y.tolist() == [20, 20, 20]
