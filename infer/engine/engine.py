@@ -461,6 +461,8 @@ class Engine:
         if self._steps.overlap is not None:
             self._steps.overlap.drain()
         self._steps.overlap = self._runner.graphs = None
+        if self._head is not None:
+            self._head.graphs = None
 
     def _draft_with(self, name: str) -> None:
         self.speculator = Speculator(self._proposers, name, self.context, self._timer)

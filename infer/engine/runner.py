@@ -59,8 +59,7 @@ class HostBatch:
             return replayed
         fields = (tree.token,) if tree.is_chain else (tree.token, tree.depth, tree.ancestors)
         ids, *of_trees = (sent(tree.rows(field), self._pool.device) for field in fields)
-        starts = [request.computed for request in self._requests]
-        rows = self._pool.rows(self._requests, starts, self._counts, *of_trees[1:])
+        rows = self._pool.rows(self._requests, [r.computed for r in self._requests], self._counts, *of_trees[1:])
         return runner.forward(ids, rows, aux, *of_trees[:1])
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
@@ -97,8 +96,7 @@ class Runner:
             for request, start, count in zip(requests, starts, chunks, strict=True)
             for token in request.tokens[start : start + count]
         ]
-        rows = self.pool.rows(requests, starts, chunks)
-        return self.forward(upload(ids, self.pool.device), rows, aux)
+        return self.forward(upload(ids, self.pool.device), self.pool.rows(requests, starts, chunks), aux)
 
     def decode(self, tree: DraftTree, batch: DecodeBatch, aux: Sequence[int]) -> Decoded:
         """Run the target over all nodes, choose its tokens, accept what equals them, move the accepted KV to the front.

@@ -177,6 +177,8 @@ class Overlap:
                 return False
             if max(map(len, proposer.features(reading)), default=0) > self._graphs.width:
                 return False  # more unread features than a round can read; an ordinary step reads them
+        # Under the exact rule drafting uses the noise of the target's sampling, so both have the same parameters.
+        assert all(request.rule == "exact" for request in requests)
         self._rows, self._budgets = list[Request | None](requests), batch.budgets
         if not self._make_room(None):
             self._rows = []

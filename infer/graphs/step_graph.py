@@ -1,6 +1,7 @@
 """CUDA graphs of decode steps: draft, forward, choose, verify and commit in one launch, on state kept on the device.
 
-A graph captures the drafts of a head's loop and `Runner.decode`, the same body as that of steps that the host runs. It
+A graph captures the drafts of a head's loop and `Runner.decode`, the same body as that of steps that the host runs. In
+those the drafts alone are replayed, by a graph of their own on the same state, and the forward (forward_graph.py). It
 serves a batch size, and drafts at most the largest budget: how much each request drafts is a tensor. A step writes the
 inputs of the next one (ids and features of the accepted path, the root) in place, to the tensors from which it read its
 own. So steps of the same requests can follow each other without the host, which gets each step's results by a small
@@ -51,6 +52,13 @@ class Outcome(NamedTuple):
     depth: int  # of the deepest node
     path: list[int]  # accepted nodes, the root excluded
     log_probs: list[float]  # of a chain's drafted tokens, where it may exit early
+
+
+class Drafted(NamedTuple):
+    """Drafts for a step that the host runs."""
+
+    tree: DraftTree  # on the host
+    log_probs: list[list[float]]  # by request, as in an Outcome
 
 
 class Launched(NamedTuple):
@@ -113,6 +121,7 @@ class StepGraphs:
         self._host = torch.zeros(UNREAD, *self._state.results.shape, dtype=torch.int64, pin_memory=pinned)
         self._host_log_probs = torch.zeros(UNREAD, *self._log_probs.shape, pin_memory=pinned)
         self._graphs: dict[tuple[int, Limits], Graph[None]] = {}
+        self._drafts: dict[tuple[int, Limits], Graph[Tensor]] = {}  # without what follows a draft
         self._key, self._turn, self._budgets = (0, NO_LIMITS), 0, list[Budget]()
 
     @property
@@ -121,7 +130,9 @@ class StepGraphs:
 
     def recordings(self) -> list[Callable[[], object]]:
         """Return the captures, largest first, so that smaller graphs can reuse the memory of larger ones."""
-        return [partial(self._record, batch, limits) for batch in self.batches[::-1] for limits in SEARCHES]
+        records = (self._record,) if self.proposer is None else (self._record, self._record_draft)
+        sizes = [(batch, limits) for batch in self.batches[::-1] for limits in SEARCHES]
+        return [partial(record, *size) for size in sizes for record in records]
 
     def batch_for(self, requests: int) -> int | None:
         """Return the batch size of the graph that holds so many requests; None if there is none."""
@@ -131,8 +142,6 @@ class StepGraphs:
         """Load the state of these requests, whose roots go no further than `limits[b]`. Nothing may be in flight."""
         batch, drafts = self.batch_for(len(requests)), self.proposer
         assert batch is not None
-        # Under the exact rule drafting uses the noise of the target's sampling, so both have the same parameters.
-        assert all(request.rule == "exact" for request in requests)
         if drafts is None:
             features, bases = [self._state.features.new_zeros(1, 0)] * len(requests), [0] * len(requests)
         else:
@@ -168,6 +177,27 @@ class StepGraphs:
             arrived.record()
         return Launched(host, log_probs, arrived, self._budgets)
 
+    def draft(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> Drafted | None:
+        """Draft for a step that the host runs. Nothing may be in flight: the state is that of these requests then.
+
+        None, with nothing done, if the requests or what the head has not read of them fit no graph.
+        """
+        assert self.proposer is not None
+        unread = max(map(len, self.proposer.features(requests)))
+        ends = max(len(request.tokens) for request in requests) + self.reach
+        fits = self.batch_for(len(requests)) is not None and unread <= self.width and ends <= self.longest
+        if not fits or any(budget.nodes > self.limit.nodes or budget.depth > self.limit.depth for budget in budgets):
+            return None
+        self.load(requests, [len(request.tokens) - 1 for request in requests], budgets)
+        fields = self._drafts[self._key]()[:, : len(requests)].cpu()
+        token, parent, depth, ancestors = fields[1:].unflatten(0, (4, -1)).transpose(1, 2)
+        length = fields[0]
+        width = int(length.max())
+        columns = token[:, :width], parent[:, :width].int(), depth[:, :width].int(), ancestors[:, :width], length
+        log_probs = self._log_probs[: len(requests)].tolist() if self._scored else [[] for _ in requests]
+        drafted = [values[: count - 1] for values, count in zip(log_probs, length.tolist(), strict=True)]
+        return Drafted(DraftTree(*columns, is_chain=self._shape is None, max_depth=self.limit.depth), drafted)
+
     def leave(self, row: int) -> None:
         """Stop the row of a finished request: its root no longer advances.
 
@@ -190,6 +220,16 @@ class StepGraphs:
                 self._keep_features(rows, tree, decoded)
 
         self._graphs[batch, limits] = Graph(run, self._memory)
+
+    def _record_draft(self, batch: int, limits: Limits) -> None:
+        self._state.load(batch)
+
+        def run() -> Tensor:
+            tree = self._draft(self._state.of(batch, self.longest, limits))
+            fields = (tree.length[:, None], tree.token, tree.parent, tree.depth, tree.ancestors)
+            return torch.cat([field.long() for field in fields], dim=1).T.contiguous()
+
+        self._drafts[batch, limits] = Graph(run, self._memory)
 
     def _draft(self, rows: GraphBatch) -> DraftTree:
         root, proposer = rows.root_tokens, self.proposer
@@ -274,7 +314,7 @@ class GraphCache:
     def record(
         self, runner: Runner, default: tuple[Proposer, Budget], max_rows: int, *, adaptive: bool
     ) -> Recorded | None:
-        """Capture the steps that need no host, and the forwards of those that do, which `runner` then replays.
+        """Capture the steps that need no host, and the parts of others, which proposer and `runner` then replay.
 
         The former are drafts of the `default` proposer, if it is a head, and plain steps, if nothing is drafted or with
         `adaptive`. `max_rows`: of a verify. Nothing is captured twice. Returns None if there are no graphs. Raises
@@ -301,6 +341,8 @@ class GraphCache:
                 self._graphs[name] = StepGraphs(runner, drafter, most, *sizes, early_exit=adaptive)
                 work += self._graphs[name].recordings()
             graphs.append(self._graphs[name])
+            if drafter is not None:
+                drafter.graphs = self._graphs[name]
         key = limit, proposer.aux_layers
         if key not in self._forwards:
             parts = Runner(shard, runner.pool), proposer.aux_layers, limit  # none of its own, which would be a cycle

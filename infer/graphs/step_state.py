@@ -22,7 +22,7 @@ from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS, Nodes, Progress, advance
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
 from kernels.rows import AttentionRows
-from kernels.upload import sent
+from kernels.upload import sent, upload
 from kernels.verify import Accepted
 
 UNREAD = 2  # maximum number of launched, unread steps: one that may be running and the next one
@@ -168,21 +168,25 @@ class StepState:
 
         Returns which limits the rows use.
         """
-        ids, numbers = torch.zeros(batch, self._ids.shape[1], dtype=torch.int64), torch.zeros(NUMBERS, batch).long()
-        fractions = torch.zeros(3, batch)
+        width, device = self._ids.shape[1], self._ids.device
+        ids, numbers = torch.zeros(batch * width, dtype=torch.int64), torch.zeros(NUMBERS, batch, dtype=torch.int64)
+        fractions, tokens, places, columns = torch.zeros(3, batch), list[int](), list[int](), list[list[int]]()
         numbers[0], numbers[1], fractions[1] = self._pool.null_row, 1, 1.0
         for b, (request, rows, base, limit) in enumerate(zip(requests, features, bases, limits, strict=True)):
             count = len(rows)
             start = request.computed - count
-            ids[b, :count] = torch.tensor(request.tokens[start + 1 : start + count + 1])
-            numbers[:6, b] = torch.tensor([request.slot, start + 1, count - 1, len(request.tokens) - 1, base, limit])
-            self.features[b, :count] = rows
+            tokens += request.tokens[start + 1 : start + count + 1]
+            places += range(b * width, b * width + count)
+            columns.append([request.slot, start + 1, count - 1, len(request.tokens) - 1, base, limit])
+        if requests:
+            ids[places], numbers[:6, : len(requests)] = torch.tensor(tokens), torch.tensor(columns).T
+            self.features.flatten(0, 1).index_copy_(0, upload(places, device), torch.cat(list(features)))
         p, count = choice_parameters(requests, torch.device("cpu"), drafting=True), len(requests)
         if p is not None:
             numbers[8:, :count] = torch.stack([p.top_k, p.seed_low, p.seed_high])
             fractions[:, :count] = torch.stack([p.temperature, p.top_p, p.min_p])
         self._ids[:batch], self._numbers[:, :batch], self._fractions[:, :batch] = (
-            sent(tensor, self._ids.device) for tensor in (ids, numbers, fractions)
+            sent(tensor, device) for tensor in (ids.view(batch, width), numbers, fractions)
         )
         return NO_LIMITS if p is None else p.limits
 

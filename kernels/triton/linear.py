@@ -65,8 +65,10 @@ def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: Limits) -> Til
     n, m = 64, min(64, max(16, 1 << (rows - 1).bit_length()))  # 64: the fewest lines of a product on Hopper
     if rows <= 64 or programs(64, 64) <= device.multiprocessors:
         return Tile(n, m, k, warps=4, stages=stages(n, m))
-    if programs(128, 64) <= device.multiprocessors:
+    if device.warpgroups and programs(128, 64) <= device.multiprocessors:
         return Tile(128, 64, k, warps=8, stages=stages(128, 64, most=6))
+    if not device.warpgroups and programs(64, 128) <= device.multiprocessors:
+        return Tile(64, 128, k, warps=4, stages=stages(64, 128))
     large = programs(128, 256)
     waves = -(-large // device.multiprocessors)
     if device.warpgroups and rows > 128 and large >= FILLED * waves * device.multiprocessors:

@@ -1,5 +1,5 @@
-"""Steps that the host runs replay the target's forward: beside a prompt, for requests that need the host, and for
-drafts that are made there. No token, log-probability or draft changes.
+"""Steps that the host runs replay a head's drafts and the target's forward: beside a prompt, for requests that need the
+host, and for drafts that are made there. No token, log-probability or draft changes.
 
 On a CPU a replay calls the function that would have been captured, on the same padded tensors.
 """
@@ -14,10 +14,12 @@ import torch
 
 from infer.engine.step import StepRunner
 from infer.graphs.forward_graph import ForwardGraphs
+from infer.graphs.step_graph import StepGraphs
 from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
+from infer.speculation.proposers.head import HeadProposer
 from tests.lossless.plain import answer_all, ids
-from tests.lossless.test_controller import AtRandom
+from tests.lossless.test_controller import AtAnyPrice, AtRandom
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=3, top_k=20)
@@ -40,9 +42,25 @@ DRAFTS = {
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """Count decodes that the host runs, and of these those that replay their forward: "chain" and "tree" drafts."""
+    """Count decodes that the host runs, and of these those that replay their forward: "chain" and "tree" drafts. Also
+    count a head's drafts in them, as "proposed", and of these those that are "drafted" by a replay.
+    """
     counts: Counter[str] = Counter()
-    verify, replay = StepRunner.verify_drafts, ForwardGraphs.replay
+    verify, replay, draft, propose = (
+        StepRunner.verify_drafts,
+        ForwardGraphs.replay,
+        StepGraphs.draft,
+        HeadProposer.propose,
+    )
+
+    def drafted(self, *args):
+        result = draft(self, *args)
+        counts["drafted"] += result is not None
+        return result
+
+    def proposed(self, *args):
+        counts["proposed"] += 1
+        return propose(self, *args)
 
     def verified(self, requests, tree):
         counts["decodes"] += 1
@@ -57,6 +75,8 @@ def forwards(monkeypatch):
 
     monkeypatch.setattr(StepRunner, "verify_drafts", verified)
     monkeypatch.setattr(ForwardGraphs, "replay", replayed)
+    monkeypatch.setattr(StepGraphs, "draft", drafted)
+    monkeypatch.setattr(HeadProposer, "propose", proposed)
     return counts
 
 
@@ -75,12 +95,14 @@ def test_one_request_that_needs_the_host(make_small_engine, forwards, dtype, dra
     results = []
     for graphs in ("on", "off"):
         engine = make_small_engine(dtype, threads=1, max_batch=3, graphs=graphs, **DRAFTS[drafts])
-        for params in NEED_HOST.values():
+        for need, params in NEED_HOST.items():
             forwards.clear()
             batch = [(PROMPTS[0], replace(GREEDY, max_tokens=40)), (PROMPTS[2], SAMPLED), (PROMPTS[4], params)]
             results.append(answers(engine, batch)[0])
             assert forwards["decodes"] > 3
             assert forwards["replays"] == (forwards["decodes"] if graphs == "on" else 0)
+            if graphs == "on" and (need, drafts) != ("grammar", "chain") and drafts in ("chain", "tree"):
+                assert forwards["drafted"] == forwards["proposed"] > 2
         engine._pool.invariants([])
     half = len(NEED_HOST)
     assert results[:half] == results[half:]
@@ -106,6 +128,7 @@ def test_a_prompt_beside_requests_that_decode(make_small_engine, make_plain, for
     assert answer_all(engine, requests, range(0, 20, 4)) == wanted
     assert beside[True] > 8
     assert forwards["replays"] == forwards["decodes"]
+    assert drafts not in ("chain", "tree") or forwards["drafted"] == forwards["proposed"] > 8
     kind = {"none": None, "tree": "tree", "combined": "tree"}.get(drafts, "chain")
     assert kind is None or forwards[kind] > 0
 
@@ -137,6 +160,23 @@ def test_budgets_at_random(make_small_engine, make_plain, forwards, drafts):
     assert forwards["replays"] == forwards["decodes"] > 10
     assert forwards["chain"] + forwards["tree"] > 5
     engine._pool.invariants([])
+
+
+@pytest.mark.parametrize("head", ["eagle", "mlp", "p-eagle, one layer", "dspark"])
+def test_chains_exit_early(make_small_engine, make_plain, forwards, monkeypatch, tmp_path, head):
+    """On the device, by the terms of each step, from whose outcomes the host learns."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = make_small_engine(head=head, threads=1, max_batch=5, graphs="on")
+    engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
+    engine.speculator.planner = planner = AtAnyPrice(seed=2)
+    engine._head.confidence = planner.confidence
+    params, oracle = [replace(item, max_tokens=40, logprobs=0) for item in (GREEDY, SAMPLED)], make_plain(small=True)
+    wanted = [oracle(*item).token_ids for item in zip(PROMPTS[::4], params, strict=True)]
+    forwards.clear()
+    assert ids(engine.generate(PROMPTS[::4], params)) == wanted
+    assert forwards["drafted"] == forwards["proposed"] > 10
+    assert {1, 2} <= planner.depths
+    assert planner.confidence.errors is not None
 
 
 def test_what_fits_no_graph_is_not_replayed(make_small_engine, make_plain, forwards):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,9 @@ from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.heads.block import BlockHead
 from models.layers import Linear, copy_packed
+
+if TYPE_CHECKING:
+    from infer.graphs.step_graph import StepGraphs
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
@@ -87,6 +91,7 @@ class HeadProposer(Proposer):
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
+        self.graphs: StepGraphs | None = None  # in which it drafts where they are captured and no draft needs the host
 
     @property
     def module(self) -> Head:
@@ -178,7 +183,11 @@ class HeadProposer(Proposer):
         if not self.kv_layers:
             return
         # Few features are kept: prompts are read chunk by chunk, and texts without drafts every KEPT_ROWS positions.
-        due = [r for r in requests if r.phase is Phase.PREFILL or self._count(r) >= KEPT_ROWS]
+        # Of a prompt's last chunk a graph could not read more than of a verify.
+        verified = KEPT_ROWS if self.graphs is None else self.graphs.width
+        prompts = [r.phase is Phase.PREFILL or count > verified for r, count in zip(requests, counts, strict=True)]
+        pairs = zip(requests, prompts, strict=True)
+        due = [request for request, prompt in pairs if self._count(request) >= (1 if prompt else KEPT_ROWS)]
         if due:
             self._fill(due)
             for request in due:
@@ -188,6 +197,8 @@ class HeadProposer(Proposer):
                     self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        if (replayed := self._replay(requests, budgets)) is not None:
+            return replayed
         # Block verification takes chains only.
         chains = [i for i, request in enumerate(requests) if self.shape is None or request.params.acceptance == "block"]
         trees = [i for i in range(len(requests)) if i not in chains]
@@ -255,6 +266,24 @@ class HeadProposer(Proposer):
         return 0 if pending is None else pending.count
 
     # ---- drafting -----------------------------------------------------------------------------------------------
+
+    def _replay(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree | None:
+        """Draft in a CUDA graph; None, with nothing done, if none fits or a draft needs the host."""
+        if self.graphs is None or any(map(self._needs_host, requests)):
+            return None
+        drafted = self.graphs.draft(requests, budgets)
+        if drafted is None:
+            return None
+        self.was_read(requests)
+        if self.confidence is not None and self.confidence.scoring:
+            for request, budget, log_probs in zip(requests, budgets, drafted.log_probs, strict=True):
+                if log_probs:
+                    self.confidence.record(request, budget.depth, log_probs)
+        return drafted.tree
+
+    def _needs_host(self, request: Request) -> bool:
+        """Return whether the host reads or changes the logits that it drafts from."""
+        return request.params.acceptance == "block" or (self.shape is None and request.constraint is not None)
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
