@@ -49,11 +49,14 @@ def serve(engine: Engine, machine: Machine, params: SamplingParams) -> Phases:
     for prompt in PROMPTS:
         engine.add(prompt, params)
     phases: Phases = {"prompt": Counter(), "decode": Counter()}
-    reasons = []
+    started, reasons = False, list[str | None]()
     while engine.has_work:
         with machine.counting() as step:
             reasons += [output.finish_reason for output in engine.step()]
-        phases["prompt" if engine.activity.startswith("prefill") else "decode"] |= step
+        phase = "prompt" if engine.activity.startswith("prefill") else "decode"
+        started = started or phase == "prompt"
+        if started:  # before that a round is drained that requests have left in flight
+            phases[phase] |= step
     assert "error" not in reasons
     return phases
 

@@ -99,9 +99,8 @@ def test_a_wait_in_a_capture_is_found(
 def test_a_new_wait_in_a_step_is_counted(cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(target_folder, DRAFTERS["none"], graphs="off")
     before = serve(engine, cuda, GREEDY)["decode"]
-    original = type(engine._runner).logits
-    runner = type(engine._runner)
-    monkeypatch.setattr(runner, "logits", lambda self, hidden: original(self, hidden * hidden.sum().item()))
+    original = type(engine.target).logits
+    monkeypatch.setattr(type(engine.target), "logits", lambda self, x: original(self, x * x.sum().item()))
     after = serve(engine, cuda, GREEDY)["decode"]
     assert sum((after - before).values()) == 1
     assert {wait.kind for wait in after - before} == {"read"}
