@@ -12,6 +12,7 @@ import torch
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.graphs.step_graph import StepGraphs
+from infer.parallel.target_worker import Shard
 from infer.request import SamplingParams
 from infer.speculation.draft_loop import TorchLoop
 from models.targets import load_target
@@ -97,9 +98,8 @@ def test_a_new_wait_in_a_step_is_counted(
 ) -> None:
     engine = make_engine(target_folder, DRAFTERS["none"], graphs="off")
     before = serve(engine, cuda, GREEDY)["decode"]
-    original = type(engine._runner).logits
-    runner = type(engine._runner)
-    monkeypatch.setattr(runner, "logits", lambda self, hidden: original(self, hidden * hidden.sum().item()))
+    original = Shard.logits
+    monkeypatch.setattr(Shard, "logits", lambda self, hidden: original(self, hidden * hidden.sum().item()))
     after = serve(engine, cuda, GREEDY)["decode"]
     assert sum((after - before).values()) == 1
     assert {wait.kind for wait in after - before} == {"read"}
