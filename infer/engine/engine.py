@@ -116,7 +116,6 @@ class Engine:
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._controller_state, self._profiles_at_start = ControllerState(AcceptanceModel(priors)), profile
-        self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._graph_cache, self._warm_up = GraphCache(self.config, self.context), WarmUp()
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -474,7 +473,7 @@ class Engine:
             self._stats,
             self.threads,
             context=self.context,
-            rates=self._synthetic_rates,
+            rates=tuple(self.proposer_config.acceptance or ()),
             clock=self._clock,
             timer=self._timer,
         )

@@ -31,6 +31,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of the demo target; else one is trained"
     )
     parser.add_argument("--minutes", type=float, default=0.5, help="of training, where no head is given; default: 0.5")
+    parser.add_argument(
+        "--bundled-ptxas", action="store_true", help="check kernels as Triton's own ptxas makes them, and by no other"
+    )
     parser.add_argument("--commit", help="what is checked, for the report of a machine without a git checkout")
     # What the command starts itself with: a share of the kernels to compile, or a group of checks to add to a report.
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scripts.gpu_check.measure import Item
-from scripts.gpu_check.ptxas import other_ptxas
+from scripts.gpu_check.ptxas import Ptxas, other_ptxas
 
 OPERATIONS = (
     "linear", "blocks", "attention", "choose", "elementwise", "layer", "verify", "drafting", "acceptance", "training"
@@ -25,7 +25,7 @@ KINDS = ("correctness", "timings")  # in the parts `kernels` and `timings`
 SERVED, BF16, FP16, FP32 = range(4)
 RANKS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
-PROCESSES = 3  # that share the comparisons of kernels
+PROCESSES = 4  # that share the comparisons of kernels
 
 Lines = list[dict[str, Any]]
 
@@ -106,7 +106,7 @@ def kernel_checks(device: torch.device, kind: str) -> list[KernelCheck]:
     return sorted(checks, key=lambda check: check.rank)  # stable
 
 
-def kernels(device: torch.device, parts: Sequence[str]) -> list[Group]:
+def kernels(device: torch.device, parts: Sequence[str], assemblers: Sequence[Ptxas]) -> list[Group]:
     """Return the comparisons of all kernels, in processes that share them, and again for each other ptxas.
 
     What the part `timings` will launch is compiled here, while nothing is timed.
@@ -119,7 +119,7 @@ def kernels(device: torch.device, parts: Sequence[str]) -> list[Group]:
     if device.type == "cuda" and "timings" in parts:
         compiled = [check.check() for check in kernel_checks(device, "timings")]
         groups.append(Group("compiling for timings", "kernels", (), compiled=compiled))
-    for ptxas in other_ptxas() if device.type == "cuda" else ():
+    for ptxas in assemblers:
         again = [check.check(f"{ptxas.name}: ") for check in checks if check.rank <= BF16]
         cache = f"{tempfile.gettempdir()}/headway-{ptxas.name.replace(' ', '-')}"
         environment = {"TRITON_PTXAS_PATH": ptxas.path, "TRITON_CACHE_DIR": cache}
@@ -131,8 +131,9 @@ def groups(parts: Sequence[str], device: torch.device, options: Any) -> list[Gro
     """Return the plan of these parts, stage by stage. `options` are those of the command line."""
     from scripts.gpu_check import exactness, speculation, tiles, training_run
 
+    assemblers = [] if device.type != "cuda" or options.bundled_ptxas else other_ptxas()
     make: dict[str, Callable[[], list[Group]]] = {
-        "kernels": partial(kernels, device, options.only),
+        "kernels": partial(kernels, device, options.only, assemblers),
         "exact": partial(exactness.groups, device, options.head),
         "train": partial(training_run.groups, device, options),
         "bench": partial(speculation.groups, device, options),

@@ -101,7 +101,8 @@ class Bench:
             for graphs in ("on", "off")
             for name, (proposer, shape) in systems.items()
             for batch in self.batches
-            if (graphs == "off") == (proposer == "synthetic") or (graphs == "off" and name in EAGER)
+            if (batch <= 8 or graphs == "on")
+            and ((graphs == "off") == (proposer == "synthetic") or (graphs == "off" and name in EAGER))
         ]
         return runs if self.on_gpu else [run for run in runs if (run.proposer, run.graphs) in INTERPRETED]
 

@@ -16,7 +16,8 @@ import torch
 from infer.config_checks import REPO_ROOT
 from scripts.gpu_check.plan import Check, Group, LeftOut, Lines
 
-SECONDS = 120  # that it takes beside `minutes`, at most
+SECONDS = 60  # that it takes beside `minutes`
+STALLED = 120  # seconds beyond that after which it hangs
 NEEDED = ("hydra", "omegaconf", "accelerate")
 RATE = re.compile(r"step/s, loss ([\d.]+), (\d+) tokens/s")
 
@@ -41,7 +42,7 @@ class Training:
                 stderr=subprocess.STDOUT,
                 cwd=REPO_ROOT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                timeout=60 * self.minutes + SECONDS,
+                timeout=60 * self.minutes + SECONDS + STALLED,
                 check=False,
             )
         said = log.read_text(errors="replace")

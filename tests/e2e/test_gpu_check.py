@@ -26,7 +26,7 @@ from scripts.gpu_check.speculation import union_length
 from scripts.gpu_check.verify import compare
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-OPTIONS = argparse.Namespace(head=None, minutes=0.5, work=None, only=list(PARTS))
+OPTIONS = argparse.Namespace(head=None, minutes=0.5, work=None, only=list(PARTS), bundled_ptxas=False)
 
 
 def test_every_part_runs_without_a_gpu(tmp_path):
