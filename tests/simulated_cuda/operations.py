@@ -43,7 +43,8 @@ WHOLE = (
     _scaled_dot_product_flash_attention_for_cpu_backward _softmax _softmax_backward_data addmm all amax amin any argmax
     baddbmm bmm cat constant_pad_nd cumsum embedding embedding_dense_backward full_like gather index_add index_copy
     index_fill index_select linalg_vector_norm logsumexp max mean mm new_full new_ones new_zeros
-    nll_loss_backward nll_loss_forward ones_like scatter scatter_add searchsorted select_backward slice_backward sort stack sum topk zeros_like
+    nll_loss_backward nll_loss_forward ones_like scatter scatter_add searchsorted
+    select_backward slice_backward sort stack sum topk zeros_like
     """
     )
 )
