@@ -67,6 +67,7 @@ class ForwardGraphs:
             return None
         batch, width = size
         on_host = torch.zeros(len(self._inputs), dtype=torch.int64, pin_memory=self._memory.pool is not None)
+        self._pad(on_host, *size)
         self._fill(on_host, tree, requests, *size)
         index: slice | Tensor = slice(tree.token.numel())  # of the rows that are no padding
         if tree.token.shape[1] < width or not tree.full:
@@ -90,12 +91,15 @@ class ForwardGraphs:
         """Return whether the graphs of this width run chains, which need no tree mask."""
         return width == 1 or self._limit.is_chain
 
+    def _pad(self, inputs: Tensor, batch: int, width: int) -> None:
+        """Make all requests padding, whose nodes see a root: without a key, attention would give no number."""
+        of_requests, of_nodes = self._fields(inputs, batch, width)
+        of_requests[0], of_requests[1], of_nodes[2] = self._pool.null_row, 0, 1
+
     def _fill(self, inputs: Tensor, tree: DraftTree, requests: Sequence[Request], batch: int, width: int) -> None:
         of_requests, of_nodes = self._fields(inputs, batch, width)
-        of_requests[0, len(requests) :] = self._pool.null_row
         columns = [[request.slot for request in requests], [request.computed for request in requests]]
         of_requests[:, : len(requests)] = torch.tensor(columns)
-        of_nodes[2] = 1  # padding sees a root
         nodes = torch.stack([tree.token, tree.depth, tree.ancestors])
         if not tree.full:
             nodes = nodes.where(tree.inside, torch.tensor([0, 0, 1])[:, None, None])
@@ -115,7 +119,8 @@ class ForwardGraphs:
             rows = AttentionRows.grid(self._pool.table, slots, roots, width, **sizes, tree_mask=masks)
             return self._runner.forward(token.flatten(), rows, self._aux, depths)
 
-        self._inputs.zero_()
+        # Else the null block would be left with keys that are no numbers, which requests that have ended read.
+        self._pad(self._inputs.zero_(), batch, width)
         self._graphs[batch, width] = Graph(run, self._memory)
 
 

@@ -33,14 +33,7 @@ from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRETED
-from kernels.triton.attention_tiles import (
-    Blocking,
-    blocking,
-    merges_itself,
-    split_programs,
-    stages_of_attend,
-    warps_of_attend,
-)
+from kernels.triton.attention_tiles import Blocking, blocking, merges_itself, split_programs, warps_of_attend
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps, prefetch
 from kernels.triton.device import Limits, limits
 from kernels.triton.launch import Variant
@@ -348,7 +341,7 @@ class TritonAttention:
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
         if whole is None:
-            whole = merges_itself(programs, rows.counts, splits, head_dim, dtype, self._tree, limits(device))
+            whole = merges_itself(programs, head_dim, dtype, self._tree, limits(device))
         self._whole = whole
         self._table, self._first, self._page_size = rows.table, rows.first, rows.page_size
         self._request, (_, self._slots, self._committed, self._ends) = rows.request, rows.addresses
@@ -360,9 +353,7 @@ class TritonAttention:
         self._states = torch.empty(states, num_heads, num_states, 2, device=device)
         self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
         self._sizes = num_heads, num_kv_heads, head_dim
-        parts = 1 if whole else split_programs(programs, splits, limits(device))
-        self._grid = (len(blocks), num_kv_heads, parts)
-        self._alone = not whole and programs * parts <= limits(device).multiprocessors
+        self._grid = (len(blocks), num_kv_heads, 1 if whole else split_programs(programs, splits, limits(device)))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
@@ -390,9 +381,9 @@ class TritonAttention:
         The kernel launched before must not be the one that computed the rows' addresses (kernels/triton/dependent.py).
         """
         attended, continued, combined = _variants(
-            self._shape, *self._sizes, self._page_size, q.dtype, cache.dtype, self._whole, self._tree, self._alone,
+            self._shape, *self._sizes, self._page_size, q.dtype, cache.dtype, self._whole, self._tree,
             window is not None, self._tail_slots.shape[-1] if self._tree else 0, self._outs.shape[2] > 1,
-            limits(q.device), overlaps(q.device),
+            overlaps(q.device),
         )  # fmt: skip
         heads, kv_heads, dim = self._sizes
         scale *= math.log2(math.e)
@@ -418,7 +409,7 @@ class TritonAttention:
 @functools.cache
 def _variants(
     shape: Blocking, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, cache: torch.dtype,
-    whole: bool, tree: bool, alone: bool, windowed: bool, tail: int, several: bool, device: Limits, pdl: bool,
+    whole: bool, tree: bool, windowed: bool, tail: int, several: bool, pdl: bool,
 ) -> tuple[Variant, Variant, Variant]:  # fmt: skip
     """Return the kernels of a plan's layers: `attend`, `branch` and `combine`. `several`: states of a row."""
     padded = triton.next_power_of_2(dim)
@@ -427,16 +418,11 @@ def _variants(
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "LINES": shape.lines, "TILE": shape.tile,
         "UPCAST": dtype == torch.bfloat16 and INTERPRETED,
     }  # fmt: skip
-    options = {"enable_fp_fusion": False, **launched(pdl)}
-    stages = stages_of_attend(shape, padded, dtype, cache, device) if alone else shape.stages
+    options = {"num_stages": shape.stages, "enable_fp_fusion": False, **launched(pdl)}
     warps = warps_of_attend(shape, dim, whole, tree, cache)
     return (
-        Variant(
-            attend, {**common, **products, "PAGE": page, "TREE": tree}, num_warps=warps, num_stages=stages, **options
-        ),
-        Variant(
-            branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, num_stages=shape.stages, **options
-        ),
+        Variant(attend, {**common, **products, "PAGE": page, "TREE": tree}, num_warps=warps, **options),
+        Variant(branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, **options),
         Variant(combine, {**common, "HEADS": heads, "AHEAD": AHEAD if several else 1}, num_warps=1, **options),
     )
 

@@ -54,6 +54,7 @@ def grow_kernel(
             log_prob = tl.sum(tl.where(index == picked, cumulative, 0.0), axis=0)
         else:
             picked, log_prob = best_remaining(cumulative, remaining, index, C)
+            picked = tl.minimum(picked, count - 1)  # of numbers that are none, none is the best
             remaining = remaining & (index != picked)
         out, parent = row * width + place, picked // fan_out
         mask = tl.load(masks + row * nodes + parent) | (tl.full((), 1, tl.int64) << (ran + place).to(tl.int64))

@@ -58,13 +58,6 @@ CASES = {
         if dim <= 128 or not (whole and tree)
     },
 }
-CASES |= {
-    f"attention, head size {dim}, one split{', tree' if tree else ''}, few programs": partial(
-        attend, dim, whole=False, tree=tree, rows=16
-    )
-    for dim in (64, 128, 256)
-    for tree in (False, True)
-}
 if device.without_gpu is not HOPPER:  # launches.py has Hopper's
     CASES |= {f"block drafter, head size {dim}": partial(draft_blocks, dim) for dim in (64, 128, 256)}
     CASES["training-time test"] = partial(unrolled, 128)

@@ -51,12 +51,9 @@ def empty(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def attend(
-    dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False,
-    rows=128,
-):  # fmt: skip
+def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False):
     """`short`: a draft head's layer and one page; every argument that can be 1 is, so Triton makes it a constant."""
-    count = 1 if short else rows
+    count = 1 if short else 16
     index = empty(count, dtype=torch.int64)
     tree_mask = index if tree else None
     table = empty(1, 1 if short else 4096, dtype=torch.int64)
@@ -271,15 +268,6 @@ CASES = {
     ),
     "prefill, fp8 cache": partial(attend, 128, whole=True, cache_dtype=torch.float8_e4m3fn),
     "prefill, fp8 cache, window": partial(attend, 128, whole=True, cache_dtype=torch.float8_e4m3fn, window=4096),
-    "verify by few programs, head size 96": partial(attend, 96, whole=False, rows=16),
-    "verify a tree by few programs, window": partial(attend, 128, whole=False, tree=True, rows=16, window=512),
-    **{
-        f"verify{' a tree' if tree else ''} by few programs, fp8 cache, head size {dim}": partial(
-            attend, dim, whole=False, tree=tree, cache_dtype=torch.float8_e4m3fn, rows=16
-        )
-        for dim in (64, 128)
-        for tree in (False, True)
-    },
     "verify, head size 64": partial(attend, 64, whole=False, dtype=torch.float16),
     "verify, head size 80": partial(attend, 80, whole=False),
     "verify, head size 96": partial(attend, 96, whole=False),

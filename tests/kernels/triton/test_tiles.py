@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from kernels.triton.attention_tiles import MOST_STATES, ROOMY, blocking, merges_itself, split_programs
+from kernels.triton.attention_tiles import blocking, merges_itself, split_programs
 from kernels.triton.linear import tile_for
 from tests.kernels.triton.compiled import A100, DEVICES, HOPPER, L40S, compile_in_new_process
 
@@ -143,39 +143,14 @@ def test_keys_are_read_in_the_same_tiles_and_splits_on_every_device(device, dim)
     assert blocking(dim, BF16, 64, device).lines == 64
 
 
-def test_few_programs_have_more_tiles_under_way_in_the_same_order(compiled):
-    """The products of attention are those of many programs, and so are the bits."""
-    capability, launches = compiled
-    for case, launched in launches.items():
-        if not case.endswith(", few programs"):
-            continue
-        for few, many in zip(launched, launches[case.removesuffix(", few programs")], strict=True):
-            assert [name for name, _, _ in few["products"]] == [name for name, _, _ in many["products"]]
-            if few["kernel"] == "attend" and DEVICES[capability].shared_memory >= ROOMY:
-                assert few["options"]["num_stages"] >= 7, "three tiles under way"
-                assert many["options"]["num_stages"] <= 3
-
-
 def test_programs_merge_their_splits_if_every_multiprocessor_has_one():
     for device in (A100, L40S, HOPPER):
         count = device.multiprocessors
-        assert merges_itself(count, (1,), 4, 128, BF16, True, device)
-        assert not merges_itself(count - 1, (1,), 4, 128, BF16, False, device)
+        assert merges_itself(count, 128, BF16, True, device)
+        assert not merges_itself(count - 1, 128, BF16, False, device)
 
 
-def test_no_program_processes_a_long_context_alone_while_others_end():
-    """17 requests, 8 KV heads: one of 32k tokens is divided, a prompt's chunk and what would fill memory are not."""
-    assert not merges_itself(136, (1,) * 17, 64, 128, BF16, False, HOPPER)
-    assert split_programs(136, 64, HOPPER) == 4
-    assert split_programs(8 * 136, 64, HOPPER) == 4
-    assert merges_itself(256, (512,), 64, 128, BF16, False, HOPPER)
-    assert not merges_itself(256, (64,) * 4, MOST_STATES // 256, 128, BF16, False, HOPPER)
-    assert merges_itself(256, (64,) * 4, MOST_STATES // 256 + 1, 128, BF16, False, HOPPER)
-
-
-def test_splits_are_divided_among_programs_that_fill_the_device():
-    assert split_programs(8, 64, HOPPER) == 16  # one request: 128 programs, each alone on a multiprocessor
-    assert split_programs(33, 64, HOPPER) == 4
+def test_splits_are_divided_among_as_many_programs_as_the_device_runs_at_once():
+    assert split_programs(8, 64, HOPPER) == 33  # one request: 264 programs, not 512
     assert split_programs(8, 4, HOPPER) == 4
-    assert split_programs(44, 64, HOPPER) == 6  # two on each
-    assert split_programs(8, 64, L40S) == 36
+    assert split_programs(131, 64, HOPPER) == 3
