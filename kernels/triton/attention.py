@@ -35,7 +35,7 @@ from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRETED
 from kernels.triton.attention_tiles import Blocking, blocking, merges_itself, split_programs, warps_of_attend
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps, prefetch
-from kernels.triton.device import Limits, limits
+from kernels.triton.device import limits
 from kernels.triton.launch import Variant
 from kernels.upload import upload
 
@@ -418,11 +418,12 @@ def _variants(
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "LINES": shape.lines, "TILE": shape.tile,
         "UPCAST": dtype == torch.bfloat16 and INTERPRETED,
     }  # fmt: skip
-    options = {"num_stages": shape.stages, "enable_fp_fusion": False, **launched(pdl)}
+    options = {"enable_fp_fusion": False, **launched(pdl)}
+    staged = {"num_stages": shape.stages, **options}
     warps = warps_of_attend(shape, dim, whole, tree, cache)
     return (
-        Variant(attend, {**common, **products, "PAGE": page, "TREE": tree}, num_warps=warps, **options),
-        Variant(branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, **options),
+        Variant(attend, {**common, **products, "PAGE": page, "TREE": tree}, num_warps=warps, **staged),
+        Variant(branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, **staged),
         Variant(combine, {**common, "HEADS": heads, "AHEAD": AHEAD if several else 1}, num_warps=1, **options),
     )
 

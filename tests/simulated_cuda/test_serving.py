@@ -41,6 +41,15 @@ def test_tokens_are_those_of_the_cpu(target_folder: Path, monkeypatch: pytest.Mo
             assert engine.stats.speculation.drafted > 0
 
 
+@pytest.mark.slow
+def test_what_is_captured_leaves_numbers_in_the_cache(target_folder: Path) -> None:
+    """Requests that have ended read the null block in rounds; keys that are no numbers would spoil their drafts."""
+    with simulated_cuda():
+        engine = make_engine(target_folder, Drafter("head", EAGLE3, BEAM), graphs="on", max_batch=1)
+        assert engine.graphs is not None
+        assert all(cache.cpu().isfinite().all() for cache in engine._pool.layers.caches)
+
+
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:0"])
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_every_device_serves(cuda: Machine, target_folder: Path, device: str, graphs: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.speculation.tree_shapes import DynamicShape, StaticShape, grow
-from kernels.tree import best_nodes
+from kernels.tree import Frontier, best_nodes, grow_level
 from kernels.triton import SWITCH
 from tests.drafts import checked_tree
 from tests.operations import counted
@@ -53,6 +53,16 @@ def test_trees_grow_alike(monkeypatch, shape, alike, shallower):
     for level, expected_level in zip(masks, expected_masks, strict=True):
         assert all(map(torch.equal, level, expected_level))
     assert launches.names["grow_kernel"] == deepest
+
+
+def test_values_that_are_no_numbers_pick_candidates_that_exist(monkeypatch):
+    """A parent that does not exist would be read, which ends the process on a GPU."""
+    monkeypatch.setenv(SWITCH, "triton")
+    token = torch.arange(BATCH * 5).view(BATCH, 1, 5)
+    value = torch.full((BATCH, 1, 5), torch.nan)
+    picked = grow_level(Frontier.root(BATCH, token.device), token, value, None, 4, first=0, ran=0).picked
+    assert picked.parent.tolist() == BATCH * [4 * [0]]
+    assert all(int(chosen) in row for chosen, row in zip(picked.token[:, 0], token[:, 0].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
