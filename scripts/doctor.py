@@ -29,6 +29,8 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(HERE).parent
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
+# by scripts/gpu_check: every kernel with the first, those that serve an 8B model in bf16 with the second (LOG.md)
+CHECKED_PTXAS = {("sm_90", "12.8.93"), ("sm_90", "13.0.88")}
 GIB = 2**30
 MARKS = {"ok": "ok  ", "warning": "warn", "broken": "FAIL"}
 
@@ -205,6 +207,15 @@ def check_triton_interpret(value: str | None) -> Check:
     return Check("triton interpreter", "ok", "TRITON_INTERPRET is not set")
 
 
+def check_ptxas(capability: tuple[int, int], version: str | None) -> Check:
+    """`version`: of the ptxas that Triton calls; None if it could not be asked."""
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    if (architecture, version) in CHECKED_PTXAS:
+        return Check("ptxas", "ok", f"{version}, whose kernels gave the right results on {architecture}")
+    fix = "./scripts/gpu_check.sh --only kernels checks them, by every ptxas that it finds"
+    return Check("ptxas", "warning", f"{version or 'unknown'}, whose kernels nobody has checked on {architecture}", fix)
+
+
 def has_wandb_init() -> bool:
     try:
         import wandb
@@ -244,6 +255,10 @@ def run_checks() -> list[Check]:
     checks.append(
         check_torch_build(torch.__version__, has_nvidia, torch.cuda.is_available(), installed_version("torchvision"))
     )
+    if torch.cuda.is_available():
+        from scripts.gpu_check.ptxas import version_in_use
+
+        checks.append(check_ptxas(torch.cuda.get_device_capability(), version_in_use()))
     from kernels.cpu.library import SWITCH, compiler, library
 
     checks.append(check_cpu_kernels(library(), compiler(), os.environ.get(SWITCH)))

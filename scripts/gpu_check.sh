@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks and times this machine's GPU: every kernel, the engine's exactness, speculation end to end.
+# Checks and times this machine's GPU: every kernel, the engine's exactness, training, speculation.
 #   ./scripts/gpu_check.sh                all parts in nine minutes
 #   ./scripts/gpu_check.sh --dry-run      what would run, and how long it takes at most
 #   ./scripts/gpu_check.sh --interpret    without a GPU, in Triton's interpreter
 # Uses .venv's Python if there is one, else python3 (or PYTHON=...). Needs no network; --help lists the options, and
-# scripts/README.md says what the report contains. A machine needs torch, triton and transformers, and for `bench` to
-# train a head hydra-core, omegaconf, antlr4-python3-runtime and accelerate as well.
+# scripts/README.md says what the report contains. A machine needs torch, triton and transformers, and to train a head
+# hydra-core, omegaconf, antlr4-python3-runtime, gguf and accelerate as well.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z "${PYTHON:-}" ]]; then

@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--bundled-ptxas", action="store_true", help="check kernels as Triton's own ptxas makes them, and by no other"
     )
-    parser.add_argument("--commit", help="what is checked, for the report of a machine without a git checkout")
+    parser.add_argument("--commit", help="what is checked, where the tree is a copy without its history")
     # What the command starts itself with: a share of the kernels to compile, or a group of checks to add to a report.
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     for option, kind in (("--share", str), ("--group", str), ("--report", Path), ("--until", float)):

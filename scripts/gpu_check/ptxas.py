@@ -6,6 +6,7 @@ under each that is found. Triton takes the one that TRITON_PTXAS_PATH names.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -30,6 +31,15 @@ def bundled_ptxas() -> Ptxas | None:
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     version = version_of(str(path))
     return None if version is None else Ptxas(str(path), version)
+
+
+def version_in_use() -> str | None:
+    """Return the version of the ptxas that Triton calls, or None if it has none that runs."""
+    named = os.environ.get("TRITON_PTXAS_PATH")
+    if named:
+        return version_of(named)
+    bundled = bundled_ptxas()
+    return None if bundled is None else bundled.version
 
 
 def other_ptxas() -> list[Ptxas]:

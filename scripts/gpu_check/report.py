@@ -145,10 +145,8 @@ def wrong(line: dict[str, Any]) -> str:
 
 
 def circumstances(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Return what was checked, where and with which packages; `commit` is for a machine without a git checkout."""
-    git = git_state()
-    if git["commit"] is None:
-        git["commit"] = commit
+    """Return what was checked, where and with which packages; `commit` is what a copy of the tree was made of."""
+    git = git_state() if commit is None else {"commit": commit, "dirty": None}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     packages = versions() | {"triton": importlib.import_module("triton").__version__, "cuda": torch.version.cuda}
     created = datetime.now(UTC).isoformat(timespec="seconds")

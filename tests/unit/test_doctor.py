@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from scripts import doctor
+from scripts.gpu_check.ptxas import version_in_use
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -145,3 +146,22 @@ def test_cpu_facts_are_read_from_either_architecture() -> None:
     assert doctor.cpu_facts(x86) == ("EPYC", ["avx2", "avx512f", "avx512_bf16", "amx_tile"])
     assert doctor.cpu_facts(arm) == ("", ["asimd", "bf16"])
     assert doctor.cpu_facts("") == ("", [])
+
+
+def test_an_assembler_is_known_or_to_be_checked():
+    assert doctor.check_ptxas((9, 0), "12.8.93").status == "ok"
+    for capability, version in (((9, 0), "13.1.80"), ((10, 0), "12.8.93"), ((9, 0), None)):
+        check = doctor.check_ptxas(capability, version)
+        assert check.status == "warning"
+        assert f"sm_{capability[0]}{capability[1]}" in check.detail
+        assert "gpu_check.sh --only kernels" in check.fix
+
+
+def test_the_assembler_in_use_is_the_one_that_is_named(monkeypatch, tmp_path):
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.1, V13.1.80\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
+    assert version_in_use() == "13.1.80"
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assert version_in_use() == "12.8.93"
