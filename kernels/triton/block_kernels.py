@@ -269,7 +269,7 @@ def add_parts_kernel(
     out_stride,
     parts,
     N,
-    width,
+    partial_stride,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BIASED: tl.constexpr,
@@ -278,7 +278,7 @@ def add_parts_kernel(
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add `partial` `[parts, rows, width]`, the totals of the parts of K, and store `[rows, N]` as
+    """Add `partial` `[parts, rows, partial_stride]`, the totals of the parts of K, and store `[rows, N]` as
     `block_linear_kernel` does.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -291,8 +291,8 @@ def add_parts_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for part in range(parts):
         row = part * rows + m
-        source = partial + row.to(tl.int64)[None, :] * width + line[:, None]
-        total += tl.load(source, mask=(line < width)[:, None] & in_m[None, :], other=0.0)
+        source = partial + row.to(tl.int64)[None, :] * partial_stride + line[:, None]
+        total += tl.load(source, mask=(line < partial_stride)[:, None] & in_m[None, :], other=0.0)
     finish(
         total, before, bias, residual, residual_stride, out, out_stride, m, n, in_m, in_n, N,
         BLOCK_N, BLOCK_M, BIASED, ADDED, True, GATED, GELU,

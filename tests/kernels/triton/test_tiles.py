@@ -31,6 +31,7 @@ def test_nothing_spills_and_the_devices_shared_memory_suffices(compiled):
     most = SPILLED.get(capability, 0)
     assert [(case, k["kernel"], k["spilled"], k["registers"]) for case, k in kernels if k["spilled"] > most] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > limit] == []
+    assert [(case, k["kernel"]) for case, k in kernels if k["registers"] < 10] == [], "kernels that compute nothing"
 
 
 def test_products_of_a_linear_layer_are_summed_in_one_order_for_any_number_of_rows(compiled):
