@@ -95,8 +95,11 @@ class KernelCheck:
         for item in self.items():
             item.launch()
 
-    def check(self, prefix: str = "") -> Check:
-        label = f"{prefix}{self.label}: {self.kind}"
+    def check(self, assembler: str = "") -> Check:
+        """`assembler`: other than Triton's own, under whose name the results are listed."""
+        label = f"{self.label}: {self.kind}"
+        if assembler:
+            return Check(f"{assembler}: {label}", ("kernels", assembler), self.seconds, self.run, self.compile)
         return Check(label, ("kernels", self.kind), self.seconds, self.run, self.compile)
 
 
@@ -120,7 +123,7 @@ def kernels(device: torch.device, parts: Sequence[str], assemblers: Sequence[Ptx
         compiled = [check.check() for check in kernel_checks(device, "timings")]
         groups.append(Group("compiling for timings", "kernels", (), compiled=compiled))
     for ptxas in assemblers:
-        again = [check.check(f"{ptxas.name}: ") for check in checks if check.rank <= BF16]
+        again = [check.check(ptxas.name) for check in checks if check.rank <= BF16]
         cache = f"{tempfile.gettempdir()}/headway-{ptxas.name.replace(' ', '-')}"
         environment = {"TRITON_PTXAS_PATH": ptxas.path, "TRITON_CACHE_DIR": cache}
         groups.append(Group(f"kernels, {ptxas.name}", "kernels", again, compiled=again, environment=environment))

@@ -20,6 +20,7 @@ import torch
 
 from scripts.doctor import ROOT, check_package, installed_version, requirements
 from scripts.gpu_check.plan import Check
+from scripts.gpu_check.ptxas import version_in_use
 from train.publishing.provenance import git_state, versions
 
 
@@ -150,6 +151,7 @@ def circumstances(device: torch.device, commit: str | None) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     packages = versions() | {"triton": importlib.import_module("triton").__version__, "cuda": torch.version.cuda}
     created = datetime.now(UTC).isoformat(timespec="seconds")
+    packages["ptxas"] = version_in_use()
     machine = {"hardware": name, "cores": os.cpu_count(), "system": platform.platform(), "python": sys.version}
     return {**machine, "created": created, "git": git, "versions": packages, "packages": packages_amiss()}
 
@@ -183,8 +185,14 @@ def card(document: dict[str, Any]) -> str:
         lines.append(f"  {name:<44} {numbers}")
     lines += best_tiles(document.get("tiles", ()))
     lines.append(f"{document['hardware']}: a copy moves {document.get('copy_gb_s')} GB/s")
-    if correct := document.get("kernels", {}).get("correctness"):
-        lines.append(f"kernels: {sum(line['ok'] for line in correct)} of {len(correct)} comparisons hold")
+    for name, correct in document.get("kernels", {}).items():
+        if name != "timings":
+            made = (
+                f" as {name} makes them"
+                if name.startswith("ptxas")
+                else f", {document.get('versions', {}).get('ptxas')}"
+            )
+            lines.append(f"kernels{made}: {sum(line['ok'] for line in correct)} of {len(correct)} comparisons hold")
     if tried := document.get("exact"):
         same = sum(line["ok"] for line in tried)
         lines.append(f"exactness: {same} of {len(tried)} ways of drafting give the ids of plain decoding")

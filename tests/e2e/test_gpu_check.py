@@ -95,6 +95,27 @@ def test_all_parts_fit_a_call_of_ten_minutes_on_a_gpu(monkeypatch, capsys):
     assert "kernels, ptxas 13.0.88" in counted
 
 
+def test_results_by_another_assembler_are_listed_under_its_name(report):
+    line = {"kernel": "k", "case": "c", "error": 1.0, "bound": 0.5, "ok": False}
+    kernel = plan.KernelCheck(
+        "correctness", "accept", 1, plan.SERVED, lambda: iter([Line(line), Line(line | {"ok": True})])
+    )
+    work_through(report, kernel.check(), kernel.check("ptxas 13.1.80"))
+    said = card(report.document)
+    assert "FAILED ptxas 13.1.80: accept: correctness: k, c: error 1.0 > 0.5" in said
+    assert "kernels as ptxas 13.1.80 makes them: 1 of 2 comparisons hold" in said
+
+
+class Line:
+    """An item of a check whose line is known."""
+
+    def __init__(self, line):
+        self._line = line
+
+    def line(self):
+        return self._line
+
+
 def test_what_serves_an_8b_model_in_bf16_comes_first_on_a_gpu():
     for group in plan.groups(["kernels"], GPU, OPTIONS):
         labels = [check.label for check in group.checks]
