@@ -6,7 +6,8 @@
  * times its offset, if there are any.
  *
  * Rows are computed in tiles. A batch of groups is read for all of the tiles before the next batch, so that its weights
- * and scales stay in cache. Within a batch a tile's totals are in registers beside the sums of a group if they fit: a store takes
+ * and scales stay in cache. Many rows share a group's weights, widened to fp32 in cache, where sums leave few registers
+ * for widening. Within a batch a tile's totals are in registers beside the sums of a group if they fit: a store takes
  * Zen 4 longer than two multiplications.
  */
 #include "linear_narrow.h"
@@ -21,6 +22,8 @@
 #define TILE_ROWS 4 /* with six the compiler spills sums while it widens */
 #define TILE_SUMS 8
 #endif
+#define SHARING_ROWS 8 /* more rows share widened weights */
+#define SHARED_WEIGHTS 128 /* most weights of a group that they share, 32 KB */
 #define AT_ONCE 4 /* most vectors of outputs that are computed at once */
 #define FETCHED 32 /* a panel's words along K are prefetched so far ahead, 8 KB, where it is read line by line */
 #define ALIGNED __attribute__((aligned(64)))
@@ -177,6 +180,62 @@ INLINE void sum_tile(
     }
 }
 
+/* Widen a group of all outputs of a panel to `to` `[group, 64]`. */
+INLINE void widen_group(const uint32_t *words, int64_t units, float *to, int format) {
+#pragma GCC unroll 1
+    for (int v = 0; v < VECTORS; v++) {
+        const uint32_t *own = words + v * LANES;
+        float *place_to = to + v * LANES;
+#pragma GCC unroll 1
+        for (int64_t u = 0; u < units; u++, own += unit_words(format) * PANEL) {
+            piece p = {.upper = load_upper(own, PANEL, format)};
+#pragma GCC unroll 1
+            for (int index = 0; index < low_words(format); index++) {
+                p.low = load_words(own + index * PANEL);
+#pragma GCC unroll 8
+                for (int place = 0; place < held_by(format); place++, place_to += PANEL)
+                    store_f32(place_to, widen(p, place, format));
+                p.upper >>= 4 * upper_bits(format);
+            }
+        }
+    }
+}
+
+/* Add a group's weights `[weights, 64]`, widened, to the totals of a tile, as sum_tile does with those as stored. */
+INLINE void sum_widened(const float *wide, int64_t weights, const row_tile *t, int places, int offsets) {
+    int vectors = places == 1 ? 4 : 2;
+#pragma GCC unroll 1
+    for (int first = 0; first < PANEL; first += vectors * LANES) {
+        vec total[TILE_SUMS], part[TILE_SUMS];
+#pragma GCC unroll 12
+        for (int r = 0; r < places; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) {
+                part[r * vectors + v] = splat(0.0f);
+                total[r * vectors + v] = t->first ? load_f32(t->totals + first + r * PANEL + v * LANES) : splat(0.0f);
+            }
+        const uint32_t *x = t->x + t->first * weights * places;
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < weights; k++, x += places) {
+            vec w[AT_ONCE];
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) w[v] = load_f32(wide + k * PANEL + first + v * LANES);
+#pragma GCC unroll 12
+            for (int r = 0; r < places; r++) {
+                float one;
+                memcpy(&one, x + r, sizeof one);
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; v++) part[r * vectors + v] += one * w[v];
+            }
+        }
+        add_group(total, part, t->scale + first, t->x_sums + t->first * places, 1.0f, places, vectors, offsets);
+#pragma GCC unroll 12
+        for (int r = 0; r < places; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) store_f32(t->totals + first + r * PANEL + v * LANES, total[r * vectors + v]);
+    }
+}
+
 /* The numbers of rows for which there is code: a tile of another number is filled up. Where x is bf16 as a rule, there is
  * less code for fp32. */
 #ifdef __AVX512BF16__
@@ -217,12 +276,32 @@ static void panel_sums(const linear_args *a, int64_t panel, const row_tile *t, i
     }
 }
 
+#if REGISTERS == 16
+#define WIDEN_CASE(format) case format: widen_group(words, units, to, format); break;
+static void widened(const linear_args *a, int64_t panel, int64_t g, float *to) {
+    int64_t units = a->group / unit_weights(a->format), group_words = units * unit_words(a->format) * PANEL;
+    const uint32_t *words = a->words + (panel * (a->inputs / a->group) + g) * group_words;
+    switch (a->format) {
+        WIDEN_CASE(INT4) WIDEN_CASE(UINT4) WIDEN_CASE(INT5) WIDEN_CASE(UINT5) WIDEN_CASE(INT6) WIDEN_CASE(INT8) WIDEN_CASE(FP8)
+    }
+}
+
+#define WIDENED_CASE(size, offsets) case size * 2 + offsets: sum_widened(wide, weights, t, size, offsets); break;
+static void widened_sums(const float *wide, int64_t weights, const row_tile *t, int64_t places, int offsets) {
+    switch (places * 2 + offsets) { EACH_SINGLE(WIDENED_CASE, 0) EACH_SINGLE(WIDENED_CASE, 1) }
+}
+#endif
+
 void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
     int64_t steps = a->inputs / (a->x_kind == BFLOAT16 ? 2 : 1), groups = a->inputs / a->group;
     int64_t batch = groups_at_once(a);
     uint32_t *scratch = a->scratch + self * scratch_rows(a) * a->scratch_words;
     float *x_sums = (float *)(scratch + scratch_rows(a) * steps), totals[PACKED_ROWS * PANEL] ALIGNED;
     float buffer[SCALE_FLOATS] ALIGNED;
+#if REGISTERS == 16
+    float wide[SHARED_WEIGHTS * PANEL] ALIGNED;
+    int64_t scale_floats = has_offsets(a->scales) ? 2 * PANEL : PANEL;
+#endif
     for (int64_t row = 0, rows; row < a->rows; row += rows) {
         rows = a->rows - row < PACKED_ROWS ? a->rows - row : PACKED_ROWS;
         const uint32_t *x = (const uint32_t *)a->x + row * steps;
@@ -236,6 +315,18 @@ void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end
             for (int64_t g = 0, next; g < groups; g = next) {
                 next = g + batch < groups ? g + batch : groups;
                 const float *scale = load_scales(a, panel, g, next - g, buffer);
+#if REGISTERS == 16
+                if (rows > SHARING_ROWS && a->group <= SHARED_WEIGHTS) {
+                    for (; g < next; g++, scale += scale_floats) {
+                        widened(a, panel, g, wide);
+                        for (int64_t r = 0; r < rows; r += TILE_ROWS) {
+                            row_tile t = {x + r * steps, x_sums + r * groups, scale, totals + r * PANEL, g, g + 1, 0};
+                            widened_sums(wide, a->group, &t, places_for(rows - r, a->x_kind), has_offsets(a->scales));
+                        }
+                    }
+                    continue;
+                }
+#endif
                 for (int64_t r = 0; r < rows; r += TILE_ROWS) {
                     row_tile t = {x + r * steps, x_sums + r * groups, scale, totals + r * PANEL, g, next, r == 0};
                     panel_sums(a, panel, &t, places_for(rows - r, a->x_kind));

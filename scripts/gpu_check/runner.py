@@ -110,18 +110,20 @@ def compile_group(stage: Stage, group: Group, report: Report) -> None:
         everything = sum(len(each.compiled) for each in stage.groups)
         workers = max(1, round((os.cpu_count() or 1) * len(group.compiled) / everything))
     command = [*stage.command, "--group", group.name]
-    report.document["compile"] = compiling.compile_kernels(command, workers, limit, environment_of(group))
+    report.document["compile"] = compiling.compile_kernels(command, workers, limit, environment_of(group, threads=1))
     report.save()
 
 
-def environment_of(group: Group) -> dict[str, str]:
-    return {**os.environ, **group.environment}
+def environment_of(group: Group, threads: int) -> dict[str, str]:
+    """`threads`: of the process on the CPU, unless the user has said; those of many processes wait for each other."""
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **group.environment}
 
 
 def run_group(stage: Stage, group: Group, file: Path) -> Report:
     """Work through the checks of a group; return its report, which grows in `file`."""
     command = [*stage.command, "--group", group.name, "--report", str(file), "--until", str(stage.until or "inf")]
-    return run_process(group.name, command, file, stage.until, environment_of(group))
+    threads = max(1, (os.cpu_count() or 1) // len(stage.groups))
+    return run_process(group.name, command, file, stage.until, environment_of(group, threads))
 
 
 def run_process(

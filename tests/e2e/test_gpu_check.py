@@ -130,6 +130,15 @@ def test_every_kind_of_head_drafts_on_a_gpu():
     assert all(f"demo, bf16, {kind}, head, tree" in labels for kind in HEADS)
 
 
+def test_processes_side_by_side_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    group = plan.Group("g", "kernels", (), environment={"TRITON_PTXAS_PATH": "/ptxas"})
+    environment = runner.environment_of(group, threads=2)
+    assert (environment["OMP_NUM_THREADS"], environment["TRITON_PTXAS_PATH"]) == ("2", "/ptxas")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert runner.environment_of(group, threads=2)["OMP_NUM_THREADS"] == "5"
+
+
 def test_graphs_of_one_kind_follow_each_other():
     """So that each is captured once."""
     shapes = [(way.proposer, str(way.shape), way.graphs) for way in exactness.WAYS]
