@@ -27,6 +27,8 @@ def token_logprobs(logits: Iterable[Tensor], tokens: Tensor, tops: Sequence[int]
     logits: parts `[n, V]` of all rows, one at a time, so that no more than one needs memory. tokens `[R]`, on their
     device. A row's bits depend neither on other rows nor on how many most likely ones are found for them.
     """
+    if not tops:  # of a prompt of one token
+        return []
     most, parts, first = max(tops), list[Tensor](), 0
     for part in logits:
         chosen, rank, ids, values = logprobs(part, tokens[first : first + len(part)], most)

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false
 """Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (kernels/block_tiles.py), and their rows.
 
 Chooses tiles, and whether the parts of K are programs of their own, and launches the kernels of block_kernels.py.

@@ -145,6 +145,13 @@ def test_another_head_finds_no_pages_of_the_last_one(make_engine, tiny_head_fold
     assert sum(rows) == len(prompt)
 
 
+def test_a_prompt_of_one_token_has_no_logprobs(make_engine):
+    engine = make_engine(max_batch=2)
+    for prompt, count in (([5], 0), ([5, 6], 1)):
+        (completion,) = engine.generate([prompt], params(prompt_logprobs=2))
+        assert (completion.finish_reason, len(completion.prompt_logprobs)) == ("length", count)
+
+
 def test_prompt_logprobs_need_every_row(make_engine):
     engine = make_engine(page_size=PAGE)
     prompt = make_prompts()[-1]
