@@ -6,8 +6,8 @@
  * times its offset, if there are any.
  *
  * Rows are computed in tiles. A batch of groups is read for all of the tiles before the next batch, so that its weights
- * and scales stay in cache. Many rows share a group's weights, widened to fp32 in cache, where sums leave few registers
- * for widening. Within a batch a tile's totals are in registers beside the sums of a group if they fit: a store takes
+ * and scales stay in cache. Where sums leave few registers for widening, tiles share a group's
+ * weights, widened to fp32 in cache. Within a batch a tile's totals are in registers beside the sums of a group if they fit: a store takes
  * Zen 4 longer than two multiplications.
  */
 #include "linear_narrow.h"
@@ -22,8 +22,7 @@
 #define TILE_ROWS 4 /* with six the compiler spills sums while it widens */
 #define TILE_SUMS 8
 #endif
-#define SHARING_ROWS 8 /* more rows share widened weights */
-#define SHARED_WEIGHTS 128 /* most weights of a group that they share, 32 KB */
+#define SHARED_WEIGHTS 128 /* most weights of a group that tiles share, widened: 32 KB */
 #define AT_ONCE 4 /* most vectors of outputs that are computed at once */
 #define FETCHED 32 /* a panel's words along K are prefetched so far ahead, 8 KB, where it is read line by line */
 #define ALIGNED __attribute__((aligned(64)))
@@ -316,7 +315,7 @@ void narrow_share(const linear_args *a, int64_t self, int64_t first, int64_t end
                 next = g + batch < groups ? g + batch : groups;
                 const float *scale = load_scales(a, panel, g, next - g, buffer);
 #if REGISTERS == 16
-                if (rows > SHARING_ROWS && a->group <= SHARED_WEIGHTS) {
+                if (rows > TILE_ROWS && a->group <= SHARED_WEIGHTS) {
                     for (; g < next; g++, scale += scale_floats) {
                         widened(a, panel, g, wide);
                         for (int64_t r = 0; r < rows; r += TILE_ROWS) {
