@@ -6,8 +6,8 @@
  * times its offset, if there are any.
  *
  * Rows are computed in tiles. A batch of groups is read for all of the tiles before the next batch, so that its weights
- * and scales stay in cache. Where sums leave few registers for widening, tiles share a group's
- * weights, widened to fp32 in cache. Within a batch a tile's totals are in registers beside the sums of a group if they fit: a store takes
+ * and scales stay in cache. Where sums leave few registers for widening, tiles share a group's weights, widened to fp32
+ * in cache. Else a tile's totals within a batch are in registers beside the sums of a group if they fit: a store takes
  * Zen 4 longer than two multiplications.
  */
 #include "linear_narrow.h"
