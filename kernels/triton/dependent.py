@@ -18,6 +18,7 @@ It changes no value. HEADWAY_PDL=0 turns it off; scripts/gpu_check compares both
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -33,7 +34,12 @@ SWITCH = "HEADWAY_PDL"
 
 def overlaps(device: torch.device) -> bool:
     """Return whether kernels that begin with `follow` overlap: on Hopper, and on Blackwell in data centres."""
-    return not INTERPRETED and limits(device).warpgroups and os.environ.get(SWITCH) != "0"
+    return not INTERPRETED and limits(device).warpgroups and switched_on()
+
+
+@functools.cache  # launches ask; clear the cache after a change of the environment
+def switched_on() -> bool:
+    return os.environ.get(SWITCH) != "0"
 
 
 def launched(pdl: bool) -> dict[str, bool]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer.kvcache.tensors import KVLayers, LayerShape
 from kernels.rows import AttentionRows
-from kernels.triton.dependent import SWITCH
+from kernels.triton.dependent import SWITCH, switched_on
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget
 from scripts.gpu_check.measure import Item, captured, same, timed
@@ -75,12 +75,14 @@ def programmatic(on: bool) -> Iterator[None]:
     """Launch kernels inside the block with programmatic dependent launch, where the GPU has it, or without."""
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = "1" if on else "0"
+    switched_on.cache_clear()
     try:
         yield
     finally:
         del os.environ[SWITCH]
         if before is not None:
             os.environ[SWITCH] = before
+        switched_on.cache_clear()
 
 
 def compare(rows: int, dtype: torch.dtype, device: torch.device) -> Iterator[Item]:
