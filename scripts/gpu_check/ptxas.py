@@ -44,12 +44,12 @@ def version_in_use() -> str | None:
 
 def other_ptxas() -> list[Ptxas]:
     """Return those of this machine whose version is not that of Triton's own, each version once."""
-    known, found = bundled_ptxas(), dict[str, Ptxas]()
+    bundled, others = bundled_ptxas(), dict[str, Ptxas]()
     for path in candidates():
         version = version_of(path)
-        if version is not None and (known is None or version != known.version):
-            found.setdefault(version, Ptxas(str(path), version))
-    return [found[version] for version in sorted(found)]
+        if version is not None and (bundled is None or version != bundled.version):
+            others.setdefault(version, Ptxas(str(path), version))
+    return [others[version] for version in sorted(others)]
 
 
 def candidates() -> Iterable[str]:

@@ -96,8 +96,8 @@ class Report:
         if compiled:
             name = part.path.stem.removeprefix(f"{self.path.stem}.")
             self.document["compile"][name] = compiled
-        own = {"what", "seconds", "running"}
-        add_to(self.document, {key: value for key, value in part.document.items() if key not in own})
+        of_parts = {"what", "seconds", "running"}
+        add_to(self.document, {key: value for key, value in part.document.items() if key not in of_parts})
         self.save()
 
     def _finish(self, label: str, seconds: float) -> None:
@@ -212,8 +212,8 @@ def best_tiles(lines: Iterable[dict[str, Any]]) -> list[str]:
         if "us" in line:
             cases.setdefault((line["weights"], line["rows"], line["layer"]), []).append(line)
     text = list[str]()
-    for (weights, rows, layer), found in cases.items():
-        first, *others = found  # the one chosen comes first
+    for (weights, rows, layer), timed in cases.items():
+        first, *others = timed  # the one chosen comes first
         shown = "; ".join(f"{each['us']} {each['tile']}" for each in sorted(others, key=lambda each: each["us"])[:3])
         text.append(f"  {weights}, {rows} rows, {layer}: {first['us']} us {first['tile']}; {shown}")
     return text

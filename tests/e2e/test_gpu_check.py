@@ -8,6 +8,8 @@ import math
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -358,6 +360,19 @@ def test_a_drafter_of_which_nothing_is_accepted_fails(report, made, monkeypatch)
     assert on_disk(report)["failures"][0].endswith("no drafted token was accepted")
 
 
+def test_a_round_that_waits_for_the_gpu_fails(report, made, monkeypatch):
+    @contextmanager
+    def waiting(device):
+        yield Counter({"infer/kvcache/pool.py:118 table[slot, place] = page": 50})
+
+    monkeypatch.setattr(exactness, "counted_waits", waiting)
+    ways = [exactness.Way("head, chain", "head", exactness.CHAIN, True, "on")]
+    checks = exactness.Subject("t", made, accepts=False, probe=False).group(1, 1, ("greedy",), ways).checks
+    work_through(report, checks[0], checks[-1])
+    (failure,) = on_disk(report)["failures"]
+    assert failure.endswith("the host waited for the GPU at infer/kvcache/pool.py:118 table[slot, place] = page")
+
+
 def test_overlapping_kernels_count_once():
     assert union_length([(0, 2), (1, 3), (5, 6)]) == 4
     assert union_length([]) == 0
@@ -371,7 +386,7 @@ def test_other_assemblers_are_found_by_their_version(tmp_path, monkeypatch):
         tool.chmod(0o755)
     monkeypatch.setattr(ptxas, "candidates", lambda: sorted(str(path) for path in tmp_path.glob("*/bin/ptxas")))
     monkeypatch.setattr(ptxas, "bundled_ptxas", lambda: ptxas.Ptxas("/triton/ptxas", "12.8.93"))
-    assert [found.name for found in ptxas.other_ptxas()] == ["ptxas 13.1.80"]
+    assert [other.name for other in ptxas.other_ptxas()] == ["ptxas 13.1.80"]
     assert ptxas.version_of(str(tmp_path)) is None
 
 

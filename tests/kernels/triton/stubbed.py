@@ -139,7 +139,7 @@ def recorded(case: Callable[[], object]) -> tuple[list[list[object]], int]:
     RECORDED.clear()
     BY_TRITON.clear()
     case()
-    return [[*launched, [described(each) for each in given]] for *launched, given in RECORDED], len(BY_TRITON)
+    return [[*launched, [described(each) for each in passed]] for *launched, passed in RECORDED], len(BY_TRITON)
 
 
 def main(repeats: int) -> None:

@@ -30,7 +30,7 @@ def kind(value: Any, *, specialised: bool) -> object:
 
 
 def variant(kernel: InterpretedFunction, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, ...]:
-    given = dict(zip(kernel.arg_names, args, strict=False)) | options
+    arguments = dict(zip(kernel.arg_names, args, strict=False)) | options
     constants = {name for name, note in kernel.fn.__annotations__.items() if "constexpr" in str(note)}
     fixed = kernel.kwargs.get("do_not_specialize") or ()
     parts = [
@@ -38,7 +38,7 @@ def variant(kernel: InterpretedFunction, args: tuple[Any, ...], options: dict[st
             name,
             value if name in constants or name not in kernel.arg_names else kind(value, specialised=name not in fixed),
         )
-        for name, value in given.items()
+        for name, value in arguments.items()
     ]
     return kernel.fn.__name__, *(f"{name}={value}" for name, value in sorted(parts))
 
