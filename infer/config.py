@@ -67,7 +67,15 @@ class ProposerConfig:
     draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
     draft_model_revision: str | None = None
     acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted
-    sources: list[str] = choice(["suffix", "head"], *SOURCES)  # merged by `combined`, in order of priority
+    sources: list[str] = choice(["suffix", "head"], *SOURCES)  # merged by `combined`
+    prompt_lookup_max: int = number(4, low=1)  # n-gram lookup: most tokens of the suffix that is looked up
+    prompt_lookup_min: int | None = number(None, low=1)  # and fewest; null: 2, or prompt_lookup_max if that is 1
+    # suffix decoding: most tokens of a draft (null: max_draft_tokens), most of them per matched token (null: no bound)
+    suffix_decoding_max_tree_depth: int | None = number(None, low=1)
+    suffix_decoding_max_spec_factor: float | None = number(None, above=0)
+    suffix_decoding_min_token_prob: float = number(0.1, low=0, high=1)  # below which no token is drafted
+    suffix_decoding_max_cached_requests: int = number(10_000, low=0)  # earlier answers that are copied from; 0: none
+    memory: str | None = None  # file in which earlier answers survive a restart; null: they do not
 
     def __post_init__(self) -> None:
         check_fields(self, "proposer.")
@@ -84,6 +92,17 @@ class ProposerConfig:
         if self.name == "draft_model" and self.draft_model is None:
             raise ValueError("proposer=draft_model: needs proposer.draft_model=<folder or hub id of a smaller target>")
         parse_tree(self.tree)
+        shortest, longest = self.lookup_sizes
+        if shortest > longest:
+            raise ValueError(
+                f"proposer.prompt_lookup_min={shortest}: is more than proposer.prompt_lookup_max={longest}"
+            )
+
+    @property
+    def lookup_sizes(self) -> tuple[int, int]:
+        """The fewest and most tokens that n-gram lookup looks up: one matches too often, more than four too rarely."""
+        shortest = min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
+        return shortest, self.prompt_lookup_max
 
     @property
     def shape(self) -> Beam | Measured | Paths | None:

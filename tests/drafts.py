@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from torch import Tensor
 
+from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
@@ -23,6 +25,15 @@ def make_costs(row: float, draft: float, fixed: float = 11.0) -> CostModel:
     steps = tuple(Curve((b, 8.0 * b), (fixed + row * b, fixed + 8 * row * b)) for b in batches)
     drafts = tuple(Curve((1.0, 4.0), (draft, 4 * draft)) for _ in batches)
     return CostModel(CostTable(batches, steps, {"head": drafts}))
+
+
+def make_request(tokens: list[int], prompt: int = 1, **params: Any) -> Request:
+    """Return a decoding request whose first `prompt` tokens are its prompt."""
+    request = Request(
+        "r" + "-".join(map(str, tokens)), tokens[:prompt], SamplingParams(max_tokens=50, **params), 0, tokens
+    )
+    request.computed = len(tokens) - 1
+    return request
 
 
 def chains(count: int, depth: int) -> list[Candidate]:

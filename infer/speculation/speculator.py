@@ -20,18 +20,9 @@ from infer.speculation.budget import NOTHING, Budget, Grant, Grants, VerifiedDra
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.planner import PLAN_STEPS, Planner
 from infer.speculation.proposers.base import NoProposer, Proposer
-from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.tree import DraftTree
 
 log = logging.getLogger(__name__)
-
-
-def stateful(proposer: Proposer) -> Sequence[Proposer]:
-    """Return the proposers that keep state of requests.
-
-    A combined proposer leaves that to its sources, which may also be registered under their names.
-    """
-    return proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
 
 
 def grouped(names: Sequence[str]) -> list[list[int]]:
@@ -58,7 +49,6 @@ class Speculator:
         limits = {"none": (NoProposer(), NOTHING), **proposers}
         self._proposers: dict[str, Proposer] = {name: proposer for name, (proposer, _) in limits.items()}
         self._limits = {name: limit for name, (_, limit) in limits.items()}
-        self._stateful = dict.fromkeys(part for proposer in self._proposers.values() for part in stateful(proposer))
         self._context, self.default, self._timer = context, default, timer
         self.planner: Planner = Planner()
         self._idle: dict[str, int] = {}  # by request that a drafter keeps state of, steps since its last draft
@@ -318,7 +308,7 @@ class Speculator:
 
     def release(self, request: Request) -> None:
         """Drop what drafters keep of a request."""
-        for proposer in self._stateful:
+        for proposer in self._proposers.values():
             try:
                 proposer.release(request)
             except Exception:  # the request still ends, and the others continue

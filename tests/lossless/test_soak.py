@@ -21,7 +21,8 @@ from infer.engine import Engine
 from infer.request import Request
 from infer.sampling.constraint import Constraints
 from infer.sampling.params import SamplingParams
-from infer.speculation.proposers.suffix import CountedTrie, Earlier, Node
+from infer.speculation.proposers.suffix_decoding.answers import Generation, digest
+from infer.speculation.proposers.suffix_decoding.automaton import Edge, SuffixAutomaton
 from infer.speculation.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults
@@ -31,11 +32,11 @@ from tests.lossless.random_requests import FIELDS, is_exact, random_params, rand
 
 SEED = 1
 MAX_PRESENT = 30  # requests in the engine at a time
-SUFFIX_NODES = 2000  # size of suffix decoding's memory, small enough that it is full
+ANSWER_TOKENS = 300  # size of suffix decoding's memory, small enough that it is full
 MAX_GROWTH_MIB = 16  # after the first quarter of the requests; measured in LOG.md
 # Not counted as growth: what suffix decoding keeps of each tenant, whose bound is asserted separately, and the engine's
 # one grammar compiler, which is created with the first grammar.
-MEMORY = (Node, CountedTrie, Earlier, Constraints)
+MEMORY = (Edge, SuffixAutomaton, Generation, Constraints)
 
 
 class Soak:
@@ -149,7 +150,8 @@ def test_soak(make_small_engine, make_plain, request):
         max_rows=80,
         clock=lambda: now[0],
     )
-    engine._proposers["suffix"][0]._max_nodes = SUFFIX_NODES
+    answers = engine._proposers["suffix"][0]._answers
+    answers._most_tokens = ANSWER_TOKENS
     plain = make_plain(small=True)
     warm_up_proposers(engine, plain)
     soak = Soak(engine, random.Random(SEED), now)
@@ -185,8 +187,6 @@ def test_soak(make_small_engine, make_plain, request):
     assert after[1][Request.__name__] == earlier_requests
     assert after[0] - before[0] < MAX_GROWTH_MIB, numbers
     assert open_files() == files
-    tenants = engine._proposers["suffix"][0]._tenants
-    assert set(tenants) <= {"", *FIELDS["cache_salt"]}
-    for tenant in tenants.values():
-        assert isinstance(tenant, Earlier)
-        assert max(tenant.trie.size, tenant._tokens) <= SUFFIX_NODES
+    assert set(answers._tenants) <= {digest(salt) for salt in ("", *FIELDS["cache_salt"])}
+    remembered = sum(each.automaton.tokens for tenant in answers._tenants.values() for each in tenant)
+    assert ANSWER_TOKENS / 4 < remembered <= ANSWER_TOKENS

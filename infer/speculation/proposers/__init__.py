@@ -12,7 +12,8 @@ from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.proposers.ngram import NgramProposer
-from infer.speculation.proposers.suffix import SuffixProposer
+from infer.speculation.proposers.suffix_decoding.answers import AnswerFile, EarlierAnswers
+from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.synthetic import SyntheticProposer
 from infer.speculation.tree import MAX_NODES
 
@@ -23,19 +24,30 @@ def build_proposers(
     """Return every proposer available to this engine, each with its budget per step."""
     chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
     proposers: dict[str, tuple[Proposer, Budget]] = {
-        "ngram": (NgramProposer(), chain),
-        "suffix": (SuffixProposer(), chain),
+        "ngram": (NgramProposer(*config.lookup_sizes), chain),
+        "suffix": (suffix_proposer(config, vocab_size), chain),
     }
     most = config.shape.nodes if isinstance(config.shape, Beam) else MAX_NODES - 1
     if head is not None:
-        proposers["head"] = (head, Budget(most, head.shape.depth) if head.shape else chain)
+        deepest = min(chain.depth, head.max_depth or chain.depth)
+        proposers["head"] = (head, Budget(most, head.shape.depth) if head.shape else Budget(deepest, deepest))
     if draft_model is not None:
         proposers["draft_model"] = (draft_model, chain)
     if config.acceptance is not None:
         proposers["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
-    sources = [proposers[name] for name in config.sources if name in proposers]
+    sources = {name: proposers[name] for name in config.sources if name in proposers}
     if len(sources) > 1:
-        nodes = min(most, sum(limit.nodes for _, limit in sources))
-        depth = max(limit.depth for _, limit in sources)
-        proposers["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
+        nodes = min(most, sum(limit.nodes for _, limit in sources.values()))
+        depth = max(limit.depth for _, limit in sources.values())
+        proposers["combined"] = (CombinedProposer(sources), Budget(nodes, depth))
     return proposers
+
+
+def suffix_proposer(config: ProposerConfig, vocab_size: int) -> SuffixProposer:
+    memory = None if config.memory is None else AnswerFile(config.memory, vocab_size)
+    return SuffixProposer(
+        EarlierAnswers(config.suffix_decoding_max_cached_requests, memory),
+        max_depth=config.suffix_decoding_max_tree_depth,
+        factor=config.suffix_decoding_max_spec_factor,
+        min_probability=config.suffix_decoding_min_token_prob,
+    )

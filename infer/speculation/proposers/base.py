@@ -43,6 +43,10 @@ class Proposer:
         """
         raise NotImplementedError
 
+    def chances(self, request: Request) -> Sequence[float] | None:
+        """Return the probability of each node drafted last for the request to be accepted; None: not estimated."""
+        return None
+
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Take the target's features of the last `counts[b]` committed positions of each request.
 

@@ -1,35 +1,102 @@
-"""Merges the drafts of several proposers into one tree: shared tokens are verified once, others become branches."""
+"""Merges the drafts of several proposers into one tree of the nodes that are likeliest to be accepted.
+
+Sources that copy from texts draft first, since that is free. One that runs a model drafts only as deep as its drafts
+have been accepted, and not at all where what the others drafted is as good as certain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.budget import Budget
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
+from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.proposers.base import Proposer
-from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.speculation.proposers.merging import Drafted, accepted, merge
+from infer.speculation.tree import DraftTree
+
+LEAST = 0.1  # probability to be accepted below which a node is not worth its row in a verify
+LEVEL = 0.2  # that below which a level is not worth a forward of a model that drafts
 
 
 class CombinedProposer(Proposer):
-    """Merges the drafts of `sources`; of a level that the budget cuts, nodes of earlier sources come first."""
+    """Merges the drafts of `sources`, proposers by name with their largest budgets."""
 
     name = "combined"
 
-    def __init__(self, sources: Sequence[Proposer]) -> None:
-        self.sources = tuple(sources)
-        self.aux_layers = next((source.aux_layers for source in sources if source.aux_layers), ())
-        self.kv_layers = tuple(layer for source in sources for layer in source.kv_layers)
-        self.warm_up = max(source.warm_up for source in sources)
+    def __init__(self, sources: Mapping[str, tuple[Proposer, Budget]]) -> None:
+        self.sources = tuple(proposer for proposer, _ in sources.values())
+        self._limits = {proposer: limit for proposer, limit in sources.values()}
+        self._acceptance = AcceptanceModel()
+        self._drafts: dict[str, list[tuple[Proposer, Budget, int, Drafted]]] = {}  # by request, the last ones
+        self.aux_layers = next((source.aux_layers for source in self.sources if source.aux_layers), ())
+        self.kv_layers = tuple(layer for source in self.sources for layer in source.kv_layers)
+        self.warm_up = max(source.warm_up for source in self.sources)
 
     def places(self, budget: Budget) -> int:
-        return max(budget.nodes, *(source.places(budget) for source in self.sources))
+        return max(budget.nodes, *(source.places(self._within(source, budget)) for source in self.sources))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        trees = [source.propose(requests, budgets) for source in self.sources]
-        return merge(trees, [budget.nodes for budget in budgets])
+        for request in requests:
+            self._judge(request)
+        drafts: list[list[Drafted]] = [[] for _ in requests]
+        for source in sorted(self.sources, key=costs):
+            limits = [self._worthwhile(source, *each) for each in zip(requests, budgets, drafts, strict=True)]
+            asked = [index for index, limit in enumerate(limits) if limit.nodes]
+            if not asked:
+                continue
+            batch = [requests[index] for index in asked]
+            tree = source.propose(batch, [limits[index] for index in asked])
+            for row, index in enumerate(asked):
+                draft = Drafted.of(tree, row, self._chances(source, requests[index], limits[index]))
+                drafts[index].append(draft)
+                kept = self._drafts.setdefault(requests[index].request_id, [])
+                kept.append((source, limits[index], len(requests[index].tokens), draft))
+        merged = [
+            merge(row, budget.nodes, LEAST) if row else ([request.tokens[-1]], [-1])
+            for row, request, budget in zip(drafts, requests, budgets, strict=True)
+        ]
+        return assembled(merged)
+
+    def _within(self, source: Proposer, budget: Budget) -> Budget:
+        """Return the part of a budget that the source may draft."""
+        limit = self._limits[source]
+        depth = min(limit.depth, budget.depth)
+        return Budget(depth, depth) if limit.is_chain else Budget(min(limit.nodes, budget.nodes), depth)
+
+    def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
+        """Return the source's budget beside what others have drafted."""
+        allowed = self._within(source, budget)
+        if not costs(source):
+            return allowed
+        sure = [draft.chances for draft in drafts if len(draft.chances) > budget.nodes]
+        if any(chances[budget.nodes] >= 1 - chances[1] for chances in sure):
+            return NOTHING  # none of its nodes could be among the likeliest
+        if not allowed.is_chain:
+            return allowed
+        chances = self._chances(source, request, allowed)
+        depth = sum(chance >= LEVEL for chance in chances)
+        return Budget(max(1, depth), max(1, depth))
+
+    def _chances(self, source: Proposer, request: Request, budget: Budget) -> Sequence[float]:
+        """Return the probability of each node of the source's draft, as it estimates or as was measured."""
+        estimates = source.chances(request)
+        if estimates is not None:
+            return estimates
+        return self._acceptance.chances(request.request_id, source.name, budget, request.params.temperature > 0)
+
+    def _judge(self, request: Request) -> None:
+        """Record which tokens of the request's last drafts were right, whether they were verified or not."""
+        for source, budget, start, draft in self._drafts.pop(request.request_id, ()):
+            emitted, nodes = request.tokens[start:], len(draft.tokens) - 1
+            if source.chances(request) is not None or not (emitted and nodes):
+                continue
+            deepest = min(nodes if budget.is_chain else budget.depth, len(emitted))
+            outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
+            self._acceptance.record(request.request_id, source.name, outcome, 0.0, request.params.temperature > 0)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for source in self.sources:
@@ -43,6 +110,8 @@ class CombinedProposer(Proposer):
             source.resume(request)
 
     def release(self, request: Request) -> None:
+        self._drafts.pop(request.request_id, None)
+        self._acceptance.forget(request.request_id)
         for source in self.sources:
             source.release(request)
 
@@ -58,11 +127,12 @@ class CombinedProposer(Proposer):
         return all(source.ready(request) for source in self.sources)
 
 
-def merge(trees: Sequence[DraftTree], nodes: Sequence[int]) -> DraftTree:
-    """Return the union of the trees of each row, cut to `nodes[b]` drafted nodes. Trees take turns, level by level."""
-    if len(trees) == 1:
-        return trees[0]
-    merged = [merge_row([tree_row(tree, row) for tree in trees], limit) for row, limit in enumerate(nodes)]
+def costs(source: Proposer) -> bool:
+    """Return whether the source runs a model."""
+    return bool(source.aux_layers or source.kv_layers)
+
+
+def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:
     lengths = [len(tokens) for tokens, _ in merged]
     width = max(lengths)
     return DraftTree.assemble(
@@ -70,32 +140,3 @@ def merge(trees: Sequence[DraftTree], nodes: Sequence[int]) -> DraftTree:
         parent=torch.tensor([parents + [0] * (width - len(parents)) for _, parents in merged]),
         length=torch.tensor(lengths),
     )
-
-
-Row = tuple[list[int], list[int], list[int]]  # token, parent, depth of each node
-
-
-def tree_row(tree: DraftTree, row: int) -> Row:
-    length = int(tree.length[row])
-    return tree.token[row, :length].tolist(), tree.parent[row, :length].tolist(), tree.depth[row, :length].tolist()
-
-
-def merge_row(rows: Sequence[Row], limit: int) -> tuple[list[int], list[int]]:
-    limit = min(limit, MAX_NODES - 1)
-    tokens, parents = [rows[0][0][0]], [-1]
-    node_of: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the merged tree
-    node_maps = [{0: 0} for _ in rows]  # per source: its node -> node of the merged tree
-    waiting = [(depth, source, node) for source, row in enumerate(rows) for node, depth in enumerate(row[2]) if node]
-    for _, source, node in sorted(waiting):
-        token, parent, _ = (field[node] for field in rows[source])
-        above = node_maps[source].get(parent)
-        if above is None:
-            continue  # its parent did not fit
-        if (above, token) not in node_of:
-            if len(tokens) > limit:
-                continue
-            node_of[above, token] = len(tokens)
-            tokens.append(token)
-            parents.append(above)
-        node_maps[source][node] = node_of[above, token]
-    return tokens, parents

@@ -102,6 +102,11 @@ class HeadProposer(Proposer):
         """Size of the features of one position, over all aux layers."""
         return len(self.aux_layers) * self._head.config.target_hidden_size
 
+    @property
+    def max_depth(self) -> int | None:
+        """Most tokens of a chain that the head can draft; None for any number."""
+        return self._head.config.max_depth
+
     def fits(self, head: Head) -> bool:
         """Return whether `continuing` can copy the weights of this head."""
         same = type(head) is type(self._head) and head.config == self._head.config
@@ -125,9 +130,9 @@ class HeadProposer(Proposer):
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""
-        shape, max_depth = tree_shape(config), self._head.config.max_depth
+        shape, max_depth = tree_shape(config), self.max_depth
         depth = config.max_draft_tokens if shape is None else shape.depth
-        if max_depth is not None and depth > max_depth:
+        if max_depth is not None and depth > max_depth and config.name != "combined":  # whose other drafts are longer
             key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
             raise ValueError(f"{key}: this {self._head.name} head drafts {max_depth} tokens at most, not {depth}")
         choices = len(self.draft_ids)

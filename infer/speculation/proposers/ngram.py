@@ -9,8 +9,6 @@ from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.tree import DraftTree
 
-SHORTEST, LONGEST = 2, 4  # tokens of the suffix looked up: one token matches too often, more than four too rarely
-
 
 class SuffixIndex:
     """Maps each n-gram of a growing token list to the end of its latest occurrence.
@@ -42,11 +40,14 @@ class SuffixIndex:
 
 
 class NgramProposer(Proposer):
-    """Drafts a chain from the request's own prompt and output; reads no features and keeps no KV."""
+    """Drafts a chain from the request's own prompt and output; reads no features and keeps no KV.
+
+    `shortest`, `longest`: tokens of the suffix that is looked up.
+    """
 
     name = "ngram"
 
-    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
+    def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = shortest, longest
         self._indexes: dict[str, SuffixIndex] = {}
 

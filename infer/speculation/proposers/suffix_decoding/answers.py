@@ -1,0 +1,163 @@
+"""Answers to earlier requests of each tenant, which suffix decoding copies from: bounded, and of no other tenant."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from infer.speculation.proposers.suffix_decoding.automaton import SuffixAutomaton
+
+MOST_TOKENS = 200_000  # of all tenants' answers; LOG.md says what an automaton of them takes
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Answers that are forgotten together."""
+
+    def __init__(self) -> None:
+        self.automaton, self.answers = SuffixAutomaton(), 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        self.automaton.begin()
+        for token in tokens:
+            self.automaton.append(token)
+        self.answers += 1
+
+
+class EarlierAnswers:
+    """At most `most_answers` answers and `most_tokens` tokens, the least recently used tenants forgotten first.
+
+    A tenant has two generations: when the newer one holds half of what is allowed, the older one is forgotten. With
+    `file` they are written to it, and those that it holds are read.
+    """
+
+    def __init__(self, most_answers: int, file: AnswerFile | None = None, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_answers, self._most_tokens, self._file = most_answers, most_tokens, None
+        self._tenants: OrderedDict[str, list[Generation]] = OrderedDict()  # newest first; last used last
+        if file is not None and most_answers:
+            for tenant, tokens in file.read(most_answers, most_tokens):
+                self._remember(tenant, tokens)
+            self._file = file
+
+    def of(self, salt: str) -> list[Generation]:
+        """Return the generations of the tenant with this `cache_salt`."""
+        generations = self._tenants.get(tenant := digest(salt), [])
+        if generations:
+            self._tenants.move_to_end(tenant)
+        return generations
+
+    def add(self, salt: str, tokens: Sequence[int]) -> None:
+        """Remember an answer of at least one token."""
+        tokens = tokens[: self._most_tokens // 2]
+        if self._most_answers and tokens:
+            self._remember(digest(salt), tokens)
+            if self._file is not None:
+                self._file.append(digest(salt), tokens)
+
+    def _remember(self, tenant: str, tokens: Sequence[int]) -> None:
+        generations = self._tenants.setdefault(tenant, [Generation()])
+        self._tenants.move_to_end(tenant)
+        newest, size = generations[0], generations[0].automaton.tokens + len(tokens)
+        if newest.answers and (size > self._most_tokens // 2 or newest.answers >= self._most_answers / 2):
+            generations[:] = [Generation(), newest]
+        generations[0].add(tokens)
+        while len(self._tenants) > 1 and self._too_many():
+            self._tenants.popitem(last=False)
+        if self._too_many():
+            del generations[1:]
+
+    def _too_many(self) -> bool:
+        every = [generation for generations in self._tenants.values() for generation in generations]
+        tokens = sum(generation.automaton.tokens for generation in every)
+        return tokens > self._most_tokens or sum(generation.answers for generation in every) > self._most_answers
+
+
+def digest(salt: str) -> str:
+    """Return the name under which a tenant's answers are kept: a file must not reveal the salt."""
+    return hashlib.sha256(salt.encode()).hexdigest()[:32]
+
+
+class AnswerFile:
+    """JSON Lines: {"vocabulary": V}, then {"tenant": digest, "ids": [...]} for each answer, the newest last.
+
+    A line that cannot be read, as a stop in the middle of writing leaves one, is left out. Raises ValueError for a file
+    of another kind or vocabulary, or one that cannot be written.
+    """
+
+    def __init__(self, path: str, vocabulary: int) -> None:
+        self._path, self._vocabulary = Path(path), vocabulary
+        self._header = json.dumps({"vocabulary": vocabulary}) + "\n"
+        self._full = False
+
+    def read(self, most_answers: int, most_tokens: int) -> Iterator[tuple[str, list[int]]]:
+        """Yield the newest answers within these bounds, and drop the others from the file."""
+        lines = self._lines()
+        kept, tokens = deque[str](), 0
+        for line in reversed(lines):
+            answer = parse(line, self._vocabulary)
+            if answer is None:
+                continue
+            tokens += len(answer[1])
+            if len(kept) == most_answers or tokens > most_tokens:
+                break
+            kept.appendleft(line)
+        if len(kept) < len(lines) or not self._path.exists():
+            self._write(kept)
+        for line in kept:
+            answer = parse(line, self._vocabulary)
+            assert answer is not None
+            yield answer
+
+    def append(self, tenant: str, tokens: Sequence[int]) -> None:
+        """Write an answer; what cannot be written is lost, with one warning."""
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"tenant": tenant, "ids": list(tokens)}) + "\n")
+        except OSError as error:
+            if not self._full:
+                log.warning("proposer.memory=%s: answers are no longer written: %s", self._path, error)
+            self._full = True
+
+    def _lines(self) -> list[str]:
+        try:
+            with self._path.open() as file:
+                header, *lines = [line.rstrip("\n") for line in file] or [self._header.rstrip("\n")]
+            vocabulary = json.loads(header)["vocabulary"]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ValueError(f"proposer.memory={self._path}: cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"proposer.memory={self._path}: is no file of answers; name a new file") from error
+        if vocabulary != self._vocabulary:
+            raise ValueError(
+                f"proposer.memory={self._path}: holds answers in a vocabulary of {vocabulary} tokens, and this target "
+                f"has {self._vocabulary}; name another file"
+            )
+        return lines
+
+    def _write(self, lines: Sequence[str]) -> None:
+        part = self._path.with_name(self._path.name + ".part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(self._header + "".join(line + "\n" for line in lines))
+            os.replace(part, self._path)
+        except OSError as error:
+            raise ValueError(f"proposer.memory={self._path}: cannot be written: {error}") from error
+
+
+def parse(line: str, vocabulary: int) -> tuple[str, list[int]] | None:
+    """Return tenant and tokens of a line; None if it is not one."""
+    try:
+        answer = json.loads(line)
+        tenant, ids = answer["tenant"], answer["ids"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not (isinstance(tenant, str) and isinstance(ids, list) and ids):
+        return None
+    return (tenant, ids) if all(type(token) is int and 0 <= token < vocabulary for token in ids) else None
