@@ -204,11 +204,29 @@ def test_spread_is_median_and_quartiles() -> None:
         (["prompts_file=no/such/file"], "prompts_file=no/such/file: cannot be read"),
         (["prompt=a", "head.path=no/such/head"], "no/such/head"),
         (["prompt=a", "model.path=no/such/model"], "no/such/model"),
+        (["prompt=a", "proposer=suffix", "proposer.memory=/proc/answers"], "/proc/answers: cannot be written"),
+        (["prompt=a", "proposer=suffix", "proposer.memory=README.md"], "README.md: is no file of answers"),
     ],
 )
 def test_mistakes_name_what_is_wrong(generate: Generate, extra: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(*extra)
+
+
+def test_earlier_answers_are_drafted_after_a_restart(generate: Generate, tmp_path: Path) -> None:
+    """The text repeats nothing itself; said once more by another process, it is a copy of the first answer."""
+
+    def tau(answers: str) -> float:
+        out = generate(
+            "prompt='def wrap('", "proposer=suffix", "proposer.adaptive=false", f"proposer.memory={tmp_path / answers}"
+        )
+        match = re.search(r"acceptance length τ +([0-9.]+)", out)
+        return float(match[1]) if match else 1.0
+
+    first, again, other = tau("answers.jsonl"), tau("answers.jsonl"), tau("others.jsonl")
+    assert other == first
+    assert again > first + 2
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 3  # a header and two answers
 
 
 def command(*arguments: str) -> list[str]:

@@ -16,6 +16,7 @@ from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.merging import Drafted, accepted, merge
+from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
 
 LEAST = 0.1  # probability to be accepted below which a node is not worth its row in a verify
@@ -30,7 +31,7 @@ class CombinedProposer(Proposer):
     def __init__(self, sources: Mapping[str, tuple[Proposer, Budget]]) -> None:
         self.sources = tuple(proposer for proposer, _ in sources.values())
         self._limits = {proposer: limit for proposer, limit in sources.values()}
-        self._acceptance = AcceptanceModel()
+        self._acceptance = PerTenant(AcceptanceModel)
         self._drafts: dict[str, list[tuple[Proposer, Budget, int, Drafted]]] = {}  # by request, the last ones
         self.aux_layers = next((source.aux_layers for source in self.sources if source.aux_layers), ())
         self.kv_layers = tuple(layer for source in self.sources for layer in source.kv_layers)
@@ -86,7 +87,9 @@ class CombinedProposer(Proposer):
         estimates = source.chances(request)
         if estimates is not None:
             return estimates
-        return self._acceptance.chances(request.request_id, source.name, budget, request.params.temperature > 0)
+        return self._acceptance.of(request).chances(
+            request.request_id, source.name, budget, request.params.temperature > 0
+        )
 
     def _judge(self, request: Request) -> None:
         """Record which tokens of the request's last drafts were right, whether they were verified or not."""
@@ -96,7 +99,9 @@ class CombinedProposer(Proposer):
                 continue
             deepest = min(nodes if budget.is_chain else budget.depth, len(emitted))
             outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
-            self._acceptance.record(request.request_id, source.name, outcome, 0.0, request.params.temperature > 0)
+            self._acceptance.of(request).record(
+                request.request_id, source.name, outcome, 0.0, request.params.temperature > 0
+            )
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for source in self.sources:
@@ -111,7 +116,7 @@ class CombinedProposer(Proposer):
 
     def release(self, request: Request) -> None:
         self._drafts.pop(request.request_id, None)
-        self._acceptance.forget(request.request_id)
+        self._acceptance.of(request).forget(request.request_id)
         for source in self.sources:
             source.release(request)
 

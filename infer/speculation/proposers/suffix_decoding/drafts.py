@@ -15,7 +15,7 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of matches whose rates are k
 PRIORS = (0.36, 0.6, 0.74, 0.82, 0.86, 0.88, 0.9, 0.94, 0.95, 0.97, 0.98, 0.99)
 PRIOR_WEIGHT = 8.0  # tokens that a prior counts like
 CERTAIN = 0.995  # no token is taken to be likelier
-REQUEST_DECAY, ALL_DECAY = 0.98, 0.999
+REQUEST_DECAY, USUAL_DECAY = 0.98, 0.999
 
 
 class Rates:

@@ -15,11 +15,19 @@ from infer.request import Request
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.suffix_decoding.answers import EarlierAnswers, Generation
-from infer.speculation.proposers.suffix_decoding.drafts import ALL_DECAY, Rates
+from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, Rates
 from infer.speculation.proposers.suffix_decoding.sources import Automaton, Earlier, Interrupted, Text
+from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
 
 READ_BACK = 64  # tokens of a prompt that are matched with earlier answers: few matches are longer
+
+
+class UsualRates:
+    """How copies from each kind of source went, in all requests of a tenant."""
+
+    def __init__(self) -> None:
+        self.text, self.earlier, self.interrupted = (Rates(USUAL_DECAY) for _ in range(3))
 
 
 @dataclass
@@ -56,7 +64,7 @@ class SuffixProposer(Proposer):
     ) -> None:
         self._max_depth, self._factor, self._min_probability = max_depth, factor, min_probability
         self._answers = answers
-        self._of_text, self._of_answers, self._of_interrupted = (Rates(ALL_DECAY) for _ in range(3))
+        self._usual = PerTenant(UsualRates)
         self._sources: dict[str, Sources] = {}
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
@@ -84,7 +92,8 @@ class SuffixProposer(Proposer):
         """Read the request's new tokens, and what its tenant's newest generations of answers are."""
         sources = self._sources.get(request.request_id)
         if sources is None:
-            sources = Sources(Text(self._of_text), Interrupted(self._of_interrupted))
+            usual = self._usual.of(request)
+            sources = Sources(Text(usual.text), Interrupted(usual.interrupted))
             self._sources[request.request_id] = sources
         tokens, prompt = request.tokens, len(request.prompt_ids)
         for place in range(sources.read, len(tokens)):
@@ -99,13 +108,13 @@ class SuffixProposer(Proposer):
                 sources.interrupted.extend(tokens, place, sources.text.copied_from())
         sources.read = len(tokens)
         sources.earlier = {
-            generation: sources.earlier.get(generation) or self._matched(generation, tokens)
+            generation: sources.earlier.get(generation) or self._matched(generation, request)
             for generation in self._answers.of(request.params.cache_salt)
         }
         return sources
 
-    def _matched(self, generation: Generation, tokens: Sequence[int]) -> Earlier:
-        earlier = Earlier(generation.automaton, self._of_answers)
-        for token in tokens[-READ_BACK:]:
+    def _matched(self, generation: Generation, request: Request) -> Earlier:
+        earlier = Earlier(generation.automaton, self._usual.of(request).earlier)
+        for token in request.tokens[-READ_BACK:]:
             earlier.extend(token)
         return earlier

@@ -27,7 +27,7 @@ PRIORS_RESUMED = (0.05, 0.4, 0.72, 0.84, 0.87, 0.93)
 
 
 class Automaton:
-    """A text to copy from, and how copies from it went: in this request, and in all (`usual`)."""
+    """A text to copy from, and how copies from it went: in this request, and usually (`usual`)."""
 
     def __init__(self, automaton: SuffixAutomaton, usual: Rates) -> None:
         self.automaton, self._usual, self._rates = automaton, usual, Rates(REQUEST_DECAY)
