@@ -21,8 +21,10 @@ from infer.engine import Engine
 from infer.request import Request
 from infer.sampling.constraint import Constraints
 from infer.sampling.params import SamplingParams
+from infer.speculation.control.acceptance_model import Evidence, Rates
 from infer.speculation.proposers.suffix_decoding.answers import Generation, digest
 from infer.speculation.proposers.suffix_decoding.automaton import Edge, SuffixAutomaton
+from infer.speculation.proposers.suffix_decoding.drafts import CopyRates
 from infer.speculation.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults
@@ -34,9 +36,9 @@ SEED = 1
 MAX_PRESENT = 30  # requests in the engine at a time
 ANSWER_TOKENS = 300  # size of suffix decoding's memory, small enough that it is full
 MAX_GROWTH_MIB = 16  # after the first quarter of the requests; measured in LOG.md
-# Not counted as growth: what suffix decoding keeps of each tenant, whose bound is asserted separately, and the engine's
-# one grammar compiler, which is created with the first grammar.
-MEMORY = (Edge, SuffixAutomaton, Generation, Constraints)
+# Not counted as growth: what suffix decoding remembers, whose bound is asserted separately, what drafts have taught of
+# each tenant, and the engine's one grammar compiler, which is created with the first grammar.
+MEMORY = (Edge, SuffixAutomaton, Generation, CopyRates, Evidence, Rates, Constraints)
 
 
 class Soak:

@@ -18,7 +18,7 @@ CERTAIN = 0.995  # no token is taken to be likelier
 REQUEST_DECAY, USUAL_DECAY = 0.98, 0.999
 
 
-class Rates:
+class CopyRates:
     """By length of the match, decayed sums of predicted shares and of right tokens."""
 
     def __init__(self, decay: float) -> None:

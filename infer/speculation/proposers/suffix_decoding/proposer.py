@@ -15,7 +15,7 @@ from infer.request import Request
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.suffix_decoding.answers import EarlierAnswers, Generation
-from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, Rates
+from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, CopyRates
 from infer.speculation.proposers.suffix_decoding.sources import Automaton, Earlier, Interrupted, Text
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
@@ -27,7 +27,7 @@ class UsualRates:
     """How copies from each kind of source went, in all requests of a tenant."""
 
     def __init__(self) -> None:
-        self.text, self.earlier, self.interrupted = (Rates(USUAL_DECAY) for _ in range(3))
+        self.text, self.earlier, self.interrupted = (CopyRates(USUAL_DECAY) for _ in range(3))
 
 
 @dataclass

@@ -10,8 +10,8 @@ from infer.speculation.proposers.suffix_decoding.drafts import (
     NO_DRAFT,
     PRIORS,
     REQUEST_DECAY,
+    CopyRates,
     Draft,
-    Rates,
     copied,
     follow,
     likeliest,
@@ -29,8 +29,8 @@ PRIORS_RESUMED = (0.05, 0.4, 0.72, 0.84, 0.87, 0.93)
 class Automaton:
     """A text to copy from, and how copies from it went: in this request, and usually (`usual`)."""
 
-    def __init__(self, automaton: SuffixAutomaton, usual: Rates) -> None:
-        self.automaton, self._usual, self._rates = automaton, usual, Rates(REQUEST_DECAY)
+    def __init__(self, automaton: SuffixAutomaton, usual: CopyRates) -> None:
+        self.automaton, self._usual, self._rates = automaton, usual, CopyRates(REQUEST_DECAY)
 
     def matched(self) -> tuple[int, int]:
         """Return the state and length of the longest suffix of the request's text that occurred before."""
@@ -73,7 +73,7 @@ class Automaton:
 class Text(Automaton):
     """The request's own text."""
 
-    def __init__(self, usual: Rates) -> None:
+    def __init__(self, usual: CopyRates) -> None:
         super().__init__(SuffixAutomaton(), usual)
 
     def matched(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Text(Automaton):
 class Earlier(Automaton):
     """A generation of earlier answers."""
 
-    def __init__(self, automaton: SuffixAutomaton, usual: Rates) -> None:
+    def __init__(self, automaton: SuffixAutomaton, usual: CopyRates) -> None:
         super().__init__(automaton, usual)
         self._match = Match()
 
@@ -113,8 +113,8 @@ class Interrupted:
     first.
     """
 
-    def __init__(self, usual: Rates) -> None:
-        self._usual, self._rates = usual, Rates(REQUEST_DECAY)
+    def __init__(self, usual: CopyRates) -> None:
+        self._usual, self._rates = usual, CopyRates(REQUEST_DECAY)
         self._place: int | None = None  # of the next token of the copy in the text; None: nothing was copied lately
         self._found = self._missed = 0  # tokens since the interruption
         self._going_on = False
