@@ -134,9 +134,9 @@ class Run:
         self.prepared = prepare(config, accelerator, engine, data, self.stop, self.resources)
         self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
         budget = run_folder.read_budget(self.folder)
-        same = budget is not None and (config.steps, config.minutes) == (budget.steps, budget.minutes)
-        if not (same and budget.decided <= self.step):  # a finished run needs no features
-            self.prepared.open_features(config, engine, self.stop)
+        limits = config.steps, config.minutes
+        if budget is None or self.step < budget.decided or limits != (budget.steps, budget.minutes):
+            self.prepared.open_features(config, engine, self.stop)  # which a run that has ended does not read
         if budget is not None:
             budget = self._extended_budget(budget)
         if accelerator.is_main_process:  # trackers drop what was logged for later steps

@@ -27,6 +27,7 @@ def parse(row: Any, tokenizer: Tokenizer, **settings: Any) -> Example:
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
         {"conversations": [{"from": "user", "value": "hi"}, {"role": "assistant", "content": "yes"}], "tools": ""},
         {"prompt": "hi", "response": "yes", "text": None},
+        {"prompt": "hi", "response": "yes", "messages": [], "conversations": ""},
     ],
 )
 def test_conversations_in_every_form(row: dict, tiny_tokenizer: Tokenizer) -> None:

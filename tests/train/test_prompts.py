@@ -121,9 +121,7 @@ def test_a_held_out_side_of_ones_own(tmp_path: Path, tiny_tokenizer: Tokenizer) 
 
 
 def test_files_that_cannot_serve(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    cause = (
-        r"^data.path=\S+: \S+, line 1: prompt must be a text; no usable prompt among 4 .* \(left out: 4 bad\)$"
-    )
+    cause = r"^data.path=\S+: \S+, line 1: prompt must be a text; no usable prompt among 4 .* \(left out: 4 bad\)$"
     with pytest.raises(ValueError, match=cause):
         read(tmp_path, ['{"prompt": 1}'] * 4, tiny_tokenizer)
     cause = r"^data.path=\S+: 1 usable prompt among 4 rows, .* \(left out: 2 twins, 1 bad\); \S+, line 4: must hold"

@@ -99,6 +99,13 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
         read(str(tmp_path / "broken.json"))
 
 
+def test_a_table_without_rows_is_empty(folder: Path, tmp_path: Path) -> None:
+    """One of several files may be, as a shard that a filter left."""
+    Dataset.from_dict({"prompt": []}).to_parquet(str(tmp_path / "a.parquet"))
+    assert read(str(tmp_path / "a.parquet")) == []
+    assert [item.row for item in read([str(tmp_path), str(folder / "a.parquet")])] == ROWS
+
+
 def test_a_file_that_vanishes_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES)
     items = read_items(

@@ -163,12 +163,14 @@ def parse(place: str, text: bytes) -> Item:
 
 def read_tables(file: Path) -> Iterator[Item]:
     """Read Parquet, an Arrow file, or a folder written by `save_to_disk`. Raises ValueError."""
-    import pyarrow
+    import pyarrow.parquet
     from datasets import Dataset, load_dataset, load_from_disk
 
     try:
         if file.is_dir():
             rows: Any = load_from_disk(str(file))
+        elif file.suffix == ".parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
+            rows = []  # which `datasets` cannot stream
         elif file.suffix == ".arrow":
             rows = Dataset.from_file(str(file))
         else:
