@@ -102,7 +102,10 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
-    architecture = str((raw_config.get("architectures") or [raw_config.get("model_type")])[0])
+    names = raw_config.get("architectures") or [raw_config.get("model_type")]
+    if not isinstance(names, list):
+        raise ValueError(f"{folder}: config.json: architectures={names!r}: must be a list of names")
+    architecture = str(names[0])
     if architecture == "Gemma3ForConditionalGeneration":
         raise ValueError(
             f"{folder}: architecture {architecture!r} reads images too, which is not supported; use a checkpoint of "
