@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -31,7 +35,11 @@ class RopeConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> RopeConfig:
         """Read `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters` (transformers 5)."""
-        section = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        section = dict[str, Any]()
+        for key in ("rope_scaling", "rope_parameters"):
+            if not isinstance(value := config.get(key) or {}, dict):
+                raise ValueError(f"{key}={value!r}: must be an object")
+            section |= value
         rope_type = section.pop("rope_type", section.pop("type", "default"))
         section.pop("type", None)
         theta = float(section.pop("rope_theta", config.get("rope_theta", 10000.0)))
@@ -107,6 +115,10 @@ class TargetConfig:
                 raise ValueError(f"config.json: {key} is missing")
             return config[key]
 
+        for key in SIZES:
+            value = config.get(key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"config.json: {key}={value!r}: must be a whole number, at least 1")
         architectures = config.get("architectures") or [config.get("model_type")]
         if config.get("hidden_act", "silu") != activation:
             raise ValueError(f"config.json: hidden_act={config.get('hidden_act')!r}: only {activation!r} is supported")

@@ -76,6 +76,10 @@ class NamedTensors(Mapping[str, Tensor]):
         """Return a matrix as it is stored, if that is in groups of small integers, which are not read yet."""
         return None
 
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of a tensor without reading it."""
+        raise NotImplementedError
+
     def release(self) -> None:
         """Give up what was read of memory-mapped files; it can be read again."""
 
@@ -110,6 +114,9 @@ class LazyTensors(NamedTensors):
     def slice(self, name: str) -> Any:
         """Return safetensors' view of a tensor, which reads the rows that it is indexed with."""
         return self._shards[self._sources[name]].get_slice(name)
+
+    def shape(self, name: str) -> Sequence[int]:
+        return self.slice(name).get_shape()
 
     def place(self, name: str) -> tuple[Path, int]:
         """Return the file of a tensor, and its first byte in it."""
@@ -201,9 +208,13 @@ def load_into(
     problems += [f"{name}: not part of this architecture" for name in sorted(present - set(expected))]
     if not problems:
         for name, parts in layout.items():
-            value = tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
-            if value.shape != state[name].shape:
-                shapes = ", ".join(f"{part} {list(tensors[part].shape)}" for part in parts)
+            values = [tensors[part] for part in parts]
+            sizes = [value.shape for value in values]
+            alike = len({size[1:] for size in sizes}) == 1
+            value = torch.cat(values) if len(values) > 1 and alike else values[0]
+            del values  # the next ones are read while this is still in memory
+            if not alike or value.shape != state[name].shape:
+                shapes = ", ".join(f"{part} {list(size)}" for part, size in zip(parts, sizes, strict=True))
                 problems.append(f"{shapes}: expected {list(state[name].shape)} in all")
             else:
                 with torch.no_grad():

@@ -89,6 +89,8 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
     """Convert IN and write it to OUT. Raises ValueError that names the problem and leaves no OUT behind."""
     if args.out.exists() or args.out.is_symlink():
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
+    if not args.dry_run:
+        atomic.free_disk(args.out)  # refuses a place that cannot be written
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: must be at least 1")
     if args.speculative_tokens is not None and not FORMATS[args.target].states_tokens:
@@ -128,7 +130,7 @@ def destination(out: Path, *, dry_run: bool) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder) / out.name if is_gguf(out) else Path(folder)
     else:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(out.parent)
         with atomic.replace_file(out) if is_gguf(out) else atomic.replace_folder(out) as staging:
             yield staging
 

@@ -119,9 +119,13 @@ def write(report: Mapping[str, Any], save: str | None, model: str) -> None:
 
 
 def publish(report: Mapping[str, Any], save: str | None, model: str) -> None:
-    """Write the document as `write` does and print it, as the last line of standard output."""
-    write(report, save, model)
-    print(json.dumps(report), flush=True)
+    """Write the document as `write` does and print it, as the last line of standard output, even if the file cannot
+    be written.
+    """
+    try:
+        write(report, save, model)
+    finally:
+        print(json.dumps(report), flush=True)
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, pad: bool = False) -> str:

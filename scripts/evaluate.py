@@ -230,8 +230,11 @@ def main(config: EvalConfig) -> None:
     from infer.engine import Engine
     from train.publishing.samples import how_many, marked_responses
     from train.publishing.trackers import check_tracker
+    from train.storage.atomic import free_disk, make_folder
 
     check_tracker(config.tracker)
+    folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
+    free_disk(folder)  # refuses a place that cannot be written, before anything is measured
     # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
     cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head")
     engine = Engine.load(config.model, config.head, cold, drafts, output_dir=config.output_dir)
@@ -243,8 +246,7 @@ def main(config: EvalConfig) -> None:
     prompts = sets[0][2]
     systems[config.shapes[0]]([Task(prompts[0], 1)], 0.0, 1)  # the head drafts in this shape from here on
     samples = marked_responses(engine, prompts[: how_many(config.tracker)], config.max_tokens)
-    folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     report = show(config, cells, samples, folder)
     print(table(tables(cells)[0], pad=True), end="")
     print(f"written: {report}")

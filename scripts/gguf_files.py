@@ -75,7 +75,7 @@ def write_quantised(peers: Path, target: Path, formats: Sequence[str], out: Path
     files = [out / f"{target.name}-{name}.gguf" for name in formats]
     if present := [file for file in files if file.exists()]:
         raise ValueError(f"{present[0]}: is there already; remove it, or give another folder")
-    out.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(out)
     with tempfile.TemporaryDirectory(dir=out) as folder:
         wide = Path(folder) / "wide.gguf"
         _convert(peers, target, wide, "bf16")

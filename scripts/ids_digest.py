@@ -35,6 +35,7 @@ from infer.options.model_names import read_model
 from infer.request import Completion, SamplingParams
 from models.heads import DEFAULT_HEAD
 from scripts.errors import reports_errors
+from train.storage.atomic import free_disk
 
 PROMPTS = (
     "def read(path):\n    with open(path) as file:\n",
@@ -129,6 +130,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--save", type=Path, metavar="FILE")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="what --save wrote")
     args = parser.parse_args(argv)
+    if args.save is not None:
+        free_disk(args.save)  # refuses a place that cannot be written
     cells: Cells = {}
     before = None if args.compare is None else read(args.compare)
     parts = run(read_model(args.model), args.head, max_tokens=args.tokens, dtypes=args.dtypes, graphs=args.graphs)

@@ -90,6 +90,7 @@ def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Sugge
     from infer.cli import compose
     from infer.config_checks import resolve_path
     from train.config import TrainConfig
+    from train.storage.atomic import make_folder
 
     try:
         import optuna
@@ -98,7 +99,7 @@ def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Sugge
         raise ValueError(f"{error}; pip install 'headway[sweep]'") from None
     config = compose("train", TrainConfig, fixed)
     folder = resolve_path(config.output_dir) / "sweeps" / study_name
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     journal = JournalFileBackend(str(folder / "journal.log"))
     study = optuna.create_study(

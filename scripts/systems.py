@@ -101,7 +101,10 @@ def read_file(
     keys = {"path": file, "columns": config.columns, "prompt_tokens": config.prompt_tokens}
     settings = FilesDataConfig(name="files", **keys, **options)
     reader = Reader(settings, tokenizer, longest or settings.max_prompt_tokens, count)
-    prompts = reader.read_prompts()
+    try:
+        prompts = reader.read_prompts()
+    except ValueError as error:  # the user said files=
+        raise ValueError(str(error).replace("data.path=", "files=", 1)) from error
     for line in reader.reading.named():
         print(line, file=sys.stderr)
     return prompts

@@ -7,6 +7,7 @@ tokens and their acceptance lengths are comparable (DESIGN section 8).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, FeatureSource
 from train.objectives.base import Objective, StepSums
-from train.publishing.export import Acceptance, Measured
+from train.publishing.export import Acceptance, Measured, stated, tau
 from train.publishing.samples import marked_responses
 from train.publishing.trackers import Sample, warn
 
@@ -30,19 +31,31 @@ SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
 RANKS = 10
 
 
-def step_metrics(prefix: str, sums: StepSums) -> dict[str, float]:
-    """Return means per step by name: loss, accuracy, and overlap Σ min(p, q); the last two over the full vocabulary."""
-    metrics = {}
-    for name, values in (("loss", sums.loss), ("accuracy", sums.correct), ("overlap", sums.overlap)):
-        for step, mean in enumerate((values / sums.count.clamp(min=1)).tolist()):
-            metrics[f"{prefix}/{name}_{step}"] = mean
-    return metrics
+def step_metrics(prefix: str, sums: StepSums, step_weight: float) -> dict[str, float]:
+    """Return the loss, and by step loss, accuracy and overlap Σ min(p, q); nan where there is no slot to average over.
+
+    A loss is the mean over the slots that the draft vocabulary covers, so that heads with different ones can be
+    compared; accuracy and overlap are over all slots. The loss is the sum of the steps', step k times step_weight ** k.
+    """
+    counts, means = sums.count.tolist(), (sums.loss / sums.covered).tolist()
+    losses = [step_weight**step * mean for step, (mean, count) in enumerate(zip(means, counts, strict=True)) if count]
+    correct, overlap = ((values / sums.count).tolist() for values in (sums.correct, sums.overlap))
+    rates = (("loss", means), ("accuracy", correct), ("overlap", overlap))
+    metrics = {f"{prefix}/{name}_{step}": mean for name, values in rates for step, mean in enumerate(values)}
+    return {f"{prefix}/loss": sum(losses) if losses else math.nan, **metrics}
+
+
+def describe_loss(metrics: Mapping[str, float]) -> str:
+    """Return the held-out loss of `Evaluator.losses` for people, with the coverage beside it."""
+    loss = metrics["eval/loss"]
+    why = ", no slot lies inside the draft vocabulary" if math.isnan(loss) else ""
+    return f"{stated(loss)} (coverage {100 * metrics['eval/coverage']:.1f} %{why})"
 
 
 def acceptance_metrics(measured: Acceptance) -> dict[str, float]:
     metrics = {
-        "eval/tau_simulated": measured.simulated.acceptance_length,
-        "eval/tau_engine": measured.engine.acceptance_length,
+        "eval/tau_simulated": tau(measured.simulated),
+        "eval/tau_engine": tau(measured.engine),
         "eval/gap": measured.gap,
     }
     for place, share in enumerate(measured.engine.acceptance_by_position):
@@ -163,14 +176,11 @@ class Evaluator:
     @torch.no_grad()
     def losses(self, objective: Objective) -> dict[str, float]:
         """Return loss, per-step means and draft-vocabulary coverage over all held-out responses."""
-        full_batch = self._held_out.batch(range(len(self._held_out)))
-        denominators = objective.denominators(full_batch).to(self._engine.device)
-        loss, sums = 0.0, None
+        sums = None
         for batch, features in self._batches(self._held_out):
             teacher = objective.teach(self._engine.target, features.hidden, batch)
-            part, part_sums = objective(batch, features, teacher, denominators)
-            loss += part.item()
+            part_sums = objective(batch, features, teacher, objective.denominators(batch))[1]
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))
         assert sums is not None
         covered = coverage(self._held_out.ids[self._held_out.assistant], objective.head.target_ids)
-        return {"eval/loss": loss, **step_metrics("eval", sums), "eval/coverage": covered, **self.about_target}
+        return {**step_metrics("eval", sums, objective.step_weight), "eval/coverage": covered, **self.about_target}

@@ -37,7 +37,7 @@ from train.distributed.parallel import (
     stopping_together,
     total,
 )
-from train.evaluation import acceptance_metrics, step_metrics
+from train.evaluation import acceptance_metrics, describe_loss, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.flops import head_flops
@@ -47,6 +47,7 @@ from train.planning.refusals import refuse
 from train.planning.time_limit import time_limit
 from train.preparation.prepare import prepare, start_engine
 from train.preparation.threads import work_threads
+from train.publishing.export import stated
 from train.publishing.publish import publish_run
 from train.publishing.trackers import Trackers, make_trackers
 from train.publishing.verdict import verdict
@@ -133,6 +134,9 @@ class Run:
         self.prepared = prepare(config, accelerator, engine, data, self.stop, self.resources)
         self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
         budget = run_folder.read_budget(self.folder)
+        limits = config.steps, config.minutes
+        if budget is None or self.step < budget.decided or limits != (budget.steps, budget.minutes):
+            self.prepared.open_features(config, engine, self.stop)  # which a run that has ended does not read
         if budget is not None:
             budget = self._extended_budget(budget)
         if accelerator.is_main_process:  # trackers drop what was logged for later steps
@@ -168,16 +172,18 @@ class Run:
                 self.seconds += seconds
                 self.threads.record(result.tokens, seconds)
                 speed = result.tokens / seconds
+                metrics = step_metrics("train", result.sums, self.prepared.placement.plain.step_weight)
+                loss = stated(metrics["train/loss"])
                 if self.skipped_in_a_row:
                     self.trackers.log(self.step, {"train/skipped_steps": self.skipped, "train/lr": rate})
                 elif logged:
-                    metrics = {"train/loss": result.loss, **step_metrics("train", result.sums), "train/lr": rate}
-                    metrics |= {"train/grad_norm": norm, "train/tokens": self.tokens, "train/tokens_per_s": speed}
+                    metrics |= {"train/lr": rate, "train/grad_norm": norm}
+                    metrics |= {"train/tokens": self.tokens, "train/tokens_per_s": speed}
                     useful = flops.step(result.tokens, float(result.sums.count.sum()))
                     metrics |= {"train/head_flops_per_s": useful / seconds, **self.clock.metrics()}
                     metrics["train/memory_bytes"] = memory_bytes(self.accelerator.device)
                     self.trackers.log(self.step, metrics)
-                bar.set_postfix_str(f"loss {result.loss:.3f}, {speed:.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(f"loss {loss}, {speed:.0f} tokens/s", refresh=False)
                 bar.update()
                 self._between_steps()
 
@@ -228,6 +234,7 @@ class Run:
         losses, sums = [], []
         for micro, batch in enumerate(batches):
             with self.clock.part("target"):
+                assert prepared.features is not None, "opened if steps are left"
                 features = prepared.features(batch)
                 if features.top is None:
                     teacher = placement.plain.teach(prepared.target, features.hidden, batch)
@@ -339,7 +346,7 @@ class Run:
         )
         self.trackers.log(self.step, metrics)
         tqdm.write(
-            f"step {self.step}: held-out loss {metrics['eval/loss']:.3f}, acceptance length τ "
+            f"step {self.step}: held-out loss {describe_loss(metrics)}, acceptance length τ "
             f"{metrics['eval/tau_engine']:.3f} in the engine, {metrics['eval/tau_simulated']:.3f} simulated",
             file=sys.stderr,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, NoReturn
 
@@ -97,6 +97,10 @@ class GgufTensors(NamedTensors):
         self._advance_progress()
         row_range = None if self._rows is None else self._rows(name, len(value))
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
+
+    def shape(self, name: str) -> Sequence[int]:
+        tensor, expert, _ = self._sources[name]
+        return self._file.tensors[tensor].shape[0 if expert is None else 1 :]
 
     def blocks(self, name: str) -> BlockRows | None:
         tensor, expert, change = self._sources[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +72,12 @@ class QuantisedTensors(NamedTensors):
         value = self._tensors[name] if stored is None else stored.widened().to(self._dtype)
         row_range = self._rows(name, len(value)) if self._rows is not None and value.dim() else None
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
+
+    def shape(self, name: str) -> Sequence[int]:
+        if name not in self.layers:
+            return self._tensors.shape(name)
+        rows = self.described(name)
+        return rows.count, rows.inputs
 
     def groups(self, name: str) -> GroupedRows | None:
         """Return a layer's weight as it is stored, all rows; None for another tensor."""

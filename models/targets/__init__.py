@@ -102,7 +102,10 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
-    architecture = str((raw_config.get("architectures") or [raw_config.get("model_type")])[0])
+    names = raw_config.get("architectures") or [raw_config.get("model_type")]
+    if not isinstance(names, list):
+        raise ValueError(f"{folder}: config.json: architectures={names!r}: must be a list of names")
+    architecture = str(names[0])
     if architecture == "Gemma3ForConditionalGeneration":
         raise ValueError(
             f"{folder}: architecture {architecture!r} reads images too, which is not supported; use a checkpoint of "
@@ -169,8 +172,7 @@ def load_target(
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     progress = exchange is None and layers is None
     tensors = read_weights(folder, dtype, part, shared, progress=progress, native=native)
-    # buffers that old exporters saved are recomputed from the config
-    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    names = names_of(tensors)
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
@@ -185,11 +187,7 @@ def load_target(
         row_range = part and part.rows(LM_HEAD, config.vocab_size)
         embedding = cast(nn.Parameter, target.embed_tokens.weight)
         target.lm_head.weight = embedding if row_range is None else nn.Parameter(embedding[row_range[0] : row_range[1]])
-        layout.pop(LM_HEAD, None)
-        if shared == LM_HEAD:
-            layout["embed_tokens.weight"] = (LM_HEAD,)
-        else:
-            names.discard(LM_HEAD)  # some exporters write the tied copy as well
+        tie(layout, names, shared)
     load_into(target, tensors, layout, source=str(folder), names=names)
     if isinstance(tensors, NamedTensors) and stored:
         pack_blocks(target, stored)
@@ -197,6 +195,35 @@ def load_target(
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     target.end_tokens = read_end_tokens(folder)
     return target.eval().requires_grad_(False)
+
+
+def check_weights(folder: Path, target: LlamaTarget) -> None:
+    """Raise the ValueError with which `load_target` would refuse a checkpoint, from its headers: reads no weights.
+
+    `target` is what `empty_target` made of it.
+    """
+    layout, tensors = target.checkpoint_layout(), read_weights(folder, torch.float32, None, None, progress=False)
+    assert isinstance(tensors, NamedTensors)
+    names = names_of(tensors)
+    if target.config.tie_word_embeddings:
+        tie(layout, names, shared_weight(folder))
+    outlines = {name: torch.empty(tuple(tensors.shape(name)), device="meta") for name in names}
+    load_into(target, outlines, layout, source=str(folder), names=names)
+    read_end_tokens(folder)
+
+
+def names_of(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of a checkpoint's tensors, without buffers that old exporters saved: the config gives them."""
+    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+
+
+def tie(layout: dict[str, tuple[str, ...]], names: set[str], shared: str | None) -> None:
+    """Let the embedding come from the tensor `shared`, and the tied LM head from none."""
+    layout.pop(LM_HEAD, None)
+    if shared == LM_HEAD:
+        layout["embed_tokens.weight"] = (LM_HEAD,)
+    else:
+        names.discard(LM_HEAD)  # some exporters write the tied copy as well
 
 
 def take_blocks(

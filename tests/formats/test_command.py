@@ -127,6 +127,9 @@ def test_nothing_is_overwritten(tmp_path, run, capsys):
         assert capsys.readouterr().err == f"error: {out}: is there already; remove it, or give another folder\n"
     assert (tmp_path / "file").read_text() == "mine"
     assert convert.main([*words, str(folder)]) == 2
+    for out in ("/proc/x", "/dev/null/x"):
+        assert convert.main([*words, out]) == 2
+        assert f"error: {out}: cannot be written (" in capsys.readouterr().err
 
 
 def test_heads_and_formats_that_do_not_go_together(tmp_path, refusal):

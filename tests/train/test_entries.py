@@ -42,6 +42,19 @@ def test_lines_and_templates(folder: Path) -> None:
     assert rows_of(folder, missing) == ["the template names answer, which holds no text here; it has question, text"]
 
 
+def test_a_template_keeps_what_belongs_to_the_prompt(folder: Path) -> None:
+    """Unless the template names the column, under its own name or ours."""
+    row = {"q": "why?", "sp": "Be brief.", "a": "so", "tools": [], "text": "other"}
+    (folder / "c.jsonl").write_text(json.dumps(row))
+    columns = {"system": "sp", "response": "a"}
+    expected = {"prompt": "Say why?", "system": "Be brief.", "response": "so", "tools": []}
+    entry = {"path": "c.jsonl", "template": "Say {q}"}
+    assert rows_of(folder, entry, columns=columns) == rows_of(folder, {**entry, "columns": columns}) == [expected]
+    for column in ("{sp}", "{system}"):
+        (made,) = rows_of(folder, {**entry, "columns": columns, "template": f"{column} {{q}}"})
+        assert made == {"prompt": "Be brief. why?", "response": "so", "tools": []}
+
+
 def test_a_larger_draw_holds_the_smaller(folder: Path) -> None:
     drawn = [[row["text"] for row in rows_of(folder, {"path": "a.jsonl", "rows": n})] for n in (5, 12, 100)]
     assert [len(texts) for texts in drawn] == [5, 12, 40]

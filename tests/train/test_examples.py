@@ -27,6 +27,7 @@ def parse(row: Any, tokenizer: Tokenizer, **settings: Any) -> Example:
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
         {"conversations": [{"from": "user", "value": "hi"}, {"role": "assistant", "content": "yes"}], "tools": ""},
         {"prompt": "hi", "response": "yes", "text": None},
+        {"prompt": "hi", "response": "yes", "messages": [], "conversations": ""},
     ],
 )
 def test_conversations_in_every_form(row: dict, tiny_tokenizer: Tokenizer) -> None:
@@ -37,6 +38,7 @@ def test_turns_are_what_a_user_says(tiny_tokenizer: Tokenizer) -> None:
     expected = Example(messages=(USER, {"role": "user", "content": "and?"}))
     assert parse({"turns": ["hi", "and?"]}, tiny_tokenizer) == expected
     assert parse({"turns": [{"content": "hi"}, {"content": "and?"}]}, tiny_tokenizer) == expected
+    assert parse({"turns": [USER, ANSWER]}, tiny_tokenizer) == Example(messages=(USER, ANSWER))
 
 
 def test_columns_of_another_name(tiny_tokenizer: Tokenizer) -> None:
@@ -124,14 +126,18 @@ def test_a_text_that_is_learnt_whole_is_known_by_its_beginning(tiny_tokenizer: T
         ({"messages": "hi"}, "messages must be a list of"),
         ({"messages": [{"content": "a"}]}, "messages must be a list of"),
         ({"messages": [ANSWER]}, "messages hold no turn to answer"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: role 'robot'; must be one of system"),
-        ({"messages": [USER, {"role": "assistant"}]}, "message 2: content must be a text"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'; must be one of system"),
+        ({"messages": [{"role": None, "content": "a"}]}, "messages must be a list of"),
+        ({"messages": [{"role": "user"}]}, "content must be a text (message 1)"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content has parts that are no text"),
         ({"conversations": ["hi"]}, "conversations must be a list of"),
         ({"conversations": [{"from": "function_call", "value": "x"}]}, "function_call holds no JSON"),
-        ({"turns": []}, "turns must be a list of texts"),
+        ({"turns": 5}, "turns must be a list of texts"),
+        ({"turns": []}, "turns hold no turn to answer"),
         ({"turns": [1]}, "turns must be a text"),
         ({"prompt": "a", "tools": "{"}, "tools is a text and no JSON"),
+        ({"prompt": "a", "system": ["Be brief."]}, "system must be a text"),
+        ({"text": "a", "system": "Be brief."}, "the column system has no place beside a text without a chat template"),
         ({"input_ids": [1, 999999], "loss_mask": [0, 1]}, "input_ids must be a list of token ids below 384"),
         ({"input_ids": [1, 2.5], "loss_mask": [0, 1]}, "input_ids must be a list of token ids below 384"),
         ({"input_ids": [1, 2, 3]}, "loss_mask must be a list of 0 and 1, as long as input_ids"),
@@ -143,3 +149,68 @@ def test_bad_rows_say_what_is_wrong(row: Any, complaint: str, tiny_tokenizer: To
     with pytest.raises(ValueError) as error:  # noqa: PT011  # compared below
         parse(row, tiny_tokenizer)
     assert str(error.value).startswith(complaint)
+
+
+FORMS: dict[str, Any] = {
+    "messages": [USER, ANSWER],
+    "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}],
+    "turns": ["hi"],
+    "prompt": "hi",
+}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("column", ["system", "sp"])
+def test_a_system_column_is_the_system_turn_once(form: str, column: str, tiny_tokenizer: Tokenizer) -> None:
+    settings = {} if column == "system" else {"columns": {"system": "sp"}}
+    row = {form: FORMS[form], "response": "yes", column: "Be brief."}
+    turns = parse({form: FORMS[form], "response": "yes"}, tiny_tokenizer).messages
+    assert parse(row, tiny_tokenizer, **settings).messages == (SYSTEM, *turns)
+    for nothing in (None, "", " \n"):
+        assert parse({**row, column: nothing}, tiny_tokenizer, **settings).messages == turns
+    assert parse({**row, form: json.dumps(FORMS[form])}, tiny_tokenizer, **settings).messages[0] == SYSTEM
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_two_system_turns_are_one_text_or_an_error(role: str, tiny_tokenizer: Tokenizer) -> None:
+    for turn in ({"role": role, "content": "Be brief."}, {"role": role, "content": [{"text": "Be brief.\n"}]}):
+        row = {"messages": [turn, USER, ANSWER], "system": "Be brief."}
+        assert [message["role"] for message in parse(row, tiny_tokenizer).messages] == [role, "user", "assistant"]
+    row = {"conversations": [{"from": role, "value": "Be long."}, *FORMS["conversations"]], "system": "Be brief."}
+    with pytest.raises(ValueError, match=r"the column system and the system turn in conversations are different texts"):
+        parse(row, tiny_tokenizer)
+
+
+def test_a_greeting_before_the_first_question_is_dropped(tiny_tokenizer: Tokenizer) -> None:
+    """Wherever the system turn is given."""
+    expected = Example(messages=(SYSTEM, USER, ANSWER))
+    assert parse({"messages": [SYSTEM, ANSWER, USER, ANSWER]}, tiny_tokenizer) == expected
+    assert parse({"messages": [ANSWER, USER, ANSWER], "system": "Be brief."}, tiny_tokenizer) == expected
+
+
+IMAGE = {"role": "user", "content": [{"type": "text", "text": "this?"}, {"type": "image_url", "image_url": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("form", "late", "why"),
+    [
+        ("messages", IMAGE, "content has parts that are no text"),
+        ("messages", {"role": "user", "content": 5}, "content must be a text"),
+        ("messages", {"role": "critic", "content": "hm"}, "role 'critic'; must be one of system"),
+        ("messages", {"role": "assistant", "tool_calls": "{"}, "tool_calls is a text and no JSON"),
+        ("messages", "so", 'messages must be a list of {"role": ..., "content": ...}'),
+        ("conversations", {"from": "human", "value": None}, "content must be a text"),
+        ("conversations", {"from": "function_call", "value": "x"}, "function_call holds no JSON"),
+        ("turns", {"content": [{"type": "image"}]}, "turns must be a text"),
+    ],
+)
+def test_the_turns_before_an_unusable_one_are_used(form: str, late: Any, why: str, tiny_tokenizer: Tokenizer) -> None:
+    example = parse({form: [*FORMS[form], late, *FORMS[form]]}, tiny_tokenizer)
+    assert example.messages == parse({form: FORMS[form]}, tiny_tokenizer).messages
+    assert example.cut is not None
+    assert example.cut.startswith(why)
+    assert example.cut.endswith(f"(message {len(FORMS[form]) + 1})")
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared below
+        parse({form: [late, *FORMS[form]]}, tiny_tokenizer)
+    assert str(error.value).endswith("(message 1)")

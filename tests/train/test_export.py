@@ -18,7 +18,7 @@ from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
 from train.config import TrainConfig
-from train.planning.refusals import export_has_room
+from train.planning.refusals import outputs_have_room
 from train.planning.shapes import Shapes
 from train.publishing.export import Acceptance, Measured, export_head
 from train.publishing.provenance import provenance
@@ -156,7 +156,7 @@ def test_room_is_checked_before_the_run(
     random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = Shapes(tiny_target, random_head, tiny_target.folder)
-    export_has_room(config, shapes)
+    outputs_have_room(config, shapes)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(ValueError, match=r"heads/demo/eagle3: the export will need \d+ bytes, 10 are free"):
-        export_has_room(config, shapes)
+        outputs_have_room(config, shapes)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from infer.cli import compose
+from models.targets import load_target
 from models.targets.llama import LlamaTarget
+from tests.train.launching import ROOT
 from train.config import TrainConfig
 from train.loop import train
 from train.planning import plan as module
@@ -73,6 +80,85 @@ def test_what_cannot_work_is_refused(settings: list[str], monkeypatch: pytest.Mo
             check(settings)
     with pytest.raises(ValueError, match=r"model=no-such-folder: no such folder"):
         check(settings, "model.path=no-such-folder")
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Damage a checkpoint whose weights are in two files with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    files = dict.fromkeys(names[::2], "one.safetensors") | dict.fromkeys(names[1::2], "two.safetensors")
+    if kind == "a tensor is missing":
+        del tensors[names[3]]
+    if kind == "a tensor of another shape":
+        tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(8, 8)
+    for file in ("one.safetensors", "two.safetensors"):
+        save_file({name: value for name, value in tensors.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "model.safetensors").unlink()
+    if kind == "a shard is missing":
+        (folder / "two.safetensors").unlink()
+    if kind == "a shard is cut off":
+        content = (folder / "two.safetensors").read_bytes()
+        (folder / "two.safetensors").write_bytes(content[: len(content) // 2])
+    unreadable = {"the index is unreadable": "model.safetensors.index", "the config is unreadable": "config"}
+    if kind in unreadable:
+        (folder / f"{unreadable[kind]}.json").write_text('{"weight_map": ')
+
+
+DAMAGE = {
+    "a shard is missing": r"names 'two.safetensors', which is not there; download the checkpoint again",
+    "a shard is cut off": r"two.safetensors: cut off: \S+ ends at byte",
+    "the index is unreadable": r"model.safetensors.index.json: not valid JSON",
+    "the config is unreadable": r"config.json: not valid JSON",
+    "a tensor is missing": r"the tensors do not fit the config:\n  \S+: missing",
+    "a tensor of another shape": r"k_proj.weight \[8, 8\], .*: expected \[\d+, \d+\] in all",
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_target_gives_the_error_of_the_run(
+    kind: str, tied: bool, settings: list[str], make_target_folder: Any
+) -> None:
+    folder = make_target_folder(tie_word_embeddings=tied)
+    damage(folder, "")
+    check([*settings, f"model.path={folder}"])
+    damaged = make_target_folder(tie_word_embeddings=tied)
+    damage(damaged, kind)
+    with pytest.raises(ValueError, match=DAMAGE[kind]) as planned:
+        check([*settings, f"model.path={damaged}"])
+    with pytest.raises(ValueError, match=DAMAGE[kind]) as loaded:
+        load_target(str(damaged))
+    assert str(planned.value) == str(loaded.value)
+
+
+def test_weights_of_a_hub_id_may_be_fetched_later(settings: list[str], tmp_path: Path, make_target_folder: Any) -> None:
+    """Its configuration alone is in the cache, with the index of the files to come."""
+    folder, cached = make_target_folder(), tmp_path / "models--owner--tiny"
+    damage(folder, "a shard is missing")
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, cached / "snapshots" / ("0" * 40))
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    kept = [item for item in settings if not item.startswith("model.path=")]
+    command = [sys.executable, "train/run.py", *kept, "model=owner/tiny", "data=demo"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "memory  about" in ran.stderr
+
+
+@pytest.mark.parametrize("stage", ["all", "regenerate"])
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
+def test_a_place_that_cannot_be_written_is_named(stage: str, place: str, settings: list[str]) -> None:
+    for mode in ("true", "false"):
+        with pytest.raises(ValueError, match=rf"^output_dir={place}: {place}\S*: cannot be written \(") as error:
+            check([*settings, f"output_dir={place}", f"stage={stage}", f"check={mode}"])
+        assert "bytes" not in str(error.value)
+    if stage == "all":
+        with pytest.raises(ValueError, match=rf"{place}\S*: cannot be written \("):
+            check([*settings, f"head.path={place}"])
+        with pytest.raises(ValueError, match=rf"{place}\S*: cannot be written \("):
+            check([*settings, "features=offline", f"features.path={place}"])
 
 
 def test_another_runs_settings_are_refused(settings: list[str], tmp_path: Path) -> None:

@@ -121,12 +121,14 @@ def test_a_held_out_side_of_ones_own(tmp_path: Path, tiny_tokenizer: Tokenizer) 
 
 
 def test_files_that_cannot_serve(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"too few different prompts .*/data.jsonl, line 1: prompt must be a text"):
-        read(tmp_path, ['{"prompt": 1}'], tiny_tokenizer)
-    with pytest.raises(ValueError, match="too few different prompts to hold one out; give at least two"):
-        read(tmp_path, prompts_of(1) * 3, tiny_tokenizer)
+    cause = r"^data.path=\S+: \S+, line 1: prompt must be a text; no usable prompt among 4 .* \(left out: 4 bad\)$"
+    with pytest.raises(ValueError, match=cause):
+        read(tmp_path, ['{"prompt": 1}'] * 4, tiny_tokenizer)
+    cause = r"^data.path=\S+: 1 usable prompt among 4 rows, .* \(left out: 2 twins, 1 bad\); \S+, line 4: must hold"
+    with pytest.raises(ValueError, match=cause):
+        read(tmp_path, [*prompts_of(1) * 3, "{}"], tiny_tokenizer)
     (tmp_path / "held.jsonl").write_text("oops\n")
-    with pytest.raises(ValueError, match=r"no usable row to hold out among 1; .*/held.jsonl, line 1: not JSON"):
+    with pytest.raises(ValueError, match=r"held.jsonl, line 1: not JSON .*; no usable row to hold out among 1 row"):
         read(tmp_path, prompts_of(2), tiny_tokenizer, held_out_path=str(tmp_path / "held.jsonl"))
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from infer.cli import compose
 from infer.options.command_words import python_command
+from models.heads.base import Head
 from tests.train.conftest import full_disk
 from tests.train.launching import ROOT
 from tests.train.running import assert_equal, run, start, tensors, wait_for
@@ -29,7 +30,9 @@ from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.regenerate import regenerate
 from train.distributed.strategies import Replicated
+from train.evaluation import Evaluator
 from train.loop import Run, train
+from train.publishing.export import Acceptance
 from train.publishing.trackers import read_metrics
 from train.signals import Interrupted
 from train.storage import run_folder
@@ -328,3 +331,44 @@ def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings
         assert saved >= done - 3  # the step in progress, and two since the last checkpoint
     run([*overrides, "run=torn"])
     assert_equal(tensors(tmp_path), tensors(tmp_path / "elsewhere"))
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing of it catches this."""
+
+
+@pytest.mark.parametrize("moment", ["before the budget is written", "before the checkpoint", "after a late evaluation"])
+def test_no_evaluation_is_logged_twice(
+    moment: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed after an evaluation, and then repeated until it ends and once more, evaluates again."""
+
+    def die(*parts: Any, **options: Any) -> Any:
+        raise Killed
+
+    overrides = [*settings, "run=one", "steps=6", "eval_every=3", "checkpoint_every=3"]
+    if moment == "after a late evaluation":  # interrupted in its evaluation, the run makes it up when it is resumed
+        real, measured = Evaluator.measure, []
+
+        def measure(evaluator: Evaluator, head: Head) -> Acceptance:
+            measured.append(head)
+            if len(measured) == 2:
+                raise Interrupted
+            return real(evaluator, head)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Evaluator, "measure", measure)
+            assert train(compose("train", TrainConfig, overrides), overrides) is None
+    place = {
+        "before the budget is written": "train.storage.run_folder.write_budget",
+        "before the checkpoint": "train.checkpoint.save_checkpoint",
+        "after a late evaluation": "train.loop.Run._forward_backward",
+    }[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(place, die)
+        with pytest.raises(Killed):
+            run(overrides)
+    for more in ([], [], ["steps=9"], ["steps=9"]):
+        run(overrides, *more)
+    rows = [row for row in read_metrics(tmp_path / "one") if "eval/loss" in row]
+    assert [row["step"] for row in rows] == [0, 3, 6, 9]

@@ -154,6 +154,8 @@ def test_which_nulls_are_dropped() -> None:
 
 
 LONG = {"messages": [USER, ANSWER, {"role": "user", "content": "word " * 80}, ANSWER]}
+IMAGE = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
+LATE = {"messages": [{"role": "user", "content": "What is a late image?"}, ANSWER, IMAGE, ANSWER]}
 
 
 @pytest.mark.parametrize("responses", ["given", "regenerate"])
@@ -164,7 +166,8 @@ def test_what_is_cut_or_refused_is_named(
     rows = [{"messages": [{"role": "user", "content": f"{number}?"}, ANSWER]} for number in range(8)]
     broken = {"messages": [USER, {"role": "assistant", "tool_calls": "{"}, RESULT, ANSWER]}
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in [*rows, LONG, broken]), encoding="utf-8")
+    both = {"messages": [*LONG["messages"], IMAGE], "system": "Be long."}  # too long before its image: one conversation
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, LONG, broken, LATE, both]), encoding="utf-8")
     settings = [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "run=one", "data=files",
         f"data.path={path}", f"data.responses={responses}", "data.max_prompt_tokens=60", "data.held_out_share=0.01",
@@ -175,16 +178,22 @@ def test_what_is_cut_or_refused_is_named(
     settings += ["data.max_new_tokens=6"] if responses == "regenerate" else []
     result = train(compose("train", TrainConfig, settings), settings)
     assert result is not None
-    cut = f"{path}, line 9: cut after message 3 of 4: the prompt has"
-    bad = f"{path}, line 10: tool_calls is a text and no JSON (message 2)"
+    short = "left out" if responses == "given" else "shortened"  # given an unusable response, no turn is left
+    cut = "" if responses == "given" else "cut: "
+    lines = [
+        f"shortened: {path}, line 9: cut after message 3 of 4: the prompt has",
+        f"{short}: {path}, line 10: {cut}tool_calls is a text and no JSON (message 2)",
+        f"shortened: {path}, line 11: cut: content has parts that are no text (message 3)",
+        f"shortened: {path}, line 12: cut after message 4 of 5: the prompt has",
+    ]
     log, report = capsys.readouterr().err, (tmp_path / "one" / "report.md").read_text()
-    assert f"shortened: {cut}" in log
-    assert f"left out: {bad}" in log
-    assert f"shortened: {cut}" in report
-    assert f"left out: {bad}" in report
-    assert "1 were shortened" in report
+    assert all(line in log for line in lines)
+    assert all(line in report for line in lines)
+    shortened = 3 if responses == "given" else 4
+    assert f"{shortened} were shortened" in report
     named = json.loads((tmp_path / "one" / "data" / "source.json").read_text())["named"]
-    assert len(named["shortened"]) == len(named["left out"]) == 1
+    assert len({line.split(": ")[0] for line in named["shortened"]}) == shortened
+    assert len(named["left out"]) == 4 - shortened
     counts = json.loads((Path(result["export"]) / "provenance.json").read_text())["data_counts"]
-    assert counts["shortened"] == 1
+    assert counts["shortened"] == shortened
     assert str(tmp_path / "rows") not in json.dumps(counts)

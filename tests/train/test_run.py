@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from infer.cli import compose
 from infer.config import GenerateConfig
@@ -76,7 +77,8 @@ def test_what_a_run_leaves_behind(
     assert all(row["eval/tau_simulated"] == row["eval/tau_engine"] for row in evaluated)
     assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
 
-    topics = [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()]
+    log = capsys.readouterr().err
+    topics = [line.split(" ")[0] for line in log.splitlines()]
     assert (topics.count("memory"), topics.count("disk")) == (2, 1)
     report = (tmp_path / "one" / "report.md").read_text()
     assert f"| greedy | {result['acceptance_length']['engine']:.3f} |" in report
@@ -92,8 +94,17 @@ def test_what_a_run_leaves_behind(
     assert head.config.draft_vocab_size == 200
     assert head.t2d[0]  # the token that ends a text
 
-    again = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
+    # repeated, it does not compute features again, and logs nothing twice
+    again = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]")
     assert again["acceptance_length"] == result["acceptance_length"]
+    assert "features:" in log  # the progress bar
+    assert "features:" not in capsys.readouterr().err
+    assert read_metrics(tmp_path / "one") == rows
+    on_the_way = report.split("## On the way")[1].split("## Where time went")[0]
+    assert on_the_way in (tmp_path / "one" / "report.md").read_text()
+    events = EventAccumulator(str(tmp_path / "one" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 20, 30]
 
 
 EAGLE3_KEYS = ("head.draft_vocab_size", "objective.steps", "eval_draft_tokens")  # what SETTINGS say for eagle3
@@ -345,6 +356,42 @@ def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.Ca
     assert "the target continues" not in capsys.readouterr().err
     trained = run([word for word in overrides if "max_new_tokens" not in word], "data.responses=given", "run=given")
     assert trained["gap"] == 0.0
+
+
+def test_a_loss_over_no_slot_is_undefined(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft vocabulary of the end token alone, which no held-out response reaches."""
+    run(settings, "run=one", "steps=2", "head.draft_vocab_size=1")
+    for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        assert row.get("eval/loss", row.get("train/loss")) is None
+        assert row.get("eval/coverage", 0) == 0
+        assert {row[name] for name in row if "accuracy" in name} == {0.0}
+    rows = read_metrics(tmp_path / "one")
+    assert all(math.isnan(row["eval/loss"]) for row in rows if "eval/loss" in row)
+    log = capsys.readouterr().err
+    assert "held-out loss undefined (coverage 0.0 %, no slot lies inside the draft vocabulary)" in log
+    assert "loss undefined, " in log
+    assert "0.000 (coverage" not in log
+    assert "| 2 | 1 | 1 | undefined | 0 |" in (tmp_path / "one" / "report.md").read_text()
+
+
+def test_losses_of_draft_vocabularies_are_means_over_what_they_cover(settings: list[str], tmp_path: Path) -> None:
+    """A head that gives all its tokens the same probability has log(size), however few slots it covers."""
+    for size in (20, 100, 384):
+        run(
+            settings,
+            f"run=v{size}",
+            "steps=1",
+            f"head.draft_vocab_size={size}",
+            "objective.loss=ce",
+            "head.init_from_target=false",
+        )
+    rows = {size: read_metrics(tmp_path / f"v{size}")[0] for size in (20, 100, 384)}
+    assert rows[20]["eval/coverage"] < rows[100]["eval/coverage"] < rows[384]["eval/coverage"] == 1
+    for size, row in rows.items():
+        assert row["eval/loss_0"] == pytest.approx(math.log(size), rel=0.1)
 
 
 def test_sequences_must_hold_a_response(settings: list[str]) -> None:

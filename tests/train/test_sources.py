@@ -83,6 +83,8 @@ def test_a_bad_line_is_one_row_and_the_file_goes_on(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.path=.*none\.jsonl: no such file, and no folder or pattern"):
         read(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ValueError, match=r"gsm8k/test.jsonl; gsm8k is published at https://github.com/openai/grade-"):
+        read("gsm8k/test.jsonl")
     (tmp_path / "a.csv").write_text("a,b")
     with pytest.raises(ValueError, match=r"data\.path=.*a\.csv: unknown format; give \.jsonl"):
         read(str(tmp_path / "a.csv"))
@@ -95,6 +97,13 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('[{"prompt": "a"},\n{"prompt"')
     with pytest.raises(ValueError, match=r"broken\.json: not JSON \(.* at line 2, column"):
         read(str(tmp_path / "broken.json"))
+
+
+def test_a_table_without_rows_is_empty(folder: Path, tmp_path: Path) -> None:
+    """One of several files may be, as a shard that a filter left."""
+    Dataset.from_dict({"prompt": []}).to_parquet(str(tmp_path / "a.parquet"))
+    assert read(str(tmp_path / "a.parquet")) == []
+    assert [item.row for item in read([str(tmp_path), str(folder / "a.parquet")])] == ROWS
 
 
 def test_a_file_that_vanishes_is_named(folder: Path, tmp_path: Path) -> None:

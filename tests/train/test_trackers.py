@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import types
@@ -129,6 +130,26 @@ def test_results_go_to_wandb_as_far_as_they_are_let(tmp_path: Path) -> None:
         assert appears(b"train/loss", record.parent)
         for text in (b"a private question", b"demo-eagle3"):
             assert appears(text, record.parent) if name == "open" else text not in everything_in(record.parent)
+
+
+def test_a_repeated_run_sends_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    client = types.SimpleNamespace(log=lambda values, step=None: sent.append(values), finish=lambda: None)
+    settings = types.SimpleNamespace(base_url="https://x")
+    wandb = types.SimpleNamespace(init=lambda **_: client, Settings=lambda **_: settings, Image=str)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    plot = tmp_path / "loss.png"
+    plot.write_bytes(draw_plots(tmp_path)[0].read_bytes())
+    for resume_step, more in ((0, {}), (1, {}), (1, {"eval/speed_ratio_1": 2.0})):
+        trackers = make_trackers(WandbConfig("wandb", mode="offline"), tmp_path, "x", {}, resume_step=resume_step)
+        trackers.log(1, {"eval/loss": math.nan, **more})
+        trackers.publish(Results([plot], [], tmp_path, ()))
+    assert [list(values) for values in sent] == [["eval/loss"], ["plots/loss"], ["eval/speed_ratio_1"]]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "eval/loss": None},
+        {"step": 1, "eval/speed_ratio_1": 2.0},
+    ]
 
 
 def test_an_unreachable_server_means_offline(

@@ -57,7 +57,7 @@ def slow(
         positions = (torch.arange(length) + step).clamp(max=length - 1).expand_as(batch.ids)
         state = head.step(tokens, state, positions, attention, step)
         logits = head.logits(state, step)
-        sums = [0.0, 0.0, 0.0, 0.0]
+        sums, cost = [0.0] * 5, 0.0
         for row in range(len(batch.ids)):
             for slot in range(length - 2 - step):
                 if not batch.assistant[row, slot + 1 : slot + 3 + step].all():
@@ -71,11 +71,13 @@ def slow(
                     value = float((restricted * (restricted.log() - log_q)).sum())
                 else:
                     value = -float(log_q[restricted.argmax()])
+                cost += value if inside or not drop else 0.0
                 sums[0] += 1
-                sums[1] += value if inside or not drop else 0.0
-                sums[2] += float(q.argmax() == p.argmax())
-                sums[3] += float(torch.minimum(p, q).sum())
-        total += weight**step * sums[1] / sums[0]
+                sums[1] += inside
+                sums[2] += value if inside else 0.0
+                sums[3] += float(q.argmax() == p.argmax())
+                sums[4] += float(torch.minimum(p, q).sum())
+        total += weight**step * cost / sums[0]
         rows.append(sums)
     return total, rows
 

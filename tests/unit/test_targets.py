@@ -102,6 +102,11 @@ def test_wrong_paths_say_what_was_looked_for(tmp_path, make_target_folder):
         ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": None}, "vocab_size"),
+        ({"vocab_size": "32"}, "vocab_size='32': must be a whole number"),
+        ({"num_hidden_layers": 8.5}, "num_hidden_layers=8.5: must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be a whole number, at least 1"),
+        ({"max_position_embeddings": "512"}, "max_position_embeddings='512': must be"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: must be an object"),
     ],
 )
 def test_config_options_that_would_change_logits_are_errors(change, message):
@@ -120,10 +125,14 @@ def test_config_options_that_would_change_logits_are_errors(change, message):
 
 def test_an_unknown_architecture_lists_the_known_ones(make_target_folder):
     folder = make_target_folder(num_hidden_layers=2)
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
-        load_target(str(folder))
+    stated = json.loads((folder / "config.json").read_text())
+    for names, message in (
+        (["MambaForCausalLM"], r"MambaForCausalLM.*LlamaForCausalLM"),
+        ("LlamaForCausalLM", r"architectures='LlamaForCausalLM': must be a list of names"),
+    ):
+        (folder / "config.json").write_text(json.dumps(stated | {"architectures": names}))
+        with pytest.raises(ValueError, match=message):
+            load_target(str(folder))
 
 
 def test_of_a_target_to_start_from_one_layer_is_read(make_target_folder):

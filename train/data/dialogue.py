@@ -43,7 +43,8 @@ class Dialogue:
         self._row = Row([], [])
         self._prompt_text = ""
         self._held = 0  # number of ids in the row before the last prompt extended it
-        self.cut: str | None = None  # why later turns are missing: too long, or rejected by the template
+        # why later turns are missing: too long, rejected by the template or, with `provided`, unusable in the data
+        self.cut: str | None = f"cut: {example.cut}" if provided and example.cut else None
         if example.loss_mask is not None:
             self._finished.append(Row(list(example.ids), list(example.loss_mask)))
         self._plain = list(example.ids) if example.loss_mask is None and not example.messages else None
@@ -181,7 +182,7 @@ def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[i
         return list(example.prompt)
     prompt_ids = Dialogue(example, tokenizer, longest_prompt=longest).next_prompt()
     if prompt_ids is None:
-        raise ValueError("no turn is the target's to answer")
+        raise ValueError(example.cut or "no turn is the target's to answer")
     return prompt_ids
 
 
@@ -197,5 +198,5 @@ def provided_dialogue(example: Example, tokenizer: Tokenizer, longest: int) -> D
         while dialogue.next_prompt() is not None:
             dialogue.take_provided()
     if not dialogue.rows:
-        raise ValueError("data.responses=given: the row holds no answer of two tokens")
+        raise ValueError(example.cut or "data.responses=given: the row holds no answer of two tokens")
     return dialogue

@@ -6,8 +6,9 @@
     {path: faq.jsonl, columns: {prompt: question}}                            column names of this file only
 
 Order of application: `lines` selects rows by number, `chunk` cuts each into pieces, `rows` draws a sample, `template`
-makes {"prompt": ...} of each. The sample is drawn by a hash of the row's number, so it is the same everywhere and a
-larger sample contains a smaller one. Independent of file formats and of the forms of a row.
+makes the prompt of each from its columns; of the others those in BESIDE are kept, unless it names them. The sample is
+drawn by a hash of the row's number, so it is the same everywhere and a larger sample contains a smaller one.
+Independent of file formats and of the forms of a row.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple
 
-from train.config import TEMPLATE_FIELD
+from train.config import TEMPLATE_FIELD, as_list
 from train.data.examples import content_key, renamed
+
+BESIDE = ("system", "tools", "response")  # columns that a row may have beside its prompt
 
 
 class Item(NamedTuple):
@@ -34,8 +37,8 @@ def in_turn(parts: Iterable[Iterator[Item]]) -> Iterator[Item]:
         yield from (row for row in rows if row is not None)
 
 
-def shaped(items: Iterable[Item], entry: Mapping[str, Any]) -> Iterator[Item]:
-    """Apply an entry's options to its items. Items without a row pass unchanged."""
+def shaped(items: Iterable[Item], entry: Mapping[str, Any], columns: Mapping[str, Any] | None) -> Iterator[Item]:
+    """Apply an entry's options to its items. Items without a row pass unchanged. `columns`: those of all sources."""
     if "lines" in entry:
         first, last = entry["lines"]
         items = islice(items, first - 1, last)
@@ -49,7 +52,7 @@ def shaped(items: Iterable[Item], entry: Mapping[str, Any]) -> Iterator[Item]:
             continue
         row = renamed(item.row, entry.get("columns"))
         try:
-            yield item._replace(row={"prompt": fill(entry["template"], row)} if "template" in entry else row)
+            yield item._replace(row=prompted(row, entry, columns or {}) if "template" in entry else row)
         except ValueError as error:
             yield Item(item.place, None, str(error))
 
@@ -95,6 +98,15 @@ def cut_text(text: str, characters: int) -> list[str]:
         if paragraph.strip():
             pieces.append(paragraph)
     return pieces
+
+
+def prompted(row: Mapping[str, Any], entry: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row that the entry's template makes, with those of the columns BESIDE that it does not name."""
+    used, columns = set(TEMPLATE_FIELD.findall(entry["template"])), {**columns, **(entry.get("columns") or {})}
+    names = {name: [*as_list(columns.get(name, [])), name] for name in BESIDE}
+    kept = renamed(row, names)
+    others = {name: kept[name] for name in BESIDE if name in kept and not used & {*names[name]}}
+    return {"prompt": fill(entry["template"], row), **others}
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:

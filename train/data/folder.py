@@ -200,11 +200,12 @@ class Making:
         train, failed, held_out = train_result.sequences, train_result.failed, eval_result.sequences
         shortened = list(train_result.shortened.values())
         asked, made = len(prompts.train), train_result.counts["conversations"]
+        twice = sum(prompts.train[key].cut is not None for key in train_result.shortened)  # cut in the data as well
         counts = {
             "rows": prompts.reading.summary(),
             "answers": train_result.counts,
             "held_out": eval_result.counts,
-            "shortened": len(prompts.reading.shortened) + len(shortened),
+            "shortened": len(prompts.reading.shortened) + len(shortened) - twice,
             "no_time": asked - made,
         }
         named = {
@@ -219,9 +220,11 @@ class Making:
         for line in first_of("shortened", shortened):
             log_main(self.accelerator, line)
         if not len(train) or not len(held_out):
+            which, part = ("no held-out", eval_result) if len(train) else ("none of the training", train_result)
+            cause = "".join(f"{reason}; " for reason in [*part.failed.values()][:1])
             raise ValueError(
-                f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
-                "two tokens or more; raise data.max_new_tokens and eval_max_tokens, or look at the prompts"
+                f"data: {cause}the target answered {which} prompts with two tokens or more; raise data.max_new_tokens "
+                "and eval_max_tokens, or look at the prompts"
             )
         if made < asked:
             log_main(
@@ -247,7 +250,7 @@ class Making:
             atomic.discard(self.folder / FAILED)
 
     def _record(self, parts: Mapping[str, Any], counts: Mapping[str, Any], named: Mapping[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(self.folder)
         record = {"source": parts["source"], RECIPE: recipe(parts), INGREDIENTS: parts, "counts": counts, NAMED: named}
         if counts.get("no_time"):
             record[LIMITED] = {"minutes": self.config.minutes}

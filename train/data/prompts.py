@@ -19,6 +19,7 @@ from train.data.examples import Example, content_key, parse_row
 from train.data.sources import Item, RowSource, read_items
 
 SHOWN = 8  # number of bad rows reported
+BAD, LONG = "bad", "too long"  # reasons for leaving a row out, of which the first rows are reported
 KEYS = 2**63  # keys are below it
 TO_TRAIN, TO_HELD_OUT = "train", "held out"
 
@@ -52,7 +53,7 @@ class Reading:
     def named(self) -> list[str]:
         """Return lines to print about rows that were left out or shortened."""
         lines = [f"left out: {complaint}" for complaint in self.complaints]
-        more = self.dropped["bad"] + self.dropped["too long"] - len(self.complaints)
+        more = self.dropped[BAD] + self.dropped[LONG] - len(self.complaints)
         lines += [f"left out: {more} more"] if more > 0 else []
         return lines + first_of("shortened", self.shortened)
 
@@ -161,9 +162,9 @@ class Reader:
                     raise ValueError(item.error)
                 self._take(item, side)
             except TooLong as error:
-                self.reading.drop("too long", f"{item.place}: {error}")
-            except ValueError as error:
-                self.reading.drop("bad", f"{item.place}: {error}")
+                self.reading.drop(LONG, f"{item.place}: {error}")
+            except (ValueError, RecursionError) as error:  # RecursionError: of JSON nested too deep for a template
+                self.reading.drop(BAD, f"{item.place}: {error}")
 
     def _take(self, item: Item, side: str | None) -> None:
         form, example = parse_row(item.row, self.data, self.tokenizer)
@@ -190,9 +191,10 @@ class Reader:
             else:
                 if provided:
                     cut = provided_dialogue(example, self.tokenizer, self.longest).cut
-                    self.reading.shortened += [f"{example.place}: {cut}"] if cut else []
                 else:
                     first_prompt(example, self.tokenizer, self.longest)
+                    cut = example.cut and f"cut: {example.cut}"
+                self.reading.shortened += [f"{example.place}: {cut}"] if cut else []
                 self.train[key] = example
 
     def _hold_out(self, example: Example) -> None:
@@ -204,11 +206,10 @@ class Reader:
 
         The other rows with its opening are dropped. Raises ValueError if all rows have the same opening.
         """
-        if len({example.opening_key for example in self.train.values()}) < 2:
-            raise ValueError(
-                f"{self.name}: too few different prompts to hold one out; give at least two"
-                + "".join(f"; {complaint}" for complaint in self.reading.complaints[:1])
-            )
+        openings = len({example.opening_key for example in self.train.values()})
+        if openings < 2:
+            usable = f"{openings or 'no'} usable prompt among {self.reading.read} rows"
+            raise ValueError(self._caused(f"{usable}, too few to hold one out; give at least two that differ"))
         first = min(self.train.values(), key=lambda example: example.opening_key)
         self._hold_out(first)
         same = [key for key, example in self.train.items() if example.opening_key == first.opening_key]
@@ -219,8 +220,16 @@ class Reader:
 
     def _refuse_empty(self, rows: Mapping[int, object], wanted: str) -> None:
         if not rows:
-            first = f"; {self.reading.complaints[0]}" if self.reading.complaints else ""
-            raise ValueError(f"{self.name}: no usable {wanted} among {self.reading.read}{first}")
+            raise ValueError(self._caused(f"no usable {wanted} among {self.reading.read} rows"))
+
+    def _caused(self, text: str) -> str:
+        """Return an error that says what is wrong with the first bad row, first of all if most rows are bad."""
+        dropped = self.reading.dropped.most_common()
+        left_out = ", ".join(f"{count} {reason}" for reason, count in dropped)
+        parts = [*self.reading.complaints[:1], f"{text} (left out: {left_out})" if dropped else text]
+        if dropped and dropped[0][0] not in (BAD, LONG):
+            parts.reverse()
+        return f"{self.name}: {'; '.join(parts)}"
 
 
 def name_of(data: RowSource) -> str:

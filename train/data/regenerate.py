@@ -95,7 +95,7 @@ def regenerate(
     are kept if `check` raises. With `limit`, conversations for which there is no time are left out, some are cut short,
     and the order is random. Returns the reasons of those that failed, by key.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(folder)
     rank, world = share
     assigned = list(enumerate(examples.items()))[rank::world]
     done = read_parts(folder)

@@ -24,6 +24,15 @@ from train.data.entries import Item, in_turn, shaped
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 RowSource = ChatDataConfig | FilesDataConfig | HubDataConfig
 FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+# where the sets of the manuals' commands are published, by a part of their paths
+PUBLISHED = {
+    "gsm8k": "https://github.com/openai/grade-school-math, grade_school_math/data",
+    "humaneval": "https://github.com/openai/human-eval, data/HumanEval.jsonl.gz",
+    "arena-hard": "https://github.com/lmarena/arena-hard-auto, data",
+    "mbpp": "https://github.com/amazon-science/mxeval, data/mbxp",
+    "sgd-dialogues": "https://github.com/google-research-datasets/dstc8-schema-guided-dialogue, its turns as messages",
+    "self-instruct": "https://github.com/yizhongw/self-instruct, data",
+}
 
 
 def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
@@ -45,7 +54,8 @@ def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
             parts += [read_file(file) for file in find_files(key, entry, data.root)]
         else:
             files = find_files(key, entry["path"], data.root)
-            parts.append(shaped(itertools.chain.from_iterable(read_file(file) for file in files), entry))
+            rows = itertools.chain.from_iterable(read_file(file) for file in files)
+            parts.append(shaped(rows, entry, data.columns))
     return in_turn(parts) if data.interleave else itertools.chain.from_iterable(parts)
 
 
@@ -68,7 +78,7 @@ def find_files(key: str, paths: str | Iterable[str], root: str | None = None) ->
         if not matches:
             raise ValueError(
                 f"{key}={text}: no such file, and no folder or pattern with files in it ({', '.join(FORMATS)}); "
-                f"looked for {path}"
+                f"looked for {path}{where_published(path)}"
             )
         files += matches
     for file in files:
@@ -77,6 +87,12 @@ def find_files(key: str, paths: str | Iterable[str], root: str | None = None) ->
                 f"{key}={file}: unknown format; give {', '.join(FORMATS)}, the first three also with .gz, .xz or .bz2"
             )
     return files
+
+
+def where_published(path: Path) -> str:
+    """Return a hint where a data set of the manuals can be downloaded, empty for any other path."""
+    names = {part.partition(".")[0].lower() for part in path.parts}
+    return "".join(f"; {name} is published at {place}" for name, place in PUBLISHED.items() if name in names)
 
 
 def format_of(file: Path) -> str:
@@ -147,12 +163,14 @@ def parse(place: str, text: bytes) -> Item:
 
 def read_tables(file: Path) -> Iterator[Item]:
     """Read Parquet, an Arrow file, or a folder written by `save_to_disk`. Raises ValueError."""
-    import pyarrow
+    import pyarrow.parquet
     from datasets import Dataset, load_dataset, load_from_disk
 
     try:
         if file.is_dir():
             rows: Any = load_from_disk(str(file))
+        elif file.suffix == ".parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
+            rows = []  # which `datasets` cannot stream
         elif file.suffix == ".arrow":
             rows = Dataset.from_file(str(file))
         else:

@@ -123,7 +123,7 @@ class CachedFeatures:
 
     def _save(self, file: Path, batches: int, tokens: int) -> None:
         """Save the first `batches`; `tokens` is the end of their last sequence."""
-        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(file.parent)
         states = self._store[:, :tokens].contiguous().cpu()
         atomic.write_tensors(file, {"states": states, "batches": torch.tensor(batches)})
 

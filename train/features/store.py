@@ -112,7 +112,7 @@ def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """
     record = refuse_other_store(folder, wanted)
     if record is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        atomic.make_folder(folder)
         record = {**wanted, CODE: code_state()}
         atomic.write_text(folder / MANIFEST, json.dumps(record, indent=2) + "\n")
     else:
@@ -160,6 +160,8 @@ def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] |
 
 def refuse_small_disk(folder: Path, needed: int) -> None:
     """Raises ValueError if less than `needed` bytes are free, before anything is computed."""
+    if not needed:  # a complete store may be read-only
+        return
     _, free = atomic.free_disk(folder)
     if needed > free:
         raise ValueError(

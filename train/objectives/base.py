@@ -37,10 +37,11 @@ NATIVE_LOSSES = ("kl", "ce", "label")
 
 
 class StepSums(NamedTuple):
-    """Sums over the slots of each step, `[K]` each; over any number of batches, mean = sum / `count`."""
+    """Sums over the slots of each step, `[K]` each, which add up over batches; means are per `count` or `covered`."""
 
     count: Tensor
-    loss: Tensor
+    covered: Tensor  # slots with the target's token in the draft vocabulary
+    loss: Tensor  # of the covered slots: its mean compares heads of different draft vocabularies
     correct: Tensor  # draft's argmax == the target's, over the full vocabulary
     overlap: Tensor  # Σ_v min(p, q) over the full vocabulary
 
@@ -119,6 +120,10 @@ class Objective(nn.Module):
     def share(self, teacher: Teacher) -> Tensor:
         """Return the weight of each slot's loss of the logits, `[N]`."""
         return teacher.in_vocab.float() if self.config.drop_out_of_vocab else torch.ones_like(teacher.mass)
+
+    def covered(self, teacher: Teacher) -> Tensor:
+        """Return which slots have the token that they are compared with in the draft vocabulary, bool `[N]`."""
+        return teacher.in_vocab & (teacher.label >= 0) if self.loss == "label" else teacher.in_vocab
 
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor | None:
         """Return the loss of the states `[N, S]` themselves per slot, `[N]`; None if there is none."""
@@ -235,7 +240,7 @@ class Objective(nn.Module):
         gradients: SharedGradients,
         factor: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return sums of weighted cost, cost, correct, overlap over slots, `states [N, S]` with teacher `rows [N]`.
+        """Return sums over slots, `states [N, S]` with teacher `rows [N]`: of weighted cost, then those of `StepSums`.
 
         If fused, the derivatives with respect to parameters of `factor` times the first sum are added to `gradients`.
         """
@@ -265,14 +270,15 @@ class Objective(nn.Module):
             x, weight, weights * share, *teacher.logits, label, narrow=self._narrow(weight), overlap=metrics
         )
         others = self.state_costs(states.float(), teacher)
-        loss, cost = costs.total, (share * costs.cost).sum()
+        covered = self.covered(teacher).float()
+        loss, cost = costs.total, (covered * share * costs.cost).sum()
         if others is not None:
-            loss, cost = loss + (others * weights).sum(), cost + others.detach().sum()
+            loss, cost = loss + (others * weights).sum(), cost + (covered * others.detach()).sum()
         if not metrics:
-            return loss, cost, cost.new_zeros(()), cost.new_zeros(())
+            return loss, covered.sum(), cost, cost.new_zeros(()), cost.new_zeros(())
         assert costs.overlap is not None
         correct = (costs.best == teacher.draft_choice) & teacher.in_vocab
-        return loss, cost, correct.sum().float(), costs.overlap.sum()
+        return loss, covered.sum(), cost, correct.sum().float(), costs.overlap.sum()
 
     def _compare_chunk(
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
@@ -280,12 +286,13 @@ class Objective(nn.Module):
         teacher = teacher.rows(rows).whole()
         logits, costs = self.slot_costs(states, teacher, depth)
         with in_fp32(logits.device.type):
-            zero = costs.new_zeros(())
+            covered, zero = self.covered(teacher).float(), costs.new_zeros(())
+            sums = (costs * weights).sum(), covered.sum(), (covered * costs).sum()
             if not metrics:
-                return (costs * weights).sum(), costs.sum(), zero, zero
+                return *sums, zero, zero
             with torch.no_grad():
                 correct, accepted = agreement(logits, teacher).sum().float(), overlap(logits, teacher).sum()
-        return (costs * weights).sum(), costs.sum(), correct, accepted
+        return *sums, correct, accepted
 
 
 def in_fp32(device: str) -> AbstractContextManager[Any]:

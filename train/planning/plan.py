@@ -170,7 +170,10 @@ def plan_disk(
             parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
             path = config.features.path
             store = resolve_path(path) if path else resolve_path(config.output_dir) / "features" / config.model.name
-    place, free = free_disk(folder)
+    try:
+        place, free = free_disk(folder)
+    except ValueError:
+        return store  # `refusals` names it
     needed = sum(parts.values())
     text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
     plan.add("disk", f"at most {needed / GB:.2f} GB: {text}; {free / GB:.2f} GB are free in {place}")
@@ -180,8 +183,6 @@ def plan_disk(
             f"disk: {needed / GB:.2f} GB are needed at most, {free / GB:.2f} GB are free in {place}; give another "
             "output_dir=, a smaller keep_checkpoints" + (", or features=online" if store else "")
         )
-    if not os.access(place, os.W_OK):
-        plan.refusals.append(f"output_dir={config.output_dir}: {place} is not writable; give another output_dir=")
     return store
 
 

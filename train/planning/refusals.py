@@ -6,7 +6,6 @@ and head, a folder, a package, a server or the command-line arguments; the heavi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 
 from infer.config_checks import resolve_path
@@ -35,10 +34,10 @@ def refuse(config: TrainConfig, overrides: Sequence[str] = ()) -> None:
 
 def refusals(config: TrainConfig, meta_shapes: Shapes, overrides: Sequence[str] = ()) -> list[str]:
     """Return the messages of all failed checks. `overrides`: the command-line arguments."""
-    checks: tuple[Callable[[TrainConfig, Shapes], None], ...] = (server_responds,)
+    checks: tuple[Callable[[TrainConfig, Shapes], None], ...] = (outputs_have_room, server_responds)
     if config.stage == "all":
         checks = (head_can_be_divided, start_fits, tracker_works, layers_exist, store_fits, processes_are_the_runs)
-        checks += (export_has_room, server_responds)
+        checks += (outputs_have_room, server_responds)
     messages = list(overrides_without_effect(config, overrides))
     for check in checks:
         try:
@@ -109,8 +108,8 @@ def store_fits(config: TrainConfig, meta_shapes: Shapes) -> None:
     if not target.fingerprint:
         del wanted["target"]
     folder = resolve_path(settings.path)
-    if wider_layout(layout, wanted, folder) is None:
-        refuse_other_store(folder, wanted)
+    if wider_layout(layout, wanted, folder) is None and refuse_other_store(folder, wanted) is None:
+        free_disk(folder)  # there is no store yet, so one will be written
 
 
 def processes_are_the_runs(config: TrainConfig, meta_shapes: Shapes) -> None:
@@ -126,17 +125,21 @@ def processes_are_the_runs(config: TrainConfig, meta_shapes: Shapes) -> None:
         )
 
 
-def export_has_room(config: TrainConfig, meta_shapes: Shapes) -> None:
-    """Check that the export can be written: the head and, beside it, a target that is trained too."""
+def outputs_have_room(config: TrainConfig, meta_shapes: Shapes) -> None:
+    """Check that the run and its export can be written: the head and, beside it, a target that is trained too."""
+    try:
+        free_disk(resolve_path(config.output_dir) / (config.run or ""))
+    except ValueError as error:
+        raise ValueError(f"output_dir={config.output_dir}: {error}") from error
+    if config.stage != "all":
+        return
     target, head = meta_shapes.target, meta_shapes.head
     exported = [head.state_dict()[name] for name in head.checkpoint_layout()]
     exported += target.parameters() if config.trains_target else ()
     size = sum(value.numel() for value in exported) * target.norm.weight.element_size()
-    place, free = free_disk(config.export_folder)
+    _, free = free_disk(config.export_folder)
     if free < size:
         raise ValueError(f"{config.export_folder}: the export will need {size} bytes, {free} are free; free some space")
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"{config.export_folder}: {place} is not writable; give another output_dir=")
 
 
 def server_responds(config: TrainConfig, meta_shapes: Shapes) -> None:

@@ -40,16 +40,21 @@ class Prepared:
     target: LlamaTarget
     sequences: Sequences  # cut to sequence_length
     packs: list[list[int]]  # indices of the sequences that share a row
-    features: FeatureSource
     placement: Replicated  # head, objective and optimiser
     served: ServedTarget | AdaptedTarget
     data_source: str
     data_hash: str
     data_counts: dict[str, Any]  # of rows and conversations
+    features: FeatureSource | None = None  # of a run with steps left: `open_features`
 
     @property
     def head(self) -> Head:
         return self.placement.head
+
+    def open_features(self, config: TrainConfig, engine: Engine, stop: StopRequest) -> None:
+        """Compute the features. Raises Interrupted on every process if a stop is requested meanwhile."""
+        layers, accelerator = self.head.config.aux_layers, self.placement.accelerator
+        self.features = open_features(config, engine, layers, self.sequences, accelerator, stop)
 
 
 def start_engine(config: TrainConfig, accelerator: Accelerator, resources: ExitStack) -> Engine:
@@ -70,7 +75,7 @@ def prepare(
     stop: StopRequest,
     resources: ExitStack,
 ) -> Prepared:
-    """Prepare a run; `resources` closes what it opens. Raises Interrupted on all processes if a stop is requested."""
+    """Prepare a run without its features; `resources` closes what it opens."""
     target, tokenizer = engine.target, engine.tokenizer
     assert tokenizer is not None
     head = make_head(config.head, target.config)
@@ -88,7 +93,6 @@ def prepare(
     placement = PLACEMENTS[config.parallel.name](accelerator, objective, config.optim, rate)
     # an error, of which other processes need not know, leaves the block of `resources`; an end or a stop is of all
     resources.push(lambda error, *_: placement.close(together=error is None))
-    features = open_features(config, engine, head.config.aux_layers, sequences, accelerator, stop)
     served: ServedTarget | AdaptedTarget
     if isinstance(objective, JointObjective):
         served = AdaptedTarget(config, objective, tokenizer, pool_for(config), data.held_out, stop.check)
@@ -121,7 +125,6 @@ def prepare(
         target=target,
         sequences=sequences,
         packs=packs,
-        features=features,
         placement=placement,
         served=served,
         data_source=data.source,

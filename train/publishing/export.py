@@ -6,6 +6,7 @@ The folder is replaced atomically. Before that, the exported files are loaded ba
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,16 @@ from train.publishing.provenance import portable, target_name
 from train.storage import atomic
 
 
+def tau(stats: SpeculationStats) -> float:
+    """Return the acceptance length, nan without a verify: no response had a second token."""
+    return stats.acceptance_length if stats.steps else math.nan
+
+
+def stated(value: float, form: str = ".3f") -> str:
+    """Return a number for people: nan, a mean over nothing, is undefined."""
+    return "undefined" if math.isnan(value) else format(value, form)
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """Acceptance on the held-out prompts at one temperature, simulated by the trainer and measured in the engine."""
@@ -34,15 +45,13 @@ class Acceptance:
 
     @property
     def gap(self) -> float:
-        """Relative difference of the simulated acceptance length from the engine's."""
-        engine = self.engine.acceptance_length
-        return (self.simulated.acceptance_length - engine) / engine if engine else 0.0
+        """Relative difference of the simulated acceptance length from the engine's; nan if one is undefined."""
+        return tau(self.simulated) / tau(self.engine) - 1
 
     def summary(self) -> dict[str, Any]:
-        return {
-            "simulated": round(self.simulated.acceptance_length, 4),
-            "engine": round(self.engine.acceptance_length, 4),
-        }
+        """Return both acceptance lengths, None for one that is undefined."""
+        both = (("simulated", self.simulated), ("engine", self.engine))
+        return {name: round(tau(stats), 4) if stats.steps else None for name, stats in both}
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,9 @@ decides how many come per step, never which. Trained by Headway.
 
 {note}| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
 |---|---|---|
-| **engine** | **{engine.acceptance_length:.3f}** | {sampled.engine.acceptance_length:.3f} |
-| simulated by the trainer | {greedy.simulated.acceptance_length:.3f} (gap {100 * greedy.gap:+.2f} %) | \
-{sampled.simulated.acceptance_length:.3f} (gap {100 * sampled.gap:+.2f} %) |
+| **engine** | **{stated(tau(engine))}** | {stated(tau(sampled.engine))} |
+| simulated by the trainer | {stated(tau(greedy.simulated))} (gap {stated(100 * greedy.gap, "+.2f")} %) | \
+{stated(tau(sampled.simulated))} (gap {stated(100 * sampled.gap, "+.2f")} %) |
 
 Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_tokens} tokens each
 ({engine.emitted} tokens in {engine.steps} verifies). By position, greedy:

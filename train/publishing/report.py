@@ -11,7 +11,7 @@ from typing import Any
 from train.config import TrainConfig
 from train.data.folder import NAMED, SOURCE
 from train.data.prompts import first_of
-from train.publishing.export import Acceptance, Measured
+from train.publishing.export import Acceptance, Measured, stated, tau
 from train.publishing.trackers import Results, Sample, read_metrics
 from train.step_clock import PARTS
 from train.storage import atomic
@@ -121,8 +121,8 @@ def named_rows(folder: Path) -> str:
 def line(name: str, acceptance: Acceptance) -> list[str]:
     engine = acceptance.engine
     shares = [f"{share:.3f}" for share in engine.acceptance_by_position]
-    taus = [engine.acceptance_length, acceptance.simulated.acceptance_length]
-    return [name, *(f"{tau:.3f}" for tau in taus), f"{100 * acceptance.gap:+.2f} %", *shares]
+    taus = [stated(tau(stats)) for stats in (engine, acceptance.simulated)]
+    return [name, *taus, f"{stated(100 * acceptance.gap, '+.2f')} %", *shares]
 
 
 def fenced(text: str) -> str:
@@ -132,7 +132,7 @@ def fenced(text: str) -> str:
 
 
 def number(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else stated(value, ".4g")
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -6,15 +6,17 @@ meaning of metrics.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import math
 import netrc
 import os
 import re
 import secrets
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,7 +24,7 @@ from urllib.parse import urlsplit
 from infer.options.tracker_config import TrackerConfig, WandbConfig
 from train.storage import atomic
 
-METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
+METRICS, WANDB_ID, WANDB_SENT = "metrics.jsonl", "wandb-id", "wandb-sent"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 INIT_SECONDS = 20  # timeout of W&B's initialisation, after which the run is tracked offline
@@ -60,17 +62,25 @@ class Tracker:
 
 
 class JsonlTracker(Tracker):
-    """One JSON object per line. Rows after `resume_step`, of a killed run, are dropped, since they are logged again."""
+    """One JSON object per line, in which null is a mean over nothing.
+
+    Rows after `resume_step`, of a killed run, are dropped, since they are logged again.
+    """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         self._path = folder / METRICS
-        kept = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= resume_step]
-        atomic.write_text(self._path, "".join(line + "\n" for line in kept))
+        kept = [row for row in read_metrics(folder) if row["step"] <= resume_step]
+        atomic.write_text(self._path, "".join(map(json_line, kept)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row. Raises ValueError if the disk is full."""
         with atomic.refuse_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json_line({"step": step, **metrics}))
+
+
+def json_line(row: Mapping[str, float]) -> str:
+    """Return the row as JSON, which has no nan."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
 
 
 class TensorboardTracker(Tracker):
@@ -91,7 +101,7 @@ class WandbTracker(Tracker):
     """Weights & Biases. Its files and run id are kept in the run's folder, so that resuming continues the W&B run."""
 
     def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
-        self._wandb, self._config = wandb, config
+        self._wandb, self._config, self._sent = wandb, config, folder / WANDB_SENT
         arguments = {
             "project": config.project,
             "entity": config.entity,
@@ -116,9 +126,14 @@ class WandbTracker(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def publish(self, results: Results) -> None:
-        """Send plots, and sample texts and the head's files if configured."""
+        """Send plots, and sample texts and the head's files if configured, unless a repeated run has the same again."""
+        content = [*(plot.read_bytes() for plot in results.plots), results.samples, self._config]
+        digest = hashlib.sha256(repr(content).encode()).hexdigest()
+        if self._sent.is_file() and self._sent.read_text(encoding="utf-8").strip() == digest:
+            return
         try:
             self._send(results)
+            atomic.write_text(self._sent, digest + "\n")
         except Exception as error:  # the head is exported: no failure here may end the run
             warn(f"the results could not be sent to W&B ({type(error).__name__}: {error})")
 
@@ -143,13 +158,18 @@ class WandbTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """All of a run's trackers combined; `Trackers([])` does nothing."""
+    """All of a run's trackers combined; `Trackers([])` does nothing.
 
-    def __init__(self, trackers: list[Tracker]) -> None:
-        self._trackers = trackers
+    `logged`: the names that were logged for step `resume_step` before the run was resumed there; they are not again.
+    """
+
+    def __init__(self, trackers: list[Tracker], resume_step: int = 0, logged: Collection[str] = ()) -> None:
+        self._trackers, self._resume_step, self._logged = trackers, resume_step, logged
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
+        if step == self._resume_step:
+            metrics = {name: value for name, value in metrics.items() if name not in self._logged}
+        for tracker in self._trackers if metrics else ():
             tracker.log(step, metrics)
 
     def publish(self, results: Results) -> None:
@@ -170,6 +190,7 @@ def make_trackers(
     """
     check_tracker(config)
     trackers: list[Tracker] = [JsonlTracker(folder, resume_step)]
+    logged = {name for row in read_metrics(folder) if row["step"] == resume_step for name in row}
     if config.name == "tensorboard":
         trackers.append(TensorboardTracker(folder, resume_step))
     elif isinstance(config, WandbConfig):
@@ -178,7 +199,7 @@ def make_trackers(
             warn(f"wandb is not installed: metrics go to {METRICS} only (tracker=none silences this note)")
         else:
             trackers.append(WandbTracker(wandb, config, folder, run, redact(settings)))
-    return Trackers(trackers)
+    return Trackers(trackers, resume_step, logged)
 
 
 def check_tracker(config: TrackerConfig) -> None:
@@ -261,7 +282,8 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
+            rows.append({name: math.nan if value is None else value for name, value in row.items()})
         except json.JSONDecodeError:
             break
     return rows

@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,7 +32,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
     Raises ValueError naming the path and the bytes if the disk is full; `folder` is then unchanged.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     with staging_for(folder) as staging:
         yield staging
         for path in staging.rglob("*"):
@@ -67,7 +68,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def staging_for(path: Path) -> Iterator[Path]:
     """Yield a new, locked folder beside `path`, removed afterwards with what is then in it. Raises as for a folder."""
     staging = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    staging.mkdir()
+    make_folder(staging, parents=False)
     try:
         with refuse_full_disk(path, staging), lock(staging):
             yield staging
@@ -121,9 +122,28 @@ def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
         ) from error
 
 
+def make_folder(folder: Path, *, parents: bool = True) -> None:
+    """Create a folder if it is not there. Raises ValueError if it cannot be written."""
+    try:
+        folder.mkdir(parents=parents, exist_ok=True)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{path}: cannot be written ({error.strerror or error}); give another path")
+
+
 def free_disk(path: Path) -> tuple[Path, int]:
-    """Return the nearest place at or above `path` that exists, and the bytes that are free there."""
-    place = next(place for place in (path, *path.parents) if place.exists())
+    """Return the nearest place at or above `path` that exists, and the bytes that are free there.
+
+    Raises ValueError if no folder can be made there, whatever its permissions and free bytes say.
+    """
+    try:
+        place = next(place for place in (path, *path.parents) if place.exists())
+        tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=place).cleanup()
+    except OSError as error:
+        raise unwritable(path, error) from error
     return place, shutil.disk_usage(place).free
 
 

@@ -122,7 +122,7 @@ def open_run(config: TrainConfig) -> Iterator[None]:
     folder = resolve_path(config.output_dir) / config.run
     check_run(config)
     refuse_other_export(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    atomic.make_folder(folder)
     with ExitStack() as stack:
         try:
             stack.enter_context(atomic.lock(folder))
