@@ -94,7 +94,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     family = _family(folder, raw_config)
     try:
         read_scheme(raw_config)  # refused before a weight is read
-        config = family.read_config({key: value for key, value in raw_config.items() if key != SECTION})
+        config = family.read_config({key: value for key, value in raw_config.items() if key != SECTION}).extended()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if config.tie_word_embeddings and has_weights(folder) and keeps_two(folder):
