@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.checks import home_path
+
 REPO_ROOT = Path(__file__).resolve().parent.parent
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
@@ -22,4 +24,4 @@ def check_origins(key: str, origins: Sequence[str]) -> None:
 
 def resolve_path(path: str) -> Path:
     """Resolve a config's path relative to the repository, so that a command means the same from any folder."""
-    return REPO_ROOT / Path(path).expanduser()
+    return REPO_ROOT / home_path(path)

@@ -5,9 +5,11 @@ Keeps what the user set.
 import gc
 import os
 
+from kernels import cache
 from kernels.cpu import level
 
 level.restrict_libraries(os.environ)
+cache.redirect_libraries()
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 # How often a thread of GNU OpenMP polls for work before it yields its core: about 0.1 ms. By default it spins for
 # milliseconds, and next to other busy processes a step with two threads then takes ten times as long; on an idle

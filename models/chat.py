@@ -39,6 +39,11 @@ class Chat:
         name = self._template_name(tools)
         return None if name is None else self._templates[name].text
 
+    @property
+    def turn_end(self) -> str:
+        """What the template for conversations without tools writes after an assistant's content."""
+        return self._templates[DEFAULT].turn_end if DEFAULT in self._templates else ""
+
     def render(
         self,
         messages: Sequence[Message],

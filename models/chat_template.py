@@ -8,6 +8,7 @@ rendering small probe conversations with it, so that no list of models is needed
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -112,6 +113,14 @@ class Template:
             self._probe(lambda content=content: self._probe_messages("developer", content), PROBE)
             for content in contents
         )
+
+    @cached_property
+    def turn_end(self) -> str:
+        """What is rendered after an assistant's content, whatever follows; empty if the template refuses to show it."""
+        answer = PROBE if self.content_form("assistant").strings else [text_part(PROBE)]
+        turn = self._probe_messages("assistant", answer)
+        texts = [self._probe(lambda after=after: [*turn, *after], PROBE) for after in ([], [QUESTION])]
+        return os.path.commonprefix([text.rpartition(PROBE)[2] for text in texts if text is not None])  # noqa: RUF071
 
     @cached_property
     def call_form(self) -> CallForm:

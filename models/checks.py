@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field, fields
+from pathlib import Path
 from typing import Any
 
 MISSING: Any = "???"  # the default of a key that must be given; Hydra's and OmegaConf's word for it
@@ -55,3 +56,13 @@ def check_fields(config: Any, group: str = "") -> None:
         for item in value if isinstance(value, list) else [value]:
             if holds is not None and item is not None and not holds(item):
                 raise ValueError(f"{group}{key.name}={item}: {wanted}")
+
+
+def home_path(text: str) -> Path:
+    """Return the path, a leading ~ expanded. Raises ValueError if that user has no home folder on this machine."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{text}: {text.partition('/')[0]} is no user with a home folder; write the whole path"
+        ) from None

@@ -7,7 +7,7 @@ and is not implemented is an error here, not a silent difference later.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,19 @@ class TargetConfig:
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=token_ids("config.json: eos_token_id", config.get("eos_token_id")),
         )
+
+    def extended(self) -> TargetConfig:
+        """Return the config with the context that YaRN reaches: its factor times the one that the model was trained on,
+        which many files leave as `max_position_embeddings`.
+        """
+        if self.rope.rope_type != "yarn":
+            return self
+        numbers = dict(self.rope.parameters)
+        original = numbers.get("original_max_position_embeddings") or float(self.max_position_embeddings)
+        numbers["original_max_position_embeddings"] = original
+        context = max(self.max_position_embeddings, int(original * numbers["factor"]))
+        rope = replace(self.rope, parameters=tuple(sorted(numbers.items())))
+        return replace(self, rope=rope, max_position_embeddings=context)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

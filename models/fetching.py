@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kernels.cpu.library import cache_folder
+from kernels.cache import cache_file
 
 CHUNK = 1 << 20  # bytes
 PIP_TIMEOUT_S = 3600
@@ -49,7 +49,7 @@ def place_of(name: str) -> Path:
     """Return where the file of a model is kept. Raises ValueError for a name that is not in MODELS."""
     if name not in MODELS:
         raise ValueError(f"package:{name}: no such model; there are: {', '.join(MODELS)}")
-    return cache_folder() / "models" / Path(MODELS[name].member).name
+    return cache_file(f"models/{Path(MODELS[name].member).name}")
 
 
 def fetch(name: str) -> Path:

@@ -16,7 +16,7 @@ import tokenizers
 
 from models.chat import DEFAULT, Chat, Message, find_chat_templates
 from models.config import read_json
-from models.end_tokens import read_end_tokens
+from models.end_tokens import END_TEXTS, PART, WHOLE, read_end_tokens
 from models.gguf import is_gguf
 from models.token_bytes import is_continuation, token_bytes, unfinished
 
@@ -42,7 +42,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # name -> text, as templates use them
         templates = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
         self.chat = Chat(templates or {}, special_tokens=self.special_tokens, source=source)
-        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.eos_ids = tuple(dict.fromkeys([*eos_ids, *self._turn_ends()]))
         self.special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -89,6 +89,13 @@ class Tokenizer:
             special_tokens=special_tokens(file),
             source=str(file.path),
         )
+
+    def _turn_ends(self) -> list[int]:
+        """Return the id of the mark that the chat template writes after an assistant's content, if it writes one."""
+        added, end = self.backend.get_added_tokens_decoder(), self.chat.turn_end.lstrip()
+        marks = {token.content: index for index, token in added.items() if token.special or token.content in END_TEXTS}
+        written = [text for text in marks if end.startswith(text)]
+        return [marks[text] for text in sorted(written, key=len)[-1:] if not (text == PART and WHOLE in marks)]
 
     @property
     def chat_template(self) -> str | None:

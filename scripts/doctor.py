@@ -27,6 +27,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from kernels.cache import VARIABLE, writable_folder
+
 ROOT = Path(HERE).parent
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
 # by scripts/gpu_check: every kernel with the first, those that serve an 8B model in bf16 with the second (LOG.md)
@@ -191,6 +193,13 @@ def check_disk(free: float, folder: Path) -> Check:
     return Check("disk", "ok" if free >= 5 * GIB else "warning", detail, "" if free >= 5 * GIB else "free some")
 
 
+def check_cache(folder: Path, temporary: str) -> Check:
+    if not folder.is_relative_to(temporary):
+        return Check("cache", "ok", str(folder))
+    detail = f"{folder} is among the temporary files, so kernels, measured costs and models are lost with those"
+    return Check("cache", "warning", detail, f"name a folder that can be written by XDG_CACHE_HOME or {VARIABLE}")
+
+
 def check_demo(folder: Path) -> Check:
     missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
@@ -241,6 +250,7 @@ def run_checks() -> list[Check]:
     checks.append(check_kernels(installed_version("kernels"), kernels_location()))
     checks.append(check_wandb(installed_version("wandb"), has_wandb_init(), ROOT / "wandb"))
     checks.append(check_disk(shutil.disk_usage(ROOT).free, ROOT))
+    checks.append(check_cache(writable_folder(), os.environ.get("TMPDIR") or "/tmp"))
     checks.append(check_demo(ROOT / "models" / "demo"))
     checks.append(check_triton_interpret(os.environ.get("TRITON_INTERPRET")))
     torch_checks: list[Callable[[], Check]] = [check_devices, check_cpu]

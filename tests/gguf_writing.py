@@ -167,7 +167,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     """Write a byte-level BPE with GPT-2's pre-tokenizer."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = content["model"]["vocab"]
-    special = {token["content"] for token in content["added_tokens"]}
+    special = {token["content"] for token in content["added_tokens"] if token["special"]}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))

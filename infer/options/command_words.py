@@ -14,6 +14,7 @@ from pathlib import Path
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT
 from infer.options.model_names import model_at, model_options, read_model
+from models.checks import home_path
 from models.heads.config import HeadConfig
 
 OUTPUTS = "outputs"
@@ -57,7 +58,7 @@ def head_words(head: HeadConfig, output_dir: str) -> list[str]:
 
 def portable_path(path: str) -> str | None:
     """Return a path or hub id in a form valid on any machine: relative to the repository. None if there is none."""
-    folder = Path(path).expanduser()
+    folder = home_path(path)
     if not folder.is_absolute():
         return path
     return str(folder.relative_to(REPO_ROOT)) if folder.is_relative_to(REPO_ROOT) else None

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT, resolve_path
+from models.checks import home_path
 
 CONF = REPO_ROOT / "conf"
 GGUF, PACKAGE = ".gguf", "package:"
@@ -61,7 +62,7 @@ def find_model(text: str) -> str | None:
     repository if inside it.
     """
     for start in (Path.cwd(), REPO_ROOT):
-        place = Path(os.path.abspath(start / Path(text).expanduser()))
+        place = Path(os.path.abspath(start / home_path(text)))
         if text and (place.is_dir() or (place.suffix.lower() == GGUF and place.is_file())):
             inside = place.is_relative_to(REPO_ROOT) and place != REPO_ROOT
             return str(place.relative_to(REPO_ROOT)) if inside else str(place)

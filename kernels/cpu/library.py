@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.cache import cache_file
 from kernels.cpu.declarations import SOURCES, functions
 from kernels.cpu.level import compiler_flags
 
@@ -45,10 +46,6 @@ def flags() -> tuple[str, ...]:
     return (*compiler_flags(), *FLAGS)
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
-
-
 def processor() -> str:
     """Return a description of the processor that covers what -march=native depends on."""
     try:
@@ -63,7 +60,7 @@ def library_file(cc: str) -> Path:
     digest = hashlib.sha256(repr((flags(), version, processor(), platform.machine())).encode())
     for file in SOURCES:
         digest.update(file.read_bytes())
-    return cache_folder() / f"kernels-{digest.hexdigest()[:24]}.so"
+    return cache_file(f"kernels-{digest.hexdigest()[:24]}.so")
 
 
 def build(cc: str, file: Path) -> None:

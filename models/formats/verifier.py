@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from models.checkpoint import open_tensors, read_config
+from models.checks import home_path
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
 from models.gguf import is_gguf
@@ -25,7 +26,7 @@ def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
         raise ValueError(f"{source}: architectures is missing")
     fields = Fields(config.get("text_config") or config, source)  # of a multimodal model: its language part
     sizes = (fields.need(key, int) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
-    is_local = is_gguf(checkpoint) or Path(path_or_hub_id).expanduser().is_dir()
+    is_local = is_gguf(checkpoint) or home_path(path_or_hub_id).is_dir()
     return Verifier(path_or_hub_id, str(architectures[0]), *sizes), checkpoint if is_local else None
 
 

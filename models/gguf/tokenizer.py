@@ -6,16 +6,18 @@ only as a name (`tokenizer.ggml.pre`); the patterns here are those of the publis
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from models.chat import DEFAULT
+from models.end_tokens import CONTROL, gguf_ends
 from models.gguf.file import GgufFile
 
 PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens; 6 is a byte
+NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5  # kinds of tokens, with CONTROL; 6 is a byte
 OF_TEXT = (NORMAL, USER_DEFINED, UNUSED)  # kinds that text may be merged into
 SPACE = "▁"
 SPECIAL = {
@@ -27,6 +29,7 @@ SPECIAL = {
     "mask_token": "mask_token_id",
 }
 TEMPLATE = "tokenizer.chat_template"
+log = logging.getLogger("headway.targets")
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -61,9 +64,11 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         raise ValueError(f"{file.path}: {PREFIX}tokens: some are there twice")
     types = token_types(file)
     named = special_tokens(file)
+    check_special(file, named)
     backend = kinds[kind](file)
     special = {token for token, token_type in zip(tokens, types, strict=True) if token_type in (UNKNOWN, CONTROL)}
     special |= {named[name] for name in ("bos_token", "eos_token") if name in named}  # some files mark them as normal
+    special |= set(gguf_ends(file))
     ordered = [token for token in tokens if token in special]  # by id
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in ordered])
     user_defined = [
@@ -87,7 +92,25 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
 def needed(file: GgufFile, named: dict[str, str], name: str) -> str:
     """Return the text of a special token that is put around every text. Raises ValueError where the file has none."""
     file.need(PREFIX + SPECIAL[name])
+    if name not in named:
+        raise ValueError(outside(file, name))
     return named[name]
+
+
+def outside(file: GgufFile, name: str) -> str:
+    key, count = PREFIX + SPECIAL[name], len(file.need(f"{PREFIX}tokens"))
+    return f"{file.path}: {key}={file.keys[key]}: is outside the vocabulary of {count}"
+
+
+def check_special(file: GgufFile, named: dict[str, str]) -> None:
+    """Warn of ids outside the vocabulary. Raises ValueError if one is the end token, or the chat template writes it."""
+    written = "".join(chat_templates(file).values())
+    for name, key in SPECIAL.items():
+        if file.keys.get(PREFIX + key) is None or name in named:
+            continue
+        if name == "eos_token" or name in written:
+            raise ValueError(outside(file, name))
+        log.warning("%s; nothing uses it, and it is ignored", outside(file, name))
 
 
 def token_types(file: GgufFile) -> list[int]:
@@ -169,15 +192,10 @@ def merges_of(pieces: set[str], vocabulary: dict[str, int], scores: list[float])
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """Return name -> text of the special tokens that the file has, by transformers' names."""
+    """Return name -> text of the special tokens in the vocabulary, by transformers' names."""
     tokens: list[str] = file.need(f"{PREFIX}tokens")
     named = {name: file.keys.get(PREFIX + key) for name, key in SPECIAL.items()}
-    for name, index in named.items():
-        if index is not None and not 0 <= index < len(tokens):
-            raise ValueError(
-                f"{file.path}: {PREFIX}{SPECIAL[name]}={index}: is outside the vocabulary of {len(tokens)}"
-            )
-    return {name: tokens[index] for name, index in named.items() if index is not None}
+    return {name: tokens[index] for name, index in named.items() if index is not None and 0 <= index < len(tokens)}
 
 
 def chat_templates(file: GgufFile) -> dict[str, str]:

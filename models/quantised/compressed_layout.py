@@ -28,6 +28,8 @@ STORED = {  # format -> (type, bits) that it may hold
     "naive-quantized": (("int", 8), ("float", 8)),
 }
 DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
+# actorder -> whether weight_g_idx reorders columns: by group it does; None: unstated, so weight_g_idx decides
+ORDERS = {None: None, "group": True, "dynamic": True, True: True, "weight": False, "static": False, False: False}
 HISTORY = ("quantization_status", "global_compression_ratio", "version", "run_compressed")
 PARTS = ("weight_scale", "weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
 
@@ -41,6 +43,7 @@ class Group:
     bits: int
     size: int
     symmetric: bool
+    reorders: bool | None  # columns, by weight_g_idx; None: if that is there
 
 
 def read(fields: Fields) -> Scheme:
@@ -86,12 +89,16 @@ def _read_group(fields: Fields, form: str) -> Group:
         raise ValueError(f"{weights.name}: group_size={size}: must be at least 1 with strategy 'group'")
     weights.only("dynamic", False)
     weights.only("block_structure")
-    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")  # weight_g_idx holds the order
+    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")
+    order = weights.values.get("actorder")
+    if order not in tuple(ORDERS):  # a tuple, because a JSON value may be unhashable
+        raise ValueError(f"{weights.name}: actorder={order!r}: only {', '.join(map(str, ORDERS))} are supported")
     symmetric = weights.take("symmetric", bool, True)
     if not symmetric and form != PACKED:
         raise ValueError(f"{weights.name}: symmetric=false: only supported in {PACKED}")
     weights.done()
-    return Group(targets, kind, bits, {"tensor": -1, "channel": 0}.get(strategy, size or 0), symmetric)
+    columns = {"tensor": -1, "channel": 0}.get(strategy, size or 0)
+    return Group(targets, kind, bits, columns, symmetric, ORDERS[order])
 
 
 def _matches(pattern: str, layer: str) -> bool:
@@ -117,11 +124,17 @@ def _read_layer(
     if tuple(scales.shape) != (rows, count):
         raise ValueError(f"weight_scale {list(scales.shape)}: expected {[rows, count]}")
     order = column_groups(parts, "weight_g_idx", columns, count)
+    if order is not None and group.reorders is False:
+        raise ValueError("weight_g_idx: reorders the columns, and actorder says that nothing does")
+    if group.reorders and "weight_g_idx" not in parts and count > 1:
+        raise ValueError("weight_g_idx: missing, and actorder says that the columns are reordered")
     if order is None and columns % size:
         order = torch.arange(columns) // size
     zero_words = None
     if not group.symmetric:
         zero_words = need(parts, "weight_zero_point", -(-rows * group.bits // WORD), count)
+    elif "weight_zero_point" in parts and not _all_zero(parts["weight_zero_point"], rows, group.bits):
+        raise ValueError("weight_zero_point: is not zero everywhere, and symmetric=true says that it is")
 
     def integers() -> tuple[Tensor, Tensor | None]:
         if form != PACKED:
@@ -133,6 +146,12 @@ def _read_layer(
 
     weight_format = "fp8" if group.kind == "float" else INTEGERS[group.bits]
     return GroupedRows(weight_format, columns, scales, order, integers, layer)
+
+
+def _all_zero(points: Tensor, rows: int, bits: int) -> bool:
+    """Return whether zero points, packed or not, are all zero."""
+    packed = points.dtype == torch.int32
+    return not points.float().any() or (packed and centred_zeros(unpack(points.t(), bits).t()[:rows], bits) is None)
 
 
 def _shape(group: Group, parts: Mapping[str, Tensor], form: str) -> tuple[int, int]:

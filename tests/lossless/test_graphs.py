@@ -156,7 +156,7 @@ def test_how_much_is_captured(make_small_engine, monkeypatch, tmp_path):
 
 def test_step_costs_are_profiled_by_replays(make_engine, monkeypatch, tmp_path):
     """On a clock that only steps advance: captured ones by 2 ms, or 5 with drafts, and those of the host by 9."""
-    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     now, launch, verify = 0.0, StepGraphs.launch, StepRunner.verify_drafts
 
     def launched(graphs):

@@ -122,6 +122,16 @@ def plain8(kind: str, *, per_tensor: bool = False) -> Quantiser:
     return quantise
 
 
+def unordered(quantise: Quantiser, part: str) -> Quantiser:
+    """Store -1 as the group of each column, as compressed-tensors does where it has not reordered any."""
+
+    def quantise_and_mark(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        parts, dequantised = quantise(weight, rng)
+        return parts | {part: torch.full((weight.shape[1],), -1, dtype=torch.int32)}, dequantised
+
+    return quantise_and_mark
+
+
 def gptq_config(size: int, **changes: Any) -> dict[str, Any]:
     """Return `quantization_config` as GPTQModel writes it for 4 bits."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": False, "sym": True, "lm_head": False}
@@ -179,6 +189,10 @@ GROUP = {"strategy": "group", "group_size": 32}
 KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
     "gptq": (GPTQ, gptq(4, 32)),
     "gptq with columns in an order of activations": (GPTQ | {"desc_act": True}, gptq(4, 32, shuffled=True)),
+    "gptq, symmetric zeros as in v2": (GPTQ, gptq(4, 32, zero_offset=0)),
+    "gptq_v2, symmetric zeros as in v1": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 32)),
+    "gptq, symmetric zeros as in v2, in 8 bits": (GPTQ | {"bits": 8}, gptq(8, 32, zero_offset=0)),
+    "gptq without an order": (GPTQ | {"desc_act": True}, unordered(gptq(4, 32), "g_idx")),
     "gptq with zeros, in 8 bits": (GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, symmetric=False)),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, zero_offset=0)),
     "awq": (AWQ, awq(32)),
@@ -187,6 +201,10 @@ KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
         awq(16),
     ),
     "int4 in groups": (compressed("pack-quantized", num_bits=4, **GROUP), packed(4, 32)),
+    "int4 in groups without an order": (
+        compressed("pack-quantized", num_bits=4, actorder="group", **GROUP),
+        unordered(packed(4, 32), "weight_g_idx"),
+    ),
     "int4 with zeros": (
         compressed("pack-quantized", num_bits=4, symmetric=False, **GROUP),
         packed(4, 32, symmetric=False),

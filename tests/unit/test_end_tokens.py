@@ -17,10 +17,10 @@ from infer.engine import Engine
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import SamplingParams
 from models.config import TargetConfig
-from models.end_tokens import read_end_tokens
+from models.end_tokens import ends_among, read_end_tokens
 from models.targets import load_target
 from models.tokenizer import Tokenizer
-from tests.vocabularies import write_end_tokens
+from tests.vocabularies import CHAT_ML, TURN_END, write_chat_ml, write_end_tokens
 from train.data.dialogue import Dialogue
 from train.data.examples import Example
 
@@ -170,3 +170,40 @@ def test_training_ends_a_turn_at_any_of_them(folder: Path, end: int) -> None:
     following = dialogue.next_prompt()
     assert following is not None
     assert tokenizer.decode(following) == "# user: a\n# assistant: yes\n# user: c\n# assistant:"
+
+
+def test_training_ends_a_turn_where_the_template_does(tiny_target_folder: Path, tmp_path: Path) -> None:
+    """The files name <|endoftext|> alone; every turn of the template ends with <|im_end|>."""
+    tokenizer = Tokenizer.load(write_chat_ml(tiny_target_folder, tmp_path))
+    assert tokenizer.eos_ids == (0, TURN_END)
+    talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    dialogue = Dialogue(Example(messages=talk), tokenizer, longest_prompt=200, provided=True)
+    assert dialogue.next_prompt() is not None
+    dialogue.take_provided()
+    (row,) = dialogue.rows
+    learnt = [token for token, is_learnt in zip(row.ids, row.loss_mask, strict=True) if is_learnt]
+    assert learnt == [*tokenizer.encode("b"), TURN_END]
+
+
+@pytest.mark.parametrize(
+    ("template", "extra"),
+    [
+        (CHAT_ML.replace("<|im_end|>", ""), set()),  # it writes no mark
+        (CHAT_ML.replace("<|im_end|>", "</answer>"), set()),  # it writes a text
+        (CHAT_ML + "<|im_start|>assistant", {TURN_END}),  # it always begins the next turn
+        ("{% if messages[1:] %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0].content }}", set()),
+        ("{{ no_function() }}", set()),
+    ],
+)
+def test_only_a_mark_after_an_answer_ends_turns(
+    template: str, extra: set[int], tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    write_chat_ml(tiny_target_folder, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert set(Tokenizer.load(tmp_path).eos_ids) == {0} | extra
+
+
+def test_a_mark_that_ends_a_part_of_a_turn_is_no_end() -> None:
+    """OpenAI's harmony closes the reasoning with <|end|>, and the answer with <|return|>."""
+    assert ends_among({"<|end|>", "<|endoftext|>", "x"}) == ["<|end|>", "<|endoftext|>"]
+    assert ends_among({"<|end|>", "<|return|>", "<|call|>"}) == ["<|return|>", "<|call|>"]

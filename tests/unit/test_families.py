@@ -206,3 +206,29 @@ def test_every_architecture_is_tested():
     kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
     assert {"llama", *kinds} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
     assert len(ARCHITECTURES) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "stated", "context"),
+    [
+        ("qwen3 biased, yarn", {**YARN, "original_max_position_embeddings": 64}, 64, 256),  # as its authors advise
+        ("qwen3 biased, yarn", {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}, 64, 256),
+        ("qwen3 biased, yarn", YARN, 512, 512),  # stated extended
+        ("qwen3 biased, yarn", YARN, 2048, 2048),
+        ("qwen3", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}, 64, 64),
+    ],
+)
+def test_yarn_extends_a_context_that_was_left_as_it_was(make_family_folder, tmp_path, name, section, stated, context):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family_folder(name)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit(folder, tmp_path, rope_parameters=section, rope_scaling=None, max_position_embeddings=stated)
+    engine = Engine(load_target(str(tmp_path)), proposer="ngram")
+    assert engine.context == context
+    prompt = torch.randint(1, 384, (1, context - 4), generator=torch.Generator().manual_seed(8))
+    (completion,) = engine.generate(prompt.tolist(), SamplingParams(max_tokens=3, ignore_eos=True))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    wanted = model.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert completion.token_ids == wanted[0, context - 4 :].tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -158,11 +159,27 @@ def test_what_is_put_around_a_text(tmp_path: Path) -> None:
         ({"merges": ["a"]}, r"tokenizer\.ggml\.merges: 'a' is no pair"),
         ({"bos_token_id": None, "add_bos_token": True}, r"the key tokenizer\.ggml\.bos_token_id is missing"),
         ({"bos_token_id": 999, "add_bos_token": True}, r"tokenizer\.ggml\.bos_token_id=999: is outside the vocabulary"),
+        ({"eos_token_id": 999}, r"tokenizer\.ggml\.eos_token_id=999: is outside the vocabulary of 333"),
+        (
+            {"padding_token_id": 999, "tokenizer.chat_template": "{{ pad_token }}"},
+            r"tokenizer\.ggml\.padding_token_id=999: is outside the vocabulary",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(byte_level(tmp_path, "smollm", **keys)[0])
+
+
+@pytest.mark.parametrize("name", ["padding", "seperator", "mask", "unknown", "bos"])
+def test_an_id_outside_the_vocabulary_that_nothing_uses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    file, reference = byte_level(tmp_path, "smollm", **{f"{name}_token_id": 999})
+    with caplog.at_level(logging.WARNING):
+        tokenizer = Tokenizer.load(file)
+    assert f"tokenizer.ggml.{name}_token_id=999: is outside the vocabulary of 333; nothing uses it" in caplog.text
+    assert tokenizer.encode("ab 12") == reference.encode("ab 12").ids
 
 
 @pytest.mark.parametrize("model", ["bert", "t5", "rwkv"])
@@ -215,7 +232,7 @@ def test_sentence_piece_needs_its_scores(tmp_path: Path, scores: list[float] | N
 @pytest.mark.skipif(not place_of("smollm2-135m").is_file(), reason="python scripts/fetch_model.py smollm2-135m")
 def test_smollm2() -> None:
     tokenizer = Tokenizer.load(place_of("smollm2-135m"))
-    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (2,), 49152)
+    assert (tokenizer.eos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (2, (2, 0), 49152)
     assert [tokenizer.decode([token]) for token in tokenizer.encode("in 2024")] == ["in", " ", "2", "0", "2", "4"]
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
     text = tokenizer.decode(chat, with_special=True)

@@ -155,21 +155,22 @@ def test_the_card_says_what_steps_and_drafts_cost():
     )
 
 
-def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
+def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     calls = []
 
     def make() -> CostTable:
         calls.append(1)
         return make_costs(1.0, 1.0).table
 
-    first = kept_table(tmp_path, {"target": "a"}, make)
-    assert kept_table(tmp_path, {"target": "a"}, make) == first
+    first = kept_table({"target": "a"}, make)
+    assert kept_table({"target": "a"}, make) == first
     assert len(calls) == 1
-    kept_table(tmp_path, {"target": "b"}, make)
+    kept_table({"target": "b"}, make)
     assert len(calls) == 2
     for file in tmp_path.iterdir():
         file.write_text("{")
-    assert kept_table(tmp_path, {"target": "a"}, make) == first
+    assert kept_table({"target": "a"}, make) == first
     assert len(calls) == 3
 
 
@@ -264,14 +265,15 @@ def test_timings_of_which_no_two_agree_are_refused():
         ({"reads": {"head": -1.0}}, "negative"),
     ],
 )
-def test_a_table_that_contradicts_itself_is_refused_and_not_read_again(tmp_path, change, reason):
+def test_a_table_that_contradicts_itself_is_refused_and_not_read_again(tmp_path, monkeypatch, change, reason):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     wrong = replace(SANE, **change)
     assert reason in contradiction(wrong)
-    kept_table(tmp_path, {}, lambda: SANE)
+    kept_table({}, lambda: SANE)
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps({"table": asdict(wrong)}))
-    assert kept_table(tmp_path, {}, lambda: SANE) == SANE
-    assert kept_table(tmp_path, {}, lambda: pytest.fail("it was kept")) == SANE
+    assert kept_table({}, lambda: SANE) == SANE
+    assert kept_table({}, lambda: pytest.fail("it was kept")) == SANE
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the switch is for x86")
@@ -279,7 +281,7 @@ def test_costs_of_one_level_of_processors_are_not_those_of_another(tiny_target, 
     """HEADWAY_CPU_LEVEL changes the kernels on the same machine."""
     keys = []
 
-    def keep(folder, key, make):
+    def keep(key, make):
         keys.append(key)
         return SANE
 
@@ -299,11 +301,13 @@ def test_more_threads_may_make_more_rows_faster():
     assert contradiction(SANE) == ""
 
 
-def test_what_could_not_be_measured_is_not_kept(tmp_path):
+def test_what_could_not_be_measured_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+
     def make() -> CostTable:
         raise Unmeasured("busy")
 
     for _ in range(2):
         with pytest.raises(Unmeasured):
-            kept_table(tmp_path, {}, make)
+            kept_table({}, make)
     assert list(tmp_path.iterdir()) == []

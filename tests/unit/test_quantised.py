@@ -120,6 +120,7 @@ PACKED = compressed("pack-quantized")
         (changed(PACKED, weights_strategy="block"), "strategy='block'"),
         (changed(PACKED, weights_strategy="group"), "group_size=None"),
         (changed(PACKED, weights_dynamic=True), "dynamic=True"),
+        (changed(PACKED, weights_actorder="random"), "actorder='random': only"),
         (changed(PACKED, transform_config={"R1": {}}), "unknown: transform_config="),
         (changed(compressed("int-quantized"), weights_symmetric=False), "symmetric=false: only supported in pack-"),
     ],
@@ -130,6 +131,8 @@ def test_what_is_not_supported_is_named(section: dict[str, Any], message: str) -
 
 
 QUERY = "model.layers.0.self_attn.q_proj"
+ORDER = torch.arange(64) % 2
+FULL_OF_6 = torch.full((2, 8), 0x66666666, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,13 @@ QUERY = "model.layers.0.self_attn.q_proj"
         ("int8 by rows", {"group_targets": ["re:.*mlp.*"]}, {}, "no group of `config_groups` names it"),
         ("int8 by rows", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, "weight: torch.float32, expected torch.int8"),
         ("int4 in groups", {}, {f"{QUERY}.weight_shape": torch.tensor([64, 72])}, "weight_packed .*: expected"),
+        ("gptq", {}, {f"{QUERY}.qzeros": FULL_OF_6}, "qzeros: hold 6 to 6, and sym=true says 8"),
+        ("gptq", {}, {f"{QUERY}.g_idx": ORDER}, "g_idx: reorders the columns, and desc_act=false"),
+        ("gptq", {"desc_act": True}, {f"{QUERY}.g_idx": None}, "g_idx: missing, and desc_act=true"),
+        ("gptq", {}, {f"{QUERY}.g_idx": ORDER - 1}, "g_idx: must name one of 2 groups"),
+        ("int4 in groups", {"weights_actorder": "weight"}, {f"{QUERY}.weight_g_idx": ORDER}, "weight_g_idx: reorders"),
+        ("int4 in groups", {"weights_actorder": "group"}, {}, "weight_g_idx: missing, and actorder says"),
+        ("int4 in groups", {}, {f"{QUERY}.weight_zero_point": FULL_OF_6}, "weight_zero_point: is not zero everywhere"),
     ],
 )
 def test_tensors_that_contradict_the_scheme_are_named(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from infer.config_checks import REPO_ROOT, resolve_path
+from models.checks import home_path
 from train.config import ChatDataConfig, FilesDataConfig, HubDataConfig, as_list
 from train.data.builtin_prompts import builtin_items
 from train.data.entries import Item, in_turn, shaped
@@ -66,7 +67,7 @@ def find_files(key: str, paths: str | Iterable[str], root: str | None = None) ->
     """
     files: list[Path] = []
     for text in [paths] if isinstance(paths, str) else paths:
-        path = resolve_path(root or ".") / Path(text).expanduser()
+        path = resolve_path(root or ".") / home_path(text)
         if path.is_file() or is_saved_dataset(path):
             files.append(path)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -37,7 +38,7 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     stated = [record.get("config", {}), record.get("target", "")]  # paths in other texts are quoted from these
     places = sorted({text for text in _texts(stated) if Path(text).is_absolute()}, key=len, reverse=True)
     names = {place: portable_path(place) or f".../{Path(place).name}" for place in places}
-    return _renamed(record, names | {f"{REPO_ROOT}/": "", str(REPO_ROOT): ".", f"{Path.home()}/": "~/"})
+    return _renamed(record, names | {f"{REPO_ROOT}/": "", str(REPO_ROOT): ".", f"{os.path.expanduser('~')}/": "~/"})
 
 
 def target_name(model: ModelConfig) -> str:

@@ -257,7 +257,7 @@ def has_wandb_credentials(url: str) -> bool:
     hosts = [urlsplit(url).netloc]
     if not os.environ.get("WANDB_BASE_URL"):
         hosts.append("api.wandb.ai")  # where the default server's keys were stored before it moved
-    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    file = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))
     try:
         entries = netrc.netrc(str(file))
     except (OSError, netrc.NetrcParseError):

@@ -19,7 +19,7 @@ from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiled_engine import ProfiledEngine
 from infer.speculation.control.profiler import Unmeasured, kept_table, measure
 from infer.speculation.proposers.head import HeadProposer
-from kernels.cpu.library import cache_folder, flags, processor
+from kernels.cpu.library import flags, processor
 
 if TYPE_CHECKING:
     from infer.engine import Engine
@@ -100,7 +100,7 @@ def make_controller(
     cache_key = json.dumps(key, sort_keys=True)
     if cache_key not in state.costs or (profile and state.profile_due):
         try:
-            state.costs[cache_key] = CostModel(kept_table(cache_folder(), key, make))
+            state.costs[cache_key] = CostModel(kept_table(key, make))
             state.profile_due = False
         except Unmeasured as error:
             state.profile_due = not profile

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import SETTLES_S, CostTable, Curve, contradiction
+from kernels.cache import cache_file
 
 if TYPE_CHECKING:
     from infer.speculation.control.profiled_engine import ProfiledEngine
@@ -222,13 +222,13 @@ class Profiled:
         return self._watch.time(work, before=lambda: self._engine.verify(requests, 0))
 
 
-def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:
+def kept_table(key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:
     """Return the table stored earlier under the same `key`, or a new one, which is stored.
 
     A stored table that is damaged or contradicts itself is measured again.
     """
     digest = hashlib.sha256(json.dumps({"version": VERSION, **key}, sort_keys=True).encode()).hexdigest()[:24]
-    file = folder / f"costs-{digest}.json"
+    file = cache_file(f"costs-{digest}.json")
     try:
         table = CostTable.from_json(json.loads(file.read_text(encoding="utf-8"))["table"])
         if not (reason := contradiction(table)):
@@ -238,7 +238,7 @@ def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTabl
         pass
     measured = make()
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps({"key": dict(key), "table": asdict(measured)}), encoding="utf-8")
         temporary.replace(file)

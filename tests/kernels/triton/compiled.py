@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from kernels.cpu.library import cache_folder
+from kernels.cache import cache_folder
 from kernels.triton import device
 from kernels.triton.device import HOPPER, Limits
 

@@ -1,0 +1,154 @@
+"""Machines whose cache folder cannot be written: every command starts, with one warning that says what to set."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infer.config_checks import resolve_path
+from kernels import cache
+from kernels.cache import VARIABLE, cache_file, can_write
+from models.checks import home_path
+from tests.server import patient
+
+ROOT = Path(__file__).resolve().parents[2]
+NOBODY = 54321  # a user whom the machine's list of users lacks
+IN_HOME = ("HOME", "XDG_CACHE_HOME", VARIABLE, "HF_HOME", "TRITON_CACHE_DIR", "USER", "LOGNAME")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Return a folder that every user can read, for temporary files."""
+    folder = Path(tempfile.mkdtemp(prefix="machine-"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def environment(place: Path, **chosen: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in IN_HOME}
+    return {**kept, "TMPDIR": str(place), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **chosen}
+
+
+def warnings_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "cannot be written" in line]
+
+
+def run(place: Path, command: list[str], text: str = "", **chosen: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(place, **chosen), input=text, capture_output=True, text=True, check=False
+    )
+
+
+def as_nobody(*words: str) -> list[str]:
+    """Return a command that runs as NOBODY, in a user namespace, which keeps the rights to this checkout."""
+    command = ["unshare", "--user", f"--map-user={NOBODY}", f"--map-group={NOBODY}"]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("this machine makes no user namespaces")
+    return [*command, sys.executable, *words]
+
+
+def test_a_user_without_a_home_folder_is_served(tiny_target_folder: Path, place: Path) -> None:
+    command = as_nobody(
+        "infer/serve.py", f"model={tiny_target_folder}", "model.name=tiny", "head=none", "server.port=0"
+    )
+    log = place / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(command, cwd=ROOT, env=environment(place), stdout=out, stderr=out)
+    try:
+        while not (match := re.search(r"open (http\S+)/ in a browser", log.read_text())):
+            assert server.poll() is None, log.read_text()
+            time.sleep(0.05)
+        body = {"model": "tiny", "prompt": "def f(", "max_tokens": 4}
+        assert patient.post(f"{match[1]}/v1/completions", json=body).status_code == 200
+    finally:
+        server.terminate()
+        assert server.wait() == 0
+    (warning,) = warnings_of(log.read_text())
+    assert f"{place}/headway-{NOBODY}" in warning
+    assert "XDG_CACHE_HOME or HEADWAY_CACHE" in warning
+    assert list((place / f"headway-{NOBODY}").rglob("kernels-*.so"))
+
+
+@pytest.mark.parametrize("home", ["/proc", "none"])
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("infer/generate.py", ("prompt=def f(", "chat=false", "max_tokens=4", "proposer.adaptive=true", "head=none")),
+        ("infer/chat.py", ("max_tokens=4", "head=none")),
+        ("train/run.py", ("head=eagle3", "check=true")),
+        ("scripts/doctor.py", ("--json",)),
+    ],
+)
+def test_a_cache_that_cannot_be_written_ends_no_command(
+    script: str, words: tuple[str, ...], home: str, tiny_target_folder: Path, place: Path
+) -> None:
+    arguments = [script, *([] if script == "scripts/doctor.py" else [f"model={tiny_target_folder}"]), *words]
+    command = [sys.executable, *arguments] if home != "none" else as_nobody(*arguments)
+    chosen = {"HOME": home} if home != "none" else {}
+    result = run(place, command, text="hello\n", HEADWAY_CPU_KERNELS="torch", **chosen)  # compiling takes time
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(warnings_of(result.stderr)) == 1
+    if script == "scripts/doctor.py":
+        (check,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "cache"]
+        assert (check["status"], VARIABLE in check["fix"]) == ("warning", True)
+
+
+def test_the_default_model_goes_to_the_temporary_folder(place: Path) -> None:
+    result = run(place, [sys.executable, "infer/serve.py"], HOME="/proc", PIP_NO_INDEX="1")
+    assert result.returncode == 2  # there is no index to fetch it from
+    (warning,) = warnings_of(result.stderr)
+    assert "XDG_CACHE_HOME" in warning
+    assert VARIABLE in warning
+    assert f"to {place}/headway-{os.getuid()}/" in result.stderr
+    assert "Errno" not in result.stderr
+
+
+def test_what_lies_in_a_cache_that_cannot_be_written_is_read(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    monkeypatch.setenv(VARIABLE, "/proc")
+    assert cache_file("cpuinfo") == Path("/proc/cpuinfo")
+    assert not can_write(Path("/proc"))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    cache.temporary_folder.cache_clear()
+    assert cache_file("none") == place / f"headway-{os.getuid()}" / "none"
+    cache.temporary_folder.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["link", "open", "file"])
+def test_no_folder_that_others_could_have_made_is_used(
+    monkeypatch: pytest.MonkeyPatch, place: Path, tmp_path: Path, kind: str
+) -> None:
+    """Libraries are loaded from it."""
+    folder = place / f"headway-{os.getuid()}"
+    if kind == "link":
+        folder.symlink_to(tmp_path)
+    elif kind == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.touch()
+    monkeypatch.setenv(VARIABLE, "/proc")
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    cache.temporary_folder.cache_clear()
+    used = cache_file("kernels.so").parent
+    cache.temporary_folder.cache_clear()
+    assert used.parent == place
+    assert used != folder
+    assert used.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("convert", [home_path, resolve_path])
+def test_the_home_folder_of_nobody_is_an_error_for_people(convert) -> None:
+    with pytest.raises(ValueError, match=r"~nobody-here/model: ~nobody-here is no user with a home folder"):
+        convert("~nobody-here/model")
