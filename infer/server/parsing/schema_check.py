@@ -96,5 +96,7 @@ def is_a(value: Any, kinds: str | list[str]) -> bool:
 def is_within(value: Any, schema: dict[str, Any]) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return all(holds(value, schema[name]) for name, holds in BOUNDS.items() if name in schema)
-    least, most = LENGTHS.get(type(value), ("", ""))
-    return not least or schema.get(least, 0) <= len(value) <= schema.get(most, len(value))
+    if not isinstance(value, str | list | dict):
+        return True
+    least, most = LENGTHS[type(value)]
+    return schema.get(least, 0) <= len(value) <= schema.get(most, len(value))

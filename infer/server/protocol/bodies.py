@@ -44,7 +44,7 @@ class JsonRoute(APIRoute):
             scope = request.scope
             if not request.headers.get("content-type") and "origin" not in request.headers:
                 headers = [header for header in scope["headers"] if header[0] != JSON_TYPE[0]]
-                scope = scope | {"headers": [*headers, JSON_TYPE]}
+                scope = {**scope, "headers": [*headers, JSON_TYPE]}
             return await handle(JsonRequest(scope, request.receive))
 
         return strictly

@@ -108,7 +108,8 @@ def type_of(value: Any) -> Any:
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
-NamedChoice, AllowedChoice = TypeVar("NamedChoice"), TypeVar("AllowedChoice")
+NamedChoice = TypeVar("NamedChoice")
+AllowedChoice = TypeVar("AllowedChoice")
 ToolsChoice = (
     Literal["none", "auto", "required"]
     | Annotated[
