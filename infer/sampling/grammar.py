@@ -7,6 +7,7 @@ as those of a discriminated union do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -76,6 +77,8 @@ class Grammar:
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(self.text))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         if self.kind in ("lark", "calls"):
+            for schema in schemas_in(self.text):
+                check_numbers(schema, self.kind)
             return LLMatcher.grammar_from_lark(self.text)
         if self.kind == "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
@@ -92,6 +95,13 @@ def check_numbers(schema: Any, subject: str) -> None:
                 f"{subject}: {keyword} {number} is beyond 2^53, where numbers cannot be enforced exactly; "
                 "leave the bound out, or make the value a string"
             )
+
+
+def schemas_in(lark: str) -> Iterator[Any]:
+    """Yield the JSON schemas in a Lark grammar; one that is not JSON is left to llguidance."""
+    for mark in re.finditer(r"%json\s*+", lark):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.JSONDecoder().raw_decode(lark, mark.end())[0]
 
 
 def numbers_in(schema: Any) -> Iterator[tuple[str, int | float]]:

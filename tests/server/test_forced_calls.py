@@ -101,6 +101,35 @@ def test_marks_are_single_tokens_and_drafts_change_nothing(
         assert backend.token_to_id(marks[0]) in ids[0]["token_ids"]
 
 
+def test_a_client_s_grammar_refers_to_tokens_by_name(family_server: Server, family: str) -> None:
+    """A name in quotes, in a regular expression or in a comment is text."""
+    backend = family_server.service.tokenizer.backend
+    for mark, _ in FAMILIES[family][0][1:]:
+        if mark.startswith("<"):
+            pattern = mark.replace("|", "[|]").replace("/", r"\/")
+            lark = f'start: {mark} "a{mark}" /b{pattern}/ // {mark}\n'
+            fields = {"structured_outputs": {"grammar": lark}, "return_token_ids": True, "skip_special_tokens": False}
+            response = family_server.complete(**fields, max_tokens=100, **FORCED)
+            assert response.status_code == 200, response.text
+            (choice,) = response.json()["choices"]
+            assert choice["text"] == f"{mark}a{mark}b{mark}"
+            assert choice["token_ids"].count(backend.token_to_id(mark)) == 1
+
+
+def test_a_number_in_a_forced_call_ends(family_server: Server) -> None:
+    digits = {str(token): 100 for text in "0123456789" for token in family_server.ids(text)}
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema | {"additionalProperties": False}}}
+    fields: dict[str, Any] = {"temperature": 0, "logit_bias": digits, "max_tokens": 200, "tools": [tool]}
+    for parallel in (True, False):
+        choice: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": parallel}
+        message, _ = chat_message(family_server, stream=parallel, **fields, **choice)
+        calls = [arguments for _, arguments in content_of(message)[1] if arguments.endswith("}")]
+        assert calls
+        for arguments in calls:
+            assert 1 <= len(str(json.loads(arguments)["n"])) <= 50
+
+
 @pytest.mark.parametrize("field", ["choice", "json", "regex", "grammar", "name"])
 def test_the_text_of_an_added_token_is_text_elsewhere(
     family_server: Server, family: str, no_space: dict[str, Any], field: str
@@ -128,3 +157,24 @@ def test_the_text_of_an_added_token_is_text_elsewhere(
         assert response.status_code == 200, response.text
         expected = json.dumps(text) if field == "json" else text
         assert response.json()["choices"][0]["text"] == expected
+
+
+def test_reasoning_marks_that_are_special_tokens_are_read(
+    make_target_folder: MakeTarget, make_server: MakeServer, tmp_path: Path
+) -> None:
+    """As marks of calls are: what a tokenizer drops from its texts by default is kept where a parser needs it."""
+    source = make_target_folder(seed=5, num_hidden_layers=2, vocab_size=VOCAB_SIZE + MOST_ADDED)
+    added = ((("<|im_end|>", True), ("<think>", True), ("</think>", True)), "hermes")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "special thoughts", added)
+        folder = write_family("special thoughts", tmp_path, source=source)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<think>")
+    with make_server(target=folder, proposer="ngram") as server:
+        end, letter = server.ids("</think>") + server.ids("q")
+        fields = {"allowed_token_ids": [end, letter], "bad_words": ["</think></think>", "q</think>"], "max_tokens": 5}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "logit_bias": {str(end): 100}, **fields}
+        message = server.post("/v1/chat/completions", body | {"temperature": 0}).json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (None, "qqqq")
+        thinking = {"logit_bias": {str(letter): 100}, "bad_words": ["qqq"]} | {"temperature": 0}
+        message = server.post("/v1/chat/completions", body | thinking).json()["choices"][0]["message"]
+        assert message["reasoning_content"] == "qq"

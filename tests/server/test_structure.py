@@ -312,6 +312,14 @@ def test_a_number_that_would_become_its_neighbour_is_a_400(server: Server, schem
         assert f"{number} is beyond 2^53" in error["message"]
 
 
+def test_schemas_inside_a_client_s_grammar(server: Server) -> None:
+    lark = f'start: "<" %json {{"enum": [1, {BIG}]}} ">"'
+    error = server.complete(structured_outputs={"grammar": lark}).json()["error"]
+    assert f"enum {BIG} is beyond 2^53" in error["message"]
+    text = server.complete(structured_outputs={"grammar": lark.replace(str(BIG), "7")}).json()["choices"][0]["text"]
+    assert text in ("<1>", "<7>")
+
+
 def test_numbers_that_nothing_is_compared_with_are_not_looked_at(server: Server, no_space: dict[str, int]) -> None:
     schema = {
         "type": "object",
