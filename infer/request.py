@@ -134,6 +134,7 @@ class Request:
     stop_text: StopText | None = None  # for stop strings
     constraint: Constraint | None = None  # for a grammar
     failed: bool = False  # its work raised an exception (infer/engine/isolation.py); it ends in this step
+    error: str | None = None  # why no token can follow, with the finish reason "error"
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if requested
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
@@ -213,3 +214,4 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     acceptance: str = "exact"  # acceptance rule of drafts: exact, block, typical or synthetic
+    error: str | None = None  # with the finish reason "error": why no token could follow

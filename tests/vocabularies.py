@@ -160,3 +160,44 @@ def write_chat_ml(source: Path, folder: Path, *, special: bool = True, end: str 
     (folder / "tokenizer.json").write_text(json.dumps(written), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_ML.replace("<|im_end|>", end), encoding="utf-8")
     return folder
+
+
+# The added tokens of published tokenizers that concern chats and tool calls, with their `special` flags: the first ends
+# a turn. Then the style of calls in their chat templates.
+CHATML = (("<|im_end|>", True), ("<|im_start|>", True), ("<tool_call>", False), ("</tool_call>", False))
+THINKING = (("<think>", False), ("</think>", False))
+FAMILIES: dict[str, tuple[tuple[tuple[str, bool], ...], str]] = {
+    "qwen2.5": ((*CHATML, ("<|fim_prefix|>", False), ("<|file_sep|>", False)), "hermes"),
+    "qwen3": ((*CHATML, *THINKING, ("<tool_response>", False), ("</tool_response>", False)), "hermes"),
+    "hermes": ((*CHATML, ("<tools>", False), ("</tools>", False), ("<tool_response>", False)), "hermes"),
+    "llama3": (
+        tuple((f"<|{name}|>", True) for name in ("eot_id", "begin_of_text", "eom_id", "python_tag", "end_header_id")),
+        "llama3",
+    ),
+    "mistral": (
+        tuple((text, True) for text in ("[/INST]", "[INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[ARGS]")),
+        "mistral",
+    ),
+    "glm": (
+        (
+            *(("<|user|>", True), ("<|observation|>", True), ("[gMASK]", True), ("<sop>", True)),
+            *(("<tool_call>", False), ("</tool_call>", False), ("<arg_key>", False), ("</arg_key>", False)),
+            *THINKING,
+        ),
+        "hermes",
+    ),
+}
+MOST_ADDED = 16
+
+
+def write_family(family: str, folder: Path, *, source: Path) -> Path:
+    """Write a copy of `source` with a family's added tokens too; its model must have MOST_ADDED more rows for them."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added, _ = FAMILIES[family]
+    for text, special in added:
+        backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)])
+    backend.save(str(folder / "tokenizer.json"))
+    ids = [backend.token_to_id(text) for text in (added[0][0], "<|endoftext|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
+    return folder

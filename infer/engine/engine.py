@@ -45,6 +45,7 @@ from infer.parallel.tensor_parallel import LeadingShard
 from infer.request import MAX_SEED, Completion, Request, SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.grammar import Grammar
+from infer.sampling.logits_processors import check_first_row
 from infer.sampling.params import as_ids
 from infer.sampling.stopping import FinishReason, StopText
 from infer.speculation.budget import NOTHING, Budget
@@ -201,6 +202,7 @@ class Engine:
             request.stop_text = StopText(stream, params.stop)
         if params.grammar is not None:
             request.constraint = constraint or self.compile(params.grammar)
+        check_first_row(request, vocabulary)
         if parent is not None:
             request.parent = self._requests.get(parent)
             assert request.parent is None or request.parent.prompt_ids == prompt

@@ -121,4 +121,5 @@ def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:
         request.logprobs,
         request.prompt_logprobs,
         request.rule,
+        request.error,
     )

@@ -233,21 +233,10 @@ class StepRunner:
         if request.is_late(self._clock()):
             request.finish_reason = "deadline"
             return []
-        if request.constraint is not None and request.constraint.error is not None:
-            request.finish_reason = "error"
-            return []
         emitted, reason = [], None
         with isolated(request):
-            emitted, reason, request.stop_reason = cut(
-                tokens,
-                room=min(request.remaining, self._context - len(request.tokens)),
-                stop_ids=request.stop_ids,
-                eos_id=request.eos_id,
-                emitted_before=request.output_length,
-                min_tokens=request.params.min_tokens,
-                text=request.stop_text,
-                constraint=request.constraint,
-            )
+            room = min(request.remaining, self._context - len(request.tokens))
+            emitted, reason, request.stop_reason = cut(tokens, request, room=room)
         if request.failed:  # just now or earlier in this step
             request.finish_reason = "error"
             return []
@@ -265,7 +254,7 @@ class StepRunner:
             request.finish_reason,
             request.stop_reason,
             request.ended_by_token,
-            error=INTERNAL if request.failed else request.constraint and request.constraint.error,
+            error=INTERNAL if request.failed else request.error,
             internal=request.failed,
             cached_tokens=request.cached,
             queued_s=request.queued_s or 0.0,

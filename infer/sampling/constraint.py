@@ -6,6 +6,7 @@ tree is masked exactly as in plain decoding, and speculation does not change the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from infer.engine.isolation import isolated
-from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
+from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, reason_of
+from infer.sampling.number_limit import NumberLimit, Place
 from infer.speculation.tree import DraftTree
 from kernels.shape import FORBIDDEN, packed, unpacked
 from models.tokenizer import Tokenizer
@@ -38,26 +40,41 @@ class Constraints:
         # `n_vocab` may exceed the number of the tokenizer's tokens (padding), but must not be smaller.
         size = max(vocab_size, tokenizer.vocab_size)
         self._tokenizer = make_tokenizer(tokenizer.backend.to_str(), size, list(eos_ids))
+        self._numbers = NumberLimit(tokenizer.token_bytes, vocab_size)
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Compile a grammar. Raises ValueError if it is invalid or too large."""
-        return Constraint(compile_matcher(grammar, self._tokenizer), self._vocab_size)
+        matcher = compile_matcher(grammar, self._tokenizer)
+        return Constraint(matcher, self._vocab_size, self._numbers if grammar.is_json else None)
 
 
 class Constraint:
-    def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.thread_time) -> None:
-        self._matcher, self.vocab_size, self._clock = matcher, vocab_size, clock
+    """The grammar of one request. `numbers` limits the numbers of JSON; None for other texts."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        numbers: NumberLimit | None = None,
+        *,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._matcher, self.vocab_size, self._numbers, self._clock = matcher, vocab_size, numbers, clock
         self._allow_all = packed(torch.ones(vocab_size, dtype=torch.bool))
+        self._place = Place()  # of the emitted tokens
         self.error: str | None = None  # why the request cannot continue
 
     def copy(self) -> Constraint:
         """Return a copy for another completion of the same prompt. Call before any token is pushed."""
-        return Constraint(self._matcher.deep_copy(), self.vocab_size, clock=self._clock)
+        return Constraint(self._matcher.deep_copy(), self.vocab_size, self._numbers, clock=self._clock)
 
     def push(self, token: int) -> bool:
         """Advance by an emitted token; return whether the output ends: nothing may follow, or the grammar failed."""
         if not self._matcher.try_consume_tokens([token]):
-            self._fail(one_line(self._matcher.get_error()) if self._matcher.is_error() else "the output left it")
+            failed = self._matcher.is_error()
+            self._fail(reason_of(self._matcher) if failed else "no token that it and the other masks allow can follow")
+        if self._numbers is not None:
+            self._place = self._numbers.after(self._place, token)
         return self.error is not None or self._matcher.is_stopped()
 
     def words(self, paths: Sequence[Sequence[int]]) -> Tensor:
@@ -71,14 +88,12 @@ class Constraint:
         consumed: list[int] = []
         for row, path in enumerate(paths):
             if self.error is None and self._walk(consumed, path) and not self._matcher.is_stopped():
-                rows[row] = self._mask()
+                rows[row] = self._mask(path)
         self._matcher.rollback(len(consumed))
         if self._matcher.is_error():
-            self._fail(one_line(self._matcher.get_error()))
+            self._fail(reason_of(self._matcher))
         elif self._clock() - began > STEP_LIMIT_S:
             self._fail(f"takes more than {STEP_LIMIT_S:g} s of CPU time per step")
-        elif not bool(rows.any(1).all()):
-            self._fail("no token of the vocabulary can follow")
         return rows if self.error is None else self._allow_all.repeat(len(paths), 1)
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
@@ -106,9 +121,12 @@ class Constraint:
             consumed.append(token)
         return True
 
-    def _mask(self) -> Tensor:
+    def _mask(self, path: Sequence[int]) -> Tensor:
         mask = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
-        return torch.from_numpy(mask[: len(self._allow_all)].astype(np.int32)) & self._allow_all
+        allowed = torch.from_numpy(mask[: len(self._allow_all)].astype(np.int32)) & self._allow_all
+        if self._numbers is None:
+            return allowed
+        return self._numbers.apply(functools.reduce(self._numbers.after, path, self._place), allowed)
 
     def _fail(self, reason: str) -> None:
         self.error = self.error or f"the grammar cannot be followed further: {reason}"

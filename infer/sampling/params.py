@@ -57,7 +57,8 @@ class SamplingParams:
     A row's logits pass through these steps in order, each only if requested: repetition, frequency and presence
     penalty, `logit_bias`, the masks (`allowed_token_ids`, `bad_words`, and end tokens and stop ids before
     `min_tokens`), temperature, `min_p`, `top_k`, `top_p`. Penalties and masks at a row use exactly that row's prefix.
-    The mask of a `grammar` is the last step before the temperature, and the output ends where nothing may follow.
+    The mask of a `grammar` is the last step before the temperature, and the output ends where nothing may follow;
+    `min_tokens` and `ignore_eos` have no effect beside a grammar.
 
     Every number is bounded by the type that computes with it: an integer by int64, a float by fp32. Raises ValueError
     naming the field.
@@ -116,9 +117,9 @@ class SamplingParams:
         except UnicodeEncodeError:
             raise ValueError("cache_salt: holds half of a surrogate pair, which is no character") from None
         check(self.logprobs_of in ("raw", "processed"), "logprobs_of", self.logprobs_of, "must be raw or processed")
-        if self.grammar is not None:  # it alone decides what may follow and when the output ends
-            for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids"):
-                check(not getattr(self, name), name, getattr(self, name), "not together with a grammar")
+        if self.grammar is not None:  # it alone decides where the output ends
+            self._set("min_tokens", 0)
+            self._set("ignore_eos", False)
         rules = ", ".join(ACCEPTANCE_RULES)
         check(self.acceptance in ACCEPTANCE_RULES, "acceptance", self.acceptance, f"must be one of {rules}")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from infer.sampling.constraint import Constraint
+from infer.sampling.logits_processors import is_forbidden, masks_of
 from models.tokenizer import DetokenizeStream
+
+if TYPE_CHECKING:
+    from infer.request import Request
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
@@ -71,29 +74,38 @@ class StopText:
 
 
 def cut(
-    tokens: Sequence[int],
-    *,
-    room: int,
-    stop_ids: frozenset[int],
-    eos_id: int | None,
-    emitted_before: int,
-    min_tokens: int,
-    text: StopText | None,
-    constraint: Constraint | None = None,
+    tokens: Sequence[int], request: Request, *, room: int
 ) -> tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]:
     """Return the tokens of `tokens` to emit, the finish reason or None, and the stop id or stop string that matched.
     For the stop id `eos_id`, and for a grammar after which nothing may follow, the latter is None, as in vLLM.
 
     Tokens after a stop, or beyond `room`, are cut. Before `min_tokens` stop strings are ignored (stop ids cannot occur
-    there: they are masked).
+    there: they are masked). A token that is forbidden was sampled where the request's masks together allow none: it is
+    not emitted, and the request ends with an error, which becomes its `error`.
     """
     emitted: list[int] = []
     for token in tokens[:room]:
+        request.error, ended = consume(request, emitted, token)
+        if request.error is not None:
+            return emitted, "error", None
         emitted.append(token)
-        if token in stop_ids:
-            return emitted, "stop", None if token == eos_id else token
-        if text is not None and text.push(token, heed=emitted_before + len(emitted) >= min_tokens):
-            return emitted, "stop", text.stop
-        if constraint is not None and constraint.push(token):
-            return emitted, "stop" if constraint.error is None else "error", None
+        if token in request.stop_ids:
+            return emitted, "stop", None if token == request.eos_id else token
+        heed = request.output_length + len(emitted) >= request.params.min_tokens
+        if request.stop_text is not None and request.stop_text.push(token, heed=heed):
+            return emitted, "stop", request.stop_text.stop
+        if ended:
+            return emitted, "stop", None
     return emitted, "length" if len(emitted) == room else None, None
+
+
+def consume(request: Request, emitted: Sequence[int], token: int) -> tuple[str | None, bool]:
+    """Advance the request's grammar by a token after `emitted`.
+
+    Returns why the token may not follow, or None, and whether the grammar ends with it.
+    """
+    constraint = request.constraint
+    if request.rule != "synthetic" and is_forbidden(request, emitted, token):
+        return f"no token can follow: {masks_of(request)} together allow none", False
+    ended = constraint is not None and constraint.push(token)
+    return constraint and constraint.error, ended

@@ -157,7 +157,8 @@ class Session:
             raise ApiError(504, message, code="timeout") from None
         if output.error is not None:
             self._metrics.finished("error")
-            raise internal_error() if output.internal else ApiError(400, output.error, code="grammar_failed")
+            code = "grammar_failed" if output.error.startswith("the grammar") else "no_token_allowed"
+            raise internal_error() if output.internal else ApiError(400, output.error, code=code)
         choice = self.choices[index]
         with panics_as_errors():
             piece = choice.take(output)

@@ -50,7 +50,11 @@ def random_params(rng: random.Random) -> SamplingParams:
         if rng.random() < SHARE:
             options[name] = rng.choice(values)
     if rng.random() < SHARE:
-        for name in ("ignore_eos", "bad_words", "allowed_token_ids"):  # which a grammar excludes
+        for name in (
+            "ignore_eos",
+            "bad_words",
+            "allowed_token_ids",
+        ):  # the last two may leave nothing
             options.pop(name, None)
         options["grammar"] = rng.choice(GRAMMARS)
     elif rng.random() < SHARE:

@@ -179,8 +179,9 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
-        ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.json_schema"),
+        ({"response_format": format_of(SCHEMA) | {"schema": SCHEMA}}, "response_format.json_schema"),
+        ({"response_format": format_of({"$ref": "#"})}, "response_format"),
         ({"guided_json": {}, "guided_regex": "("}, "structured_outputs"),
         ({"guided_json": {"type": "wibble"}}, "structured_outputs"),
         ({"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
@@ -243,3 +244,146 @@ def test_a_process_that_bursts_or_hangs_is_replaced(tiny_tokenizer: Any) -> None
         assert check._process is None
 
     asyncio.run(main())
+
+
+def send_everywhere(server: Server, schema: Any, **fields: Any) -> list[Any]:
+    """Send a schema in each field that takes one, at each endpoint. Returns the responses."""
+    chat = {"model": MODEL, "messages": MESSAGES, "max_tokens": 120, **fields}
+    forms = [
+        format_of(schema),
+        {"type": "json_object", "schema": schema},  # llama.cpp's
+        {"type": "json_schema", "schema": schema, "name": "x", "strict": True},
+    ]
+    return [
+        *(server.complete(**fields, max_tokens=120, response_format=form) for form in forms),
+        *(server.post("/v1/chat/completions", chat | {"response_format": form}) for form in forms),
+        server.complete(**fields, max_tokens=120, structured_outputs={"json": json.dumps(schema)}),
+        server.complete(**fields, max_tokens=120, guided_json=schema),
+        *(
+            server.post(
+                "/v1/responses",
+                {"model": MODEL, "input": "x", "max_output_tokens": 120, "text": {"format": form}, **fields},
+            )
+            for form in forms[1:]
+        ),
+        server.post("/v1/messages", chat | {"output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+    ]
+
+
+def text_of(response: Any) -> str:
+    assert response.status_code == 200, response.text
+    body = response.json()
+    if "choices" in body:
+        return body["choices"][0].get("text") or body["choices"][0]["message"]["content"]
+    blocks = body["content"] if "content" in body else body["output"][0]["content"]
+    return blocks[0]["text"]
+
+
+def test_the_schema_is_kept_wherever_it_stands(server: Server, no_space: dict[str, int]) -> None:
+    for response in send_everywhere(server, SCHEMA, logit_bias=no_space, seed=1):
+        jsonschema.validate(json.loads(text_of(response)), SCHEMA)
+    anything = {"type": "json_object", "schema": {}}  # asks for nothing more
+    assert server.complete(response_format=anything, logit_bias=no_space).json()["choices"][0]["text"][0] == "{"
+
+
+BIG = 9007199254740993  # 2^53 + 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "number"),
+    [
+        ({"const": BIG}, BIG),
+        ({"const": -BIG}, -BIG),
+        ({"enum": [1, {"id": [BIG]}]}, BIG),
+        ({"type": "integer", "minimum": BIG}, BIG),
+        ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, 2**63 - 1),
+        ({"type": "array", "items": {"anyOf": [{"type": "null"}, {"maximum": 2**63 - 1}]}}, 2**63 - 1),
+        ({"type": "object", "properties": {"minimum": {"enum": [2**64 - 1]}}}, 2**64 - 1),
+        ({"$ref": "#/$defs/const", "$defs": {"const": {"const": 10**30 + 1}}}, 10**30 + 1),
+        ({"type": "integer", "minimum": -(2**63)}, -(2**63)),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, 2**53),
+        ({"type": "integer", "maximum": 1e20}, 1e20),
+    ],
+)
+def test_a_number_that_would_become_its_neighbour_is_a_400(server: Server, schema: Any, number: float) -> None:
+    for response in send_everywhere(server, schema):
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert f"{number} is beyond 2^53" in error["message"]
+
+
+def test_schemas_inside_a_client_s_grammar(server: Server) -> None:
+    lark = f'start: "<" %json {{"enum": [1, {BIG}]}} ">"'
+    error = server.complete(structured_outputs={"grammar": lark}).json()["error"]
+    assert f"enum {BIG} is beyond 2^53" in error["message"]
+    text = server.complete(structured_outputs={"grammar": lark.replace(str(BIG), "7")}).json()["choices"][0]["text"]
+    assert text in ("<1>", "<7>")
+
+
+def test_numbers_that_nothing_is_compared_with_are_not_looked_at(server: Server, no_space: dict[str, int]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"const": {"enum": [2**53, -(2**53), 7], "default": BIG, "examples": [BIG]}},
+        "required": ["const"],
+        "additionalProperties": False,
+        "description": "ids",
+        "default": {"const": BIG},
+    }
+    for response in send_everywhere(server, schema, logit_bias=no_space, seed=5):
+        jsonschema.validate(json.loads(text_of(response)), schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"anyOf": [{"$ref": "#"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    ],
+)
+def test_a_schema_without_an_answer_is_refused_in_words(server: Server, schema: Any) -> None:
+    for response in send_everywhere(server, schema):
+        assert response.status_code == 400, response.text
+        message = response.json()["error"]["message"]
+        assert "nothing can satisfy it" in message
+        assert not {"NoExtensionBias", "<non-verbose/>"} & set(message.split())
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 0}, {"exclusiveMinimum": 0, "maximum": 1}])
+def test_a_number_ends(server: Server, kind: str, bounds: dict[str, Any]) -> None:
+    """A model that prefers digits to anything else writes at most 40, and the longest token more."""
+    digits = {str(token): 100 for text in "0123456789" for token in server.ids(text)}
+    schema = {"type": "object", "properties": {"n": {"type": kind, **bounds}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    if kind == "integer" and "maximum" in bounds:
+        schema["properties"]["n"]["maximum"] = 9
+    for response in send_everywhere(server, schema, logit_bias=digits, temperature=0):
+        text = text_of(response)
+        assert re.fullmatch(r"\{\s*\"n\"\s*:\s*\S{1,50}\s*\}", text), text
+        jsonschema.validate(json.loads(text), schema)
+    drafted = {"logit_bias": digits, "temperature": 0, "max_tokens": 120, "response_format": format_of(schema)}
+    on, off = (server.complete(**drafted, speculative={"enabled": drafts}).json() for drafts in (True, False))
+    assert on["choices"] == off["choices"]
+    if kind == "number" or not bounds:
+        assert len(on["choices"][0]["text"]) > 40
+
+
+def test_digits_in_a_string_are_not_counted(server: Server) -> None:
+    digits = {str(token): 100 for text in "0123456789" for token in server.ids(text)}
+    schema = {"type": "object", "properties": {"n": {"type": "string", "pattern": "^[0-9]{50,60}$"}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    fields: dict[str, Any] = {"logit_bias": digits, "temperature": 0, "max_tokens": 120}
+    text = server.complete(**fields, response_format=format_of(schema)).json()["choices"][0]["text"]
+    assert len(json.loads(text)["n"]) == 60
+    regex = server.complete(**fields, structured_outputs={"regex": "[0-9]{70}"}).json()["choices"][0]["text"]
+    assert len(regex) == 70
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 50}, {"ignore_eos": True, "min_tokens": 50}])
+def test_the_grammar_decides_where_an_answer_ends(server: Server, fields: dict[str, Any]) -> None:
+    for grammar in ({"choice": ["yes", "no"]}, {"regex": "[ab]{1,4}"}):
+        body = {"structured_outputs": grammar, "max_tokens": 60, "temperature": 0}
+        plain = server.complete(**body).json()["choices"]
+        assert server.complete(**body, **fields).json()["choices"] == plain
+        assert plain[0]["finish_reason"] == "stop"

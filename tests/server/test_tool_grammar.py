@@ -107,7 +107,7 @@ def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
 
 
 def forced(style: str, tools: list[FunctionTool], max_calls: int | None) -> Any:
-    return STYLES[style].grammar(tools, most=max_calls or MAX_FORCED_CALLS, special_id=lambda _: None)
+    return STYLES[style].grammar(tools, most=max_calls or MAX_FORCED_CALLS, token_id=lambda _: None)
 
 
 def calls_of(style: str, text: str, names: list[str], *, cut: bool = False) -> list[Call]:
@@ -185,8 +185,8 @@ def test_only_objects_can_be_arguments() -> None:
     assert FunctionTool(name="f", parameters=True).arguments_schema == {"type": "object"}
 
 
-def test_special_tokens_are_forced_as_tokens() -> None:
+def test_marks_that_are_tokens_are_forced_as_tokens() -> None:
     ids = {"<tool_call>": 7, "</tool_call>": 8}
-    grammar = STYLES["hermes"].grammar([tool("none")], most=2, special_id=ids.get)
+    grammar = STYLES["hermes"].grammar([tool("none")], most=2, token_id=ids.get)
     assert 'call: <[7]> "\\n" object "\\n" <[8]>' in grammar.text
     assert llguidance.LLMatcher.grammar_from_lark(grammar.text)

@@ -278,3 +278,96 @@ def test_what_cannot_be_is_a_400(talking: dict[str, Server], fields: dict[str, A
 def test_a_model_without_tools_says_so(server: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="no tools"):
         server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[ADD])  # type: ignore[list-item]
+
+
+def allowed(mode: str, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the `tool_choice` that allows these tools, of chats and of responses."""
+    nested = [{"type": "function", "function": {"name": name}} for name in names]
+    flat = [{"type": "function", "name": name} for name in names]
+    chosen = {"type": "allowed_tools"}
+    return chosen | {"allowed_tools": {"mode": mode, "tools": nested}}, chosen | {"mode": mode, "tools": flat}
+
+
+def response(server: Server, **fields: Any) -> Any:
+    tools = [{"type": "function", **tool["function"]} for tool in fields.pop("tools")]
+    body = {"model": MODEL, "input": ASKED, "max_output_tokens": 150, "tools": tools, **fields}
+    return server.post("/v1/responses", body)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_only_allowed_tools_are_called(talking: dict[str, Server], style: str) -> None:
+    no_space = {str(token): -100 for form in (" ", "\n", "\t", "\r") for token in talking[style].ids(form)}
+    sampling: dict[str, Any] = {"temperature": 1.5, "logit_bias": no_space, "parallel_tool_calls": False}
+    for seed in range(3):
+        for name in ("now", "add"):
+            nested, flat = allowed("required", name)
+            fields = {"tools": [NOW, ADD], "seed": seed, **sampling}
+            message = chat(talking[style], **fields, tool_choice=nested)["choices"][0]["message"]
+            assert [call for call, _ in calls_of(message)] == [name]
+            document = response(talking[style], **fields, tool_choice=flat).json()
+            assert [item["name"] for item in document["output"]] == [name]
+            assert document["tool_choice"] == flat
+
+
+def test_allowed_tools_may_but_need_not_be_called(talking: dict[str, Server]) -> None:
+    for names, calls in ((("add",), WANTED), (("add", "now"), WANTED), (("now",), []), ((), [])):
+        nested, flat = allowed("auto", *names)
+        fields: dict[str, Any] = {"tools": [ADD, NOW], "tool_choice": nested}
+        if "add" in names:  # the prompt that the model has learnt holds the number of tools
+            fields["tools"] = [ADD] if names == ("add",) else [ADD, NOW]
+        message = chat(talking["hermes"], **fields)["choices"][0]["message"]
+        if len(names) == 1 and calls:
+            assert calls_of(message) == calls
+        assert {name for name, _ in calls_of(message)} <= set(names)
+        assert response(talking["hermes"], tools=[ADD, NOW], tool_choice=flat).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (allowed("required"), "required needs tools that are functions"),
+        (allowed("auto", "rm"), "'rm' is not among the tools"),
+        (allowed("required", "add", "rm"), "'rm' is not among the tools"),
+        (allowed("sometimes", "add"), "'auto' or 'required'"),
+        (({"type": "allowed_tools"}, {"type": "allowed_tools"}), ""),
+    ],
+)
+def test_allowed_tools_that_cannot_be(talking: dict[str, Server], choice: Any, why: str) -> None:
+    nested, flat = choice
+    body = {"model": MODEL, "messages": MESSAGES, "tools": [ADD], "tool_choice": nested}
+    for answer in (
+        talking["hermes"].post("/v1/chat/completions", body),
+        response(talking["hermes"], tools=[ADD], tool_choice=flat),
+    ):
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"].startswith("tool_choice")
+        assert why in error["message"]
+
+
+def test_allowed_tools_of_other_types_are_left_out(talking: dict[str, Server]) -> None:
+    nested, flat = allowed("required", "add")
+    nested["allowed_tools"]["tools"].append({"type": "web_search"})
+    flat["tools"].append({"type": "mcp", "server_label": "x"})
+    message = chat(talking["hermes"], tools=[NOW, ADD], tool_choice=nested, max_tokens=400)["choices"][0]["message"]
+    assert {name for name, _ in calls_of(message)} == {"add"}
+    assert response(talking["hermes"], tools=[NOW, ADD], tool_choice=flat).status_code == 200
+
+
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "x"}}])
+def test_a_number_that_a_forced_call_could_not_keep_is_a_400(talking: dict[str, Server], tool_choice: Any) -> None:
+    schema = {"type": "object", "properties": {"id": {"enum": [1, 2**53 + 1]}}, "required": ["id"]}
+    tools = tools_with(schema)
+    flat = tool_choice if isinstance(tool_choice, str) else {"type": "function", "name": "x"}
+    tool = {"name": "x", "input_schema": schema}
+    anthropic = {"type": "any"} if isinstance(tool_choice, str) else {"type": "tool", "name": "x"}
+    body: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 9}
+    server = talking["hermes"]
+    for answer in (
+        server.post("/v1/chat/completions", body | {"tools": tools, "tool_choice": tool_choice}),
+        response(server, tools=tools, tool_choice=flat),
+        server.post("/v1/messages", body | {"tools": [tool], "tool_choice": anthropic}),
+    ):
+        assert answer.status_code == 400, answer.text
+        assert f"the parameters of x: enum {2**53 + 1} is beyond 2^53" in answer.json()["error"]["message"]
+    chat(server, tools=tools, max_tokens=5)  # under `auto` nothing is enforced

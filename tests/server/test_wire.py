@@ -174,3 +174,34 @@ def assert_aborted(server: Server, before: dict[str, float], count: int = 1) -> 
     after = server.metrics()
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < count * LONG["max_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/detokenize", {"tokens": [40]}),
+    ],
+)
+def test_a_body_without_a_content_type_is_json(server: Server, path: str, body: dict[str, Any]) -> None:
+    """But not from a web page, which could otherwise call without a preflight."""
+    content = json.dumps({"model": MODEL, **body}).encode()
+    for headers, status in (
+        ({}, 200),
+        ({"content-type": ""}, 200),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-type": "text/plain"}, 400),
+        ({"content-type": "application/x-www-form-urlencoded"}, 400),
+        ({"origin": "https://page.example"}, 400),
+        ({"content-type": "", "origin": "null"}, 400),
+    ):
+        response = patient.post(f"{server.url}{path}", content=content, headers=headers)
+        assert response.status_code == status, (headers, response.text)
+    broken = patient.post(f"{server.url}{path}", content=b"{")
+    assert broken.status_code == 400
+    assert "not valid JSON" in broken.text

@@ -7,6 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.request import Request
+from infer.sampling.params import SamplingParams
 from infer.sampling.stopping import StopStrings, cut
 
 
@@ -60,9 +62,12 @@ def test_nothing_is_shown_that_may_begin_a_stop():
     assert strings.push("\nrest") == ("", "\n\n")
 
 
-def run(tokens, **options):
-    defaults = {"room": 10, "stop_ids": frozenset(), "eos_id": None, "emitted_before": 0, "min_tokens": 0, "text": None}
-    return cut(tokens, **defaults | options)
+def run(tokens, *, room=10, stop_ids=frozenset(), eos_id=None, emitted_before=0, text=None, **masks):
+    params = SamplingParams(max_tokens=50, **masks)
+    request = Request("r", [9], params, 0, [9] + [7] * emitted_before, stop_ids, eos_id, stop_text=text)
+    emitted, reason, stop_reason = cut(tokens, request, room=room)
+    assert (reason == "error") == (request.error is not None)
+    return emitted, reason, stop_reason
 
 
 def test_what_follows_a_stop_is_cut():
@@ -88,3 +93,13 @@ def test_before_min_tokens_a_stop_string_is_text():
     assert run([0, 1, 2], text=text, min_tokens=3) == ([0, 1, 2], None, None)
     assert run([1], text=text, emitted_before=3, min_tokens=3) == ([1], "stop", "b")
     assert text.finish() == "abc"
+
+
+def test_what_a_mask_forbids_is_not_emitted():
+    """It was sampled at a row where the masks together allow nothing."""
+    assert run([1, 2, 3], allowed_token_ids=(1, 3)) == ([1], "error", None)
+    assert run([1, 2, 1], bad_words=((1, 2, 1),)) == ([1, 2], "error", None)
+    assert run([2], emitted_before=1, bad_words=((7, 2),)) == ([], "error", None)
+    assert run([1, 5], stop_ids=frozenset({5}), min_tokens=3) == ([1], "error", None)
+    assert run([1, 5], stop_ids=frozenset({5}), emitted_before=1, min_tokens=2) == ([1, 5], "stop", 5)
+    assert run([1, 3, 1], allowed_token_ids=(1, 3), bad_words=((3, 3),)) == ([1, 3, 1], None, None)

@@ -9,15 +9,17 @@ from typing import Any
 from fastapi import Request
 
 from infer.sampling.grammar import Grammar
-from infer.server.parsing.stream import THINK, ChatParser
-from infer.server.parsing.tool_styles import MAX_FORCED_CALLS
+from infer.server.parsing.schema_check import fits
+from infer.server.parsing.stream import END_THINK, THINK, ChatParser
+from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, Call
 from infer.server.protocol.chat import Message
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import invalid_field
 from infer.server.protocol.structure import check_depth
-from infer.server.protocol.tools import ToolUse
+from infer.server.protocol.tools import NO_PARAMETERS, ToolUse
 from infer.server.service import Service
 from infer.server.session import Prompt, Session
+from models.json_text import read
 
 # Variables of published chat templates that a client may set. All others are reserved for the server.
 TEMPLATE_OPTIONS = (
@@ -73,13 +75,14 @@ class Conversation:
         if tool_use.must_call and style is not None:
             most = tool_use.max_calls or MAX_FORCED_CALLS
             try:
-                structure = "tools", style.grammar(tools, most=most, special_id=service.special_id)
+                structure = "tools", style.grammar(tools, most=most, token_id=service.tokenizer.backend.token_to_id)
             except ValueError as error:
                 raise invalid_field("tools", str(error), "invalid_grammar") from error
         template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
         self._options = template_options(template, options or {}, effort)
         self._service, self._messages, self._tools, self._structure = service, messages, tools, structure
         self._forced, self._most_calls = tool_use.must_call, tool_use.max_calls
+        self._bound_to_json = structure is not None and structure[1].kind in ("json_object", "json_schema")
         self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
 
     async def start(
@@ -93,7 +96,8 @@ class Conversation:
     ) -> Session:
         """Start the session. For `max_tokens` and `default_max_tokens` see `Service.start`."""
         style = self._service.tool_style
-        marks = () if style is None or not self._tools else style.marks
+        marks = [] if style is None or not self._tools else list(style.marks)
+        marks += [THINK, END_THINK] if self.thinks else []
         return await self._service.start(
             request,
             body,
@@ -117,17 +121,23 @@ class Conversation:
         return self._service.thinks
 
     def parser(self) -> ChatParser:
-        """Return a parser for one choice. Output that is bound to a grammar has no reasoning span."""
+        """Return a parser for one choice. Output bound to a grammar has no reasoning span, and JSON no calls."""
         thinking = self.thinks and self._structure is None
         names = [tool.name for tool in self._tools]
         return ChatParser(
-            self._service.tool_style,
+            None if self._bound_to_json else self._service.tool_style,
             names,
             thinking=thinking,
             inside=self._begun_thinking,
             forced=self._forced,
             max_calls=self._most_calls,
+            fits=None if self._forced else self._fits,
         )
+
+    def _fits(self, call: Call) -> bool:
+        """Return whether the arguments of a call fit the parameters of its tool."""
+        parameters = next(tool.parameters for tool in self._tools if tool.name == call.name)
+        return fits(read(call.arguments), NO_PARAMETERS if parameters is None else parameters)
 
     def new_call_id(self) -> str:
         assert self._service.tool_style is not None

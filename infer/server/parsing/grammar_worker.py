@@ -13,9 +13,8 @@ import signal
 import sys
 
 import numpy as np
-from llguidance import LLTokenizer
 
-from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
+from infer.sampling.grammar import Grammar, GrammarTokenizer, compile_matcher, make_tokenizer, reason_of
 
 MEMORY_MB = 1024  # address space of this process: the tokenizer's trie and many times a sensible grammar
 WALK = 24  # tokens of a trial run: some grammars are cheap to compile and expensive to advance
@@ -38,7 +37,7 @@ def main() -> None:
         print(json.dumps({"error": error}), flush=True)
 
 
-def walk(grammar: Grammar, tokenizer: LLTokenizer) -> None:
+def walk(grammar: Grammar, tokenizer: GrammarTokenizer) -> None:
     """Advance the matcher by up to WALK tokens, each the middle one of those allowed. Raises ValueError on an error."""
     matcher = compile_matcher(grammar, tokenizer)
     for _ in range(WALK):
@@ -50,7 +49,7 @@ def walk(grammar: Grammar, tokenizer: LLTokenizer) -> None:
             break
         matcher.consume_token(int(allowed[len(allowed) // 2]))
     if matcher.is_error():
-        raise ValueError(f"{grammar.kind}: {one_line(matcher.get_error())}")
+        raise ValueError(f"{grammar.kind}: {reason_of(matcher)}")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,20 @@ turns out not to be a call is returned as content, unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from infer.server.parsing.tool_styles import Call, ToolStyle, arguments_call
+from infer.server.parsing.tool_styles import CALL_KEYS, Call, ToolStyle, arguments_call
 from models.json_text import JsonScanner, skip
 
 THINK, END_THINK = "<think>", "</think>"
 NO_CALL = ("", -1)
+FENCE = "```"
+MAX_OPENING = 80  # characters in which the first key of an unmarked call begins
+UNMARKED = tuple(
+    f'{fence}{bracket}{{"{key}"' for fence in ("", FENCE, f"{FENCE}json") for bracket in ("", "[") for key in CALL_KEYS
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class ChatParser:
     """Parses the text of one choice.
 
     `thinking`: a reasoning span may begin the text; with `inside`, the prompt has already begun it. `forced`: a grammar
-    restricts the text to calls. `max_calls`: further calls are dropped.
+    restricts the text to calls. `max_calls`: further calls are dropped. `fits`: whether a call's arguments fit its
+    tool; calls that do, and are all of the text, need no marks.
     """
 
     def __init__(
@@ -69,10 +75,11 @@ class ChatParser:
         inside: bool = False,
         forced: bool = False,
         max_calls: int | None = None,
+        fits: Callable[[Call], bool] | None = None,
     ) -> None:
         self._style, self._tools = (style if tools else None), set(tools)
         self._thinking, self._inside = thinking, thinking and inside
-        self._forced, self._most_calls = forced, max_calls
+        self._forced, self._most_calls, self._fits = forced, max_calls, fits
         self._cut = forced  # whether the output was truncated: then an incomplete call still counts
         self._calls = 0
         self._state = "reasoning" if self._inside else "start"
@@ -139,8 +146,43 @@ class ChatParser:
             rest = text.removeprefix(style.begin)
             self._begin_call(self._buffer.removesuffix(rest), rest)
         else:
-            self._state = "content"
+            self._state = "content" if style is None or self._fits is None else "unmarked"
+            self._end, self._searched, self._scanner = None, 0, JsonScanner()
         return True
+
+    def _in_unmarked(self, parts: Parts, last: bool) -> bool:
+        """State while the text may be nothing but calls without their marks: only its end decides that."""
+        text, calls = self._buffer, None
+        if may_be_unmarked(text):
+            begin = next((index for index, character in enumerate(text) if character in "{["), len(text))
+            if self._end is None:
+                self._end, self._searched = self._scanner.end(text, max(begin, self._searched)), len(text)
+            rest = "" if self._end is None else text[self._end :].strip()
+            if not last and (FENCE.startswith(rest) or rest.startswith("{")):
+                return False
+            calls = self._unmarked_calls(text) if last else None
+        if calls:
+            self._add_calls(parts, calls)
+            self._buffer = ""
+        self._state = "content"
+        return True
+
+    def _unmarked_calls(self, text: str) -> list[Call] | None:
+        """Return the calls that a text consists of, bare or in a fence; None if it is anything else."""
+        assert self._style is not None
+        assert self._fits is not None
+        calls: list[Call] = []
+        text = text.strip()
+        fenced = text.startswith(FENCE)
+        if fenced:
+            text = text.removeprefix(FENCE).removeprefix("json").lstrip()
+        while text and not (fenced and calls and FENCE.startswith(text)):
+            end = JsonScanner().end(text, 0) if text[0] in "{[" else None
+            value = self._style.calls_in(text[:end], self._tools, unmarked=True) if end else None
+            if not value or not all(map(self._fits, value)):
+                return None
+            calls, text = calls + value, text[end:].lstrip()
+        return calls
 
     def _openings(self) -> list[str]:
         marks = [THINK] if self._thinking else []
@@ -297,6 +339,12 @@ class ChatParser:
         self._content(parts, self._marked)
         self._buffer, self._state = text, "content"
         return True
+
+
+def may_be_unmarked(text: str) -> bool:
+    """Return whether a text may begin with a call without its marks, as far as its first characters show."""
+    begin = "".join(text[:MAX_OPENING].split())
+    return any(opening.startswith(begin) or begin.startswith(opening) for opening in UNMARKED)
 
 
 def after_name(text: str, place: int, name: str, separator: str, opening: str) -> int | None:

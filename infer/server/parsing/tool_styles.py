@@ -12,12 +12,13 @@ import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from infer.sampling.grammar import JSON_OPTIONS, Grammar
+from infer.sampling.grammar import JSON_OPTIONS, Grammar, check_numbers
 from infer.server.protocol.tools import FunctionTool
 from models.json_text import elements, members, read, value_end, without_lone_surrogates
 
 MAX_FORCED_CALLS = 8
 ALPHANUMERIC = string.ascii_letters + string.digits
+CALL_KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call without marks
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,19 @@ class ToolStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def calls_in(
-        self, text: str, names: set[str], *, is_complete: bool = True, trusted: bool = False
+        self, text: str, names: set[str], *, is_complete: bool = True, trusted: bool = False, unmarked: bool = False
     ) -> list[Call] | None:
         """Return the calls in a JSON value, or None if it is ordinary text.
 
         If it is truncated (`is_complete` false), the last call may be incomplete, and one whose name is incomplete is
-        dropped. `trusted`: a grammar guarantees valid JSON, so neither validity nor depth is checked.
+        dropped. `trusted`: a grammar guarantees valid JSON, so neither validity nor depth is checked. `unmarked`:
+        nothing else says that this is a call, so it must have a name, arguments, and no keys that a call does not have.
         """
         try:
             if is_complete and not trusted:
                 read(text)
+            if unmarked and not all(self._is_plain(item) for item, _ in self._items(text)):
+                return None
             calls = [
                 self._call(item, names, is_complete=is_complete or whole, strict=not is_complete and not trusted)
                 for item, whole in self._items(text)
@@ -70,15 +74,17 @@ class ToolStyle:
         kept = [call for call in calls if call is not None]
         return kept if kept or not is_complete else None
 
-    def grammar(self, tools: Sequence[FunctionTool], *, most: int, special_id: Callable[[str], int | None]) -> Grammar:
+    def grammar(self, tools: Sequence[FunctionTool], *, most: int, token_id: Callable[[str], int | None]) -> Grammar:
         """Return a grammar that allows one to `most` calls and nothing else.
 
-        `special_id` returns the id of a mark that is a special token. Each tool's schema is a separate JSON document,
-        so that its references resolve inside it. Raises ValueError naming a tool whose parameters are not an object.
+        `token_id` returns the id of a mark that is one token of the vocabulary: llguidance treats most as special,
+        whatever the tokenizer says, and then matches them by reference only. Each tool's schema is a separate JSON
+        document, so that its references resolve inside it. Raises ValueError naming a tool whose parameters are not an
+        object, or hold a number that cannot be kept.
         """
 
         def mark(text: str) -> str:
-            token = special_id(text)
+            token = token_id(text)
             return json.dumps(text) if token is None else f"<[{token}]>"
 
         def calls(separator: str) -> str:
@@ -94,17 +100,22 @@ class ToolStyle:
         rules = [f"start: {start}", f"call: {call}", "object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
             before = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self.argument_key)}: '
+            check_numbers(tool.arguments_schema, f"the parameters of {tool.name}")
             schema = tool.arguments_schema | {"x-guidance": JSON_OPTIONS}
             rules += [
                 f'object_{i}: {json.dumps(before)} arguments_{i} "}}"',
                 f"arguments_{i}: %json {json.dumps(schema)}",
             ]
-        return Grammar("lark", "\n".join(rules))
+        return Grammar("calls", "\n".join(rules))
 
     @staticmethod
     def _items(text: str) -> Iterator[tuple[str, bool]]:
         """Yield the elements of a list, or the object itself, each with whether it is complete."""
         return elements(text) if text.startswith("[") else iter([(text, value_end(text, 0) is not None)])
+
+    def _is_plain(self, text: str) -> bool:
+        keys = {key for key, *_ in members(text)} if text.startswith("{") else set()
+        return "name" in keys and keys <= set(CALL_KEYS) and not keys.isdisjoint(self._argument_keys)
 
     def _call(self, text: str, names: set[str], *, is_complete: bool, strict: bool = False) -> Call | None:
         """Parse one call. None if the text ends before the name does. Raises ValueError if it is no call."""

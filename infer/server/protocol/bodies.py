@@ -20,6 +20,7 @@ from fastapi.routing import APIRoute
 from infer.server.protocol.errors import ApiError, join_path
 
 MAX_NESTING = 128  # levels of objects and lists; their readers recurse
+JSON_TYPE = (b"content-type", b"application/json")
 PARTS = re.compile(rb'"[^"\\]*+(?:\\[\s\S][^"\\]*+)*+"?|[\[\]{}:]')  # matches in time linear in the body
 
 
@@ -31,13 +32,20 @@ class Unfit:
 
 
 class JsonRoute(APIRoute):
-    """A route that parses its request body strictly."""
+    """A route that parses its request body strictly. A body without a content type is JSON.
+
+    Unless a web page sends it: without a type a browser asks no preflight, which decides whether the page may call.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         handle = super().get_route_handler()
 
         async def strictly(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            scope = request.scope
+            if not request.headers.get("content-type") and "origin" not in request.headers:
+                headers = [header for header in scope["headers"] if header[0] != JSON_TYPE[0]]
+                scope = {**scope, "headers": [*headers, JSON_TYPE]}
+            return await handle(JsonRequest(scope, request.receive))
 
         return strictly
 

@@ -10,7 +10,18 @@ from infer.sampling.params import MAX_INT
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless
-from infer.server.protocol.tools import MAX_CALLS, MAX_TOOLS, AnyTool, NamedTool, Tool, ToolCall, ToolUse, UsesTools
+from infer.server.protocol.tools import (
+    MAX_CALLS,
+    MAX_TOOLS,
+    AllowedTools,
+    AnyTool,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolsChoice,
+    ToolUse,
+    UsesTools,
+)
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # per message
@@ -118,7 +129,7 @@ class ChatRequest(UsesTools, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolsChoice[NamedTool, AllowedTools] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: ReasoningEffort | None = None  # for templates that read it
@@ -136,6 +147,10 @@ class ChatRequest(UsesTools, GenerationRequest):
     def tool_use(self) -> ToolUse:
         functions = [tool.function for tool in self.tools or () if isinstance(tool, Tool)]
         parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = self.tool_choice.allowed_tools
+            only = [tool.function.name for tool in allowed.tools if isinstance(tool, NamedTool)]
+            return ToolUse(functions, allowed.mode, only=only, parallel=parallel)
         if isinstance(self.tool_choice, NamedTool):
             return ToolUse(functions, named=self.tool_choice.function.name, parallel=parallel)
         return ToolUse(functions, self.tool_choice or "auto", parallel=parallel)

@@ -22,11 +22,12 @@ from infer.server.protocol.tools import (
     MAX_CALLS,
     MAX_TOOLS,
     TOOL_ACCEPTED,
-    CalledFunction,
     FunctionTool,
+    LongCalledFunction,
+    LongFunctionTool,
+    LongToolName,
     OtherTool,
     ToolCall,
-    ToolName,
     ToolUse,
     UsesTools,
     is_other_tool,
@@ -95,7 +96,7 @@ class Block(Strict):
     text: str | None = None
     thinking: str | None = None
     id: Identifier | None = None
-    name: ToolName | None = None
+    name: LongToolName | None = None
     input: JsonObject | None = None
     tool_use_id: Identifier | None = None
     content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool result
@@ -141,7 +142,7 @@ class CustomTool(Strict):
     refused: ClassVar[dict[str, Unless]] = {"input_examples": Unless()}
 
     type: Literal["custom"] | None = None
-    name: ToolName
+    name: LongToolName
     description: str | None = Field(default=None, max_length=16384)
     input_schema: JsonObject
     strict: bool | None = None  # no effect: arguments of a forced call always follow the schema
@@ -151,7 +152,7 @@ class CustomTool(Strict):
         """The tool as in a chat request, with the fields in the usual order, since templates print them."""
         fields: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         fields["strict"] = self.strict
-        return FunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
+        return LongFunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 # Other tools are run by Anthropic's servers, or by the client by a convention that the model must know.
@@ -163,7 +164,7 @@ AnyTool = Annotated[
 
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
-    name: ToolName | None = None
+    name: LongToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
@@ -322,7 +323,7 @@ def user_messages(blocks: Sequence[Block]) -> list[Message]:
 def assistant_messages(blocks: Sequence[Block]) -> list[Message]:
     by_kind = {kind: [block for block in blocks if block.type == kind] for kind in ("text", "thinking", "tool_use")}
     calls = [
-        ToolCall(id=block.id or "", function=CalledFunction(name=block.name or "", arguments=block.arguments))
+        ToolCall(id=block.id or "", function=LongCalledFunction(name=block.name or "", arguments=block.arguments))
         for block in by_kind["tool_use"]
     ]
     thinking = "".join(block.thinking or "" for block in by_kind["thinking"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,7 +13,7 @@ from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, Part, R
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless
-from infer.server.protocol.structure import JsonObject
+from infer.server.protocol.structure import TextFormat
 from infer.server.protocol.tools import (
     MAX_ARGUMENTS,
     MAX_TOOLS,
@@ -23,6 +22,7 @@ from infer.server.protocol.tools import (
     FunctionTool,
     ToolCall,
     ToolName,
+    ToolsChoice,
     ToolUse,
     UsesTools,
 )
@@ -158,30 +158,16 @@ class ResponsesNamedTool(Strict):
     name: ToolName
 
 
-class TextFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(default=None, max_length=64)
-    description: str | None = Field(default=None, max_length=4096)
-    schema_: JsonObject | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def check_schema(self) -> TextFormat:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise field_error("schema", "goes with type: json_schema, and must be there with it")
-        return self
-
-    @property
-    def grammar(self) -> Grammar | None:
-        if self.schema_ is not None:
-            return Grammar("json_schema", json.dumps(self.schema_))
-        return Grammar("json_object") if self.type == "json_object" else None
-
-
 class TextOptions(Strict):
     accepted = frozenset({"verbosity"})
 
     format: TextFormat | None = None
+
+
+class ResponsesAllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AnyTool[ResponsesNamedTool]], Field(max_length=MAX_TOOLS)]
 
 
 class Reasoning(Strict):
@@ -224,7 +210,7 @@ class ResponsesRequest(UsesTools, GenerationRequest):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     tools: Annotated[list[AnyTool[ResponsesTool]], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
+    tool_choice: ToolsChoice[ResponsesNamedTool, ResponsesAllowedTools] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)] | None = None
@@ -251,6 +237,9 @@ class ResponsesRequest(UsesTools, GenerationRequest):
     def tool_use(self) -> ToolUse:
         functions = [tool for tool in self.tools or () if isinstance(tool, ResponsesTool)]
         parallel = self.parallel_tool_calls is not False
+        if isinstance(self.tool_choice, ResponsesAllowedTools):
+            only = [tool.name for tool in self.tool_choice.tools if isinstance(tool, ResponsesNamedTool)]
+            return ToolUse(functions, self.tool_choice.mode, only=only, parallel=parallel)
         if isinstance(self.tool_choice, ResponsesNamedTool):
             return ToolUse(functions, named=self.tool_choice.name, parallel=parallel)
         return ToolUse(functions, self.tool_choice or "auto", parallel=parallel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -45,21 +45,53 @@ class JsonSchemaFormat(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class TextFormat(Strict):
+    """The format of an output. A schema is enforced with `json_object` too, as in llama.cpp; `strict` has no effect."""
+
+    schema_field: ClassVar[str] = "schema"
+
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    name: str | None = Field(default=None, max_length=64)
+    description: str | None = Field(default=None, max_length=4096)
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The schema of this format."""
+        return self.schema_
 
     @model_validator(mode="after")
-    def check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise field_error("json_schema", "goes with type: json_schema, and must be there with it")
+    def check_schema(self) -> Self:
+        if (self.type == "json_schema" and self.enforced is None) or (self.type == "text" and self.enforced):
+            raise field_error(self.schema_field, "goes with type: json_schema, and must be there with it")
         return self
 
     @property
     def grammar(self) -> Grammar | None:
-        if self.json_schema is not None:
-            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
-        return Grammar("json_object") if self.type == "json_object" else None
+        if self.type == "text":
+            return None
+        if self.enforced or self.type == "json_schema":
+            return Grammar("json_schema", json.dumps(self.enforced))
+        return Grammar("json_object")
+
+
+class ResponseFormat(TextFormat):
+    """A chat's format, whose schema is in `json_schema`, or beside the type as in /v1/responses."""
+
+    schema_field = "json_schema"
+
+    json_schema: JsonSchemaFormat | None = None
+
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        return self.schema_ if self.json_schema is None else self.json_schema.schema_
+
+    @model_validator(mode="after")
+    def check_one_schema(self) -> Self:
+        if self.json_schema is not None and (self.type != "json_schema" or self.schema_ is not None):
+            raise field_error("json_schema", "goes with type: json_schema, and not together with schema")
+        return self
 
 
 class StructuredOutputs(Strict):

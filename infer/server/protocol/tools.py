@@ -17,6 +17,7 @@ MAX_CALLS = 128  # per message
 MAX_ARGUMENTS = 2**20
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+LongToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic's bound
 
 
 # Callers of a tool, when its definition is loaded, the schema of its result: these matter only to OpenAI's tools.
@@ -64,6 +65,10 @@ class FunctionTool(Strict):
         return schema | {"type": "object"}
 
 
+class LongFunctionTool(FunctionTool):
+    name: LongToolName
+
+
 class Tool(Strict):
     accepted = TOOL_ACCEPTED
 
@@ -95,8 +100,23 @@ AnyTool = Annotated[
 
 def is_other_tool(tool: Any, supported: str = "function") -> bool:
     """Return whether the tool's type is another one than the `supported`."""
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = type_of(tool)
     return isinstance(kind, str) and kind != supported
+
+
+def type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+NamedChoice = TypeVar("NamedChoice")
+AllowedChoice = TypeVar("AllowedChoice")
+ToolsChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[
+        Annotated[NamedChoice, Tag("<named>")] | Annotated[AllowedChoice, Tag("<allowed>")],
+        Discriminator(lambda choice: "<allowed>" if type_of(choice) == "allowed_tools" else "<named>"),
+    ]
+)
 
 
 class NamedFunction(Strict):
@@ -108,11 +128,25 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class AllowedFunctions(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AnyTool[NamedTool]], Field(max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class CalledFunction(Strict):
     accepted = frozenset({"parsed_arguments", "provider_specific_fields"})
 
     name: ToolName
     arguments: str = Field(max_length=MAX_ARGUMENTS)
+
+
+class LongCalledFunction(CalledFunction):
+    name: LongToolName
 
 
 class ToolCall(Strict):
@@ -127,21 +161,24 @@ class ToolCall(Strict):
 class ToolUse:
     """The functions of a request, and which of them may or must be called. Raises a field error if that contradicts.
 
-    `choice`: none, auto or required; `named`: the one function that must be called; `parallel`: several calls may be.
+    `choice`: none, auto or required; `named`: the one function that must be called; `only`: names of those that may be,
+    None for all; `parallel`: several calls may be.
     """
 
     functions: Sequence[FunctionTool]
     choice: str = "auto"
     named: str | None = None
+    only: Sequence[str] | None = None
     parallel: bool = True
 
     def __post_init__(self) -> None:
         names = [function.name for function in self.functions]
         if len(set(names)) < len(names):
             raise field_error("tools", "two functions have one name")
-        if self.named is not None and self.named not in names:
-            raise field_error("tool_choice", f"{self.named!r} is not among the tools")
-        if self.choice == "required" and not names:
+        for name in (*(self.only or ()), *([self.named] if self.named is not None else [])):
+            if name not in names:
+                raise field_error("tool_choice", f"{name!r} is not among the tools")
+        if self.choice == "required" and not self.allowed:
             raise field_error("tool_choice", "required needs tools that are functions")
 
     @property
@@ -149,7 +186,9 @@ class ToolUse:
         """The functions that may be called."""
         if self.named is not None:
             return [function for function in self.functions if function.name == self.named]
-        return [] if self.choice == "none" else list(self.functions)
+        if self.choice == "none":
+            return []
+        return [function for function in self.functions if self.only is None or function.name in self.only]
 
     @property
     def max_calls(self) -> int | None:
