@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.fields import asks_for_nothing
+
 LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
 ROPE_NEEDS = {
     "default": (),
@@ -39,7 +41,7 @@ class RopeConfig:
             raise ValueError(f"rope_type={rope_type!r}: not supported; one of {', '.join(ROPE_NEEDS)}")
         if float(section.pop("partial_rotary_factor", None) or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor: a rotary embedding over part of the head is not supported")
-        numbers = {key: value for key, value in section.items() if value is not None}
+        numbers = {key: value for key, value in section.items() if not asks_for_nothing(value)}
         for key, value in numbers.items():
             if not isinstance(value, (int, float)):
                 raise ValueError(f"rope_scaling.{key}={value!r}: expected a number")

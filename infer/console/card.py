@@ -57,6 +57,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
     return [
         ("model", f"{model.name} ({model.path}), {str(engine.dtype).removeprefix('torch.')} on {engine.device}"),
         ("speculation", drafts),
+        *(("head", note) for note in (engine.head.notes if engine.head else ())),
         ("context", f"{engine.context} tokens"),
         ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
         ("KV pool", f"{pages} pages of {size} tokens"),
@@ -120,7 +121,8 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
             drafts += f", {tree.nodes} nodes of them" if tree.nodes < MOST else ""
         elif isinstance(tree, list):
             drafts = f"a fixed tree of {len(tree)} nodes per step"
-        return f"head {head.name} from {short(folder)}, {drafts}{pays}"
+        place = f"{head.path}, revision {head.revision}" if head.path and head.revision else head.path or short(folder)
+        return f"head {head.name} from {place}, {drafts}{pays}"
     if name != "ngram":
         sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
         return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"

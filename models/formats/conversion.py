@@ -64,9 +64,13 @@ def detect(folder: Path) -> Format:
     raise ValueError(f"{folder}: {CONFIG} is of no format that we know: {', '.join(FORMATS)}")
 
 
-def read_checkpoint(
-    form: Format, folder: Path, provided: ConversionOptions | None = None, *, pickles: bool = False
-) -> Checkpoint:
+def head_kind(path: Path) -> str:
+    """Return the kind of the head in a folder or GGUF file, of which only config.json is read. Raises ValueError."""
+    form = detect(path)
+    return form.kind(read_config(path)) if form.kind else form.heads[0]
+
+
+def read_checkpoint(form: Format, folder: Path, provided: ConversionOptions | None = None) -> Checkpoint:
     """Read a folder, or GGUF file, of format `form`.
 
     Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `provided.verifier`.
@@ -76,7 +80,7 @@ def read_checkpoint(
 
         config, tensors = read_head(folder)
     else:
-        config, tensors = read_config(folder), read_weights(folder, form.weights, pickles=pickles)
+        config, tensors = read_config(folder), read_weights(folder, form.weights)
     try:
         checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:
@@ -96,7 +100,7 @@ def interpret(
     fields = Fields(config)
     stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, provided)
     if form is not headway.FORMAT:  # which compares all keys itself
-        fields.done()
+        stated.notes.extend(fields.done())
     remarks = form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
     _check_verifier(stated.config, provided.verifier)
