@@ -57,7 +57,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
     return [
         ("model", f"{model.name} ({model.path}), {str(engine.dtype).removeprefix('torch.')} on {engine.device}"),
         ("speculation", drafts),
-        *(("head", note) for note in (engine.head.notes if engine.head else ())),
+        *(("head", note) for note in getattr(engine.head, "notes", ())),
         ("context", f"{engine.context} tokens"),
         ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
         ("KV pool", f"{pages} pages of {size} tokens"),
