@@ -103,9 +103,10 @@ class TargetConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
         """Read a config.json. Raises ValueError naming the key that is missing, inconsistent or not implemented."""
+        config = {key: value for key, value in config.items() if not asks_for_nothing(value)}
 
         def need(key: str) -> Any:
-            if config.get(key) is None:
+            if key not in config:
                 raise ValueError(f"config.json: {key} is missing")
             return config[key]
 

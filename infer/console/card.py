@@ -113,7 +113,6 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
         return "off"
     drafts = f"up to {config.max_draft_tokens} draft tokens per step"
     pays = ", as far as it pays" if config.adaptive else ""
-    folder = head_folder(head, output_dir, model.name)
     if name == "head":
         tree = config.shape
         if isinstance(tree, Beam):
@@ -121,13 +120,18 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
             drafts += f", {tree.nodes} nodes of them" if tree.nodes < MOST else ""
         elif isinstance(tree, list):
             drafts = f"a fixed tree of {len(tree)} nodes per step"
-        place = f"{head.path}, revision {head.revision}" if head.path and head.revision else head.path or short(folder)
+        place = (
+            f"{head.path}, revision {head.revision}"
+            if head.path and head.revision
+            else head.path or short(head_folder(head, output_dir, model.name))
+        )
         return f"head {head.name} from {place}, {drafts}{pays}"
     if name != "ngram":
         sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
         return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
     lookup = f"n-gram lookup, {drafts}{pays}"
     if config.name == "auto" and head.name != "none":
+        folder = head_folder(head, output_dir, model.name)
         command = python_command("train/run.py", *model_overrides(model), *head_words(head, output_dir))
         return f"{lookup} (no head at {short(folder)}; train one: {command})"
     return lookup
