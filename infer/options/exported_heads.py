@@ -51,17 +51,17 @@ def head_folder(head: HeadConfig, output_dir: str, model_name: str) -> Path:
     return shipped if not is_head(exported) and is_head(shipped) else exported
 
 
-def head_at(path: str, revision: str | None = None, *, option: str = "head.path=") -> Path:
+def head_at(path: str, revision: str | None = None, *, weights: bool = True, option: str = "head.path=") -> Path:
     """Return the folder or GGUF file at a path relative to the repository; if there is none, that of a hub id, fetched.
 
-    Raises ValueError naming `option` if the hub is out of reach.
+    Without `weights` only the config is fetched. Raises ValueError naming `option` if the hub is out of reach.
     """
     place = resolve_path(path)
     if place.exists() or not is_hub_id(path):
         return place
     from models.heads.files import fetch_head
 
-    return fetch_head(path, revision, option=option)
+    return fetch_head(path, revision, weights=weights, option=option)
 
 
 def shipped_heads(model_name: str) -> Path:
@@ -82,7 +82,7 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
     if head.name != AUTO:
         return head
     if head.path:
-        return replace(head, name=kind_of(head_at(head.path, head.revision)))
+        return replace(head, name=kind_of(head_at(head.path, head.revision, weights=False)))
     exports = resolve_path(output_dir) / "heads" / model.name
     trained = [name for name in HEADS if is_head(exports / name)]
     if trained:

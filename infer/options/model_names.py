@@ -48,7 +48,7 @@ def read_head_config(text: str) -> HeadConfig:
         return HeadConfig(name=text)
     if not (resolve_path(text).is_dir() or is_gguf(text) or is_hub_id(text)):
         raise ValueError(f"head={text}: no head ({', '.join((*HEADS, AUTO, PUBLISHED, 'none'))}), no folder or hub id")
-    return HeadConfig(name=kind_of(head_at(text, option="head=")), path=text)
+    return HeadConfig(name=kind_of(head_at(text, weights=False, option="head=")), path=text)
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:

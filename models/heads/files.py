@@ -66,11 +66,13 @@ def check_exported(folder: Path) -> None:
         )
 
 
-def fetch_head(hub_id: str, revision: str | None = None, *, option: str) -> Path:
+def fetch_head(hub_id: str, revision: str | None = None, *, weights: bool = True, option: str) -> Path:
     """Return the folder of a head from the model hub: config and safetensors, or pickles where there are none.
 
-    Raises ValueError as `fetch_snapshot` does.
+    Without `weights` the config alone. Raises ValueError as `fetch_snapshot` does.
     """
+    if not weights:
+        return fetch_snapshot(hub_id, revision, ("*.json",), option)
     folder = fetch_snapshot(hub_id, revision, ("*.json", "*.safetensors"), option)
     if any(folder.glob("*.safetensors")):
         return folder
