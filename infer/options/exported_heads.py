@@ -7,6 +7,7 @@ model hub.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
 AUTO, PUBLISHED = "auto", "published"
+QUANTISED = re.compile(r"[-.](awq|gptq|fp8|int[48]|quantized|w\d+a\d+|i?q\d|bf16|f16).*")  # the end of a target's name
 
 
 @dataclass
@@ -92,11 +94,11 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
 
 
 def published_head(heads: dict[str, list[str]], model: ModelConfig) -> str:
-    """Return the hub id of a target's first head. A folder, or a copy on the hub, is known by the target's last name.
+    """Return the hub id of a target's first head. A folder, file or copy on the hub is known by the target's last name.
 
     Raises ValueError listing the targets that have one.
     """
-    known_as = {model.path.lower(), model.name.lower()}
+    known_as = {model.path.lower(), QUANTISED.sub("", model.name.lower())}
     for target, ids in heads.items():
         if known_as & {target.lower(), target.lower().rpartition("/")[2]}:
             return ids[0]

@@ -101,7 +101,8 @@ def interpret(
     stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, provided)
     if form is not headway.FORMAT:  # which compares all keys itself
         stated.notes.extend(fields.done())
-    remarks = form.incoming(bare, stated.config)
+    remarks = {} if form is headway.FORMAT else _drop_buffers(bare)
+    remarks |= form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
     _check_verifier(stated.config, provided.verifier)
     tokens = provided.speculative_tokens or stated.speculative_tokens
@@ -117,6 +118,12 @@ def interpret(
         speculative_tokens=tokens,
         notes=stated.notes,
     )
+
+
+def _drop_buffers(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Remove buffers that old exporters saved, in place. Return a remark on each."""
+    buffers = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]
+    return {name: "follows from config.json" for name in buffers if tensors.pop(name) is not None}
 
 
 def write_checkpoint(

@@ -22,6 +22,7 @@ from infer.request import SamplingParams
 from tests.formats.sources import SOURCES
 from tests.hub_mirror import MAIN, Mirror, mirror
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD, EAGLE3 = "tiny/target", "tiny/EAGLE-head", "tiny/eagle3"
 WEIGHTS, PICKLE = f"{TARGET}/model.safetensors", f"{HEAD}/pytorch_model.bin"

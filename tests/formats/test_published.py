@@ -12,7 +12,7 @@ import yaml
 from infer.cli import CONF, compose
 from infer.config import GenerateConfig
 from infer.engine.loading import read_names
-from infer.options.exported_heads import PublishedHeadConfig, choose_head, kind_of, with_head
+from infer.options.exported_heads import PublishedHeadConfig, choose_head, kind_of, published_head, with_head
 from infer.options.model_names import read_model
 from models.formats.conversion import detect, read_checkpoint
 from models.heads.files import load_head
@@ -75,13 +75,11 @@ def test_all_that_is_listed_is_a_hub_id_of_one_target():
         assert documented[owner] >= 3
 
 
-def head_for(model: str, **settings: str) -> str | None:
+def head_for(model: str) -> str:
     """Return the hub id that head=published stands for, for a model that nobody downloads."""
     config = compose("generate", GenerateConfig, [f"model={model}", "head=published", "prompt=a"])
     assert isinstance(config.head, PublishedHeadConfig)
-    from infer.options import exported_heads
-
-    return exported_heads.published_head(config.head.heads, config.model)
+    return published_head(config.head.heads, config.model)
 
 
 @pytest.mark.parametrize("option", sorted(path.stem for path in (Path(CONF) / "model").glob("*.yaml")))
@@ -100,7 +98,17 @@ def test_each_configured_model_has_one_or_an_error_that_lists_the_others(option)
 def test_a_copy_of_a_target_has_its_head_by_name(tmp_path):
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
-    assert head_for(str(folder)) == head_for("someone/qwen3-8b") == LISTED["Qwen/Qwen3-8B"][0]
+    (tmp_path / "Qwen3-8B-Q4_K_M.gguf").write_bytes(b"GGUF")
+    copies = (
+        str(folder),
+        str(tmp_path / "Qwen3-8B-Q4_K_M.gguf"),
+        "someone/qwen3-8b",
+        "Qwen/Qwen3-8B-AWQ",
+        "x/Qwen3-8B-quantized.w4a16",
+    )
+    assert {head_for(model) for model in copies} == {LISTED["Qwen/Qwen3-8B"][0]}
+    with pytest.raises(ValueError, match="no head is known for model=qwen3-8b-base"):
+        head_for("Qwen/Qwen3-8B-Base")
 
 
 def test_head_published_is_a_head_from_the_hub(tmp_path, tiny_target_folder):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from infer.cli import compose
 from infer.config import GenerateConfig
@@ -116,3 +117,12 @@ def test_default_layers_that_are_counted_as_outputs_need_no_option():
     deeper = Verifier("some/target", "LlamaForCausalLM", 384, 64, 12)
     with pytest.raises(ValueError, match="Convert with --layer-ids hidden_states or --layer-ids outputs"):
         notes_of(source, source.config | {"eagle_config": ids}, deeper)
+
+
+def test_a_buffer_of_old_exporters_is_left_out():
+    source = SOURCES[EAGLE]
+    name = "layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = source.tensors() | {name: torch.ones(4)}
+    checkpoint = interpret(FORMATS[source.form], source.config, tensors, ConversionOptions(TARGET))
+    assert checkpoint.remarks == {name: "follows from config.json"}
+    assert len(checkpoint.tensors) == len(source.tensors())
