@@ -29,7 +29,7 @@ from infer.config import REGISTERED, RESOLVERS
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.exported_heads import with_head
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
-from infer.options.model_choices import OPTION, PROVIDER, model_choices
+from infer.options.model_choices import OPTION, PROVIDER, named_choices
 from infer.options.removed_keys import drop_constants, removal
 from infer.parallel.launched import launched_rank
 from models.heads.config import HeadConfig
@@ -68,7 +68,7 @@ def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
     store_schemas()
     with hydra.initialize_config_dir(CONF, version_base="1.3"):
         try:
-            config = hydra.compose(command, model_choices(overrides))
+            config = hydra.compose(command, named_choices(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(explain(error)) from error
     refuse_keys_without_effect(command, overrides)
@@ -104,7 +104,7 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):
-                    sys.argv[1:] = model_choices(literal_overrides(typed, schema))  # Hydra reads sys.argv
+                    sys.argv[1:] = named_choices(literal_overrides(typed, schema))  # Hydra reads sys.argv
                     hydra.main(config_path=CONF, config_name=command, version_base="1.3")(run)()
             finally:
                 _set_full_error(full_error)
@@ -147,7 +147,9 @@ def help_text(command: str, schema: type) -> str:
     width = max(map(len, groups))
     lines = ["usage: key=value ...", "", "groups, as group=option; their keys as group.key=value:"]
     lines += [f"  {group:<{width}}  {' | '.join(options)}" for group, options in groups.items()]
-    lines += ["model= also takes a folder, a .gguf file or a hub id (owner/name)"] if "model" in groups else []
+    also = [f"{group}=" for group in groups if group == "model" or (group == "head" and command != "train")]
+    takes = "take" if len(also) > 1 else "takes"
+    lines += [f"{' and '.join(also)} also {takes} a folder, a .gguf file or a hub id (owner/name)"] if also else []
     lines += ["", "keys and their defaults:"]
     lines += [f"  {line}" for line in OmegaConf.to_yaml(OmegaConf.create(keys)).splitlines()]
     lines += ["", "--cfg job shows the whole configuration, --cfg job --package head one group; -m sweeps over a=1,2"]

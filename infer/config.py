@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
-from infer.options.exported_heads import AUTO, NoHeadConfig
+from infer.options.exported_heads import AUTO, PUBLISHED, NoHeadConfig, PublishedHeadConfig
 from infer.options.tracker_config import TRACKERS
 from models.checks import MISSING, at_least, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
@@ -274,7 +274,7 @@ class ChatConfig(TextCommandConfig):
 # group -> option -> schema. A group's YAML file `x.yaml` begins with `defaults: [base_x]`.
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"model": ModelConfig},
-    "head": {**HEADS, "none": NoHeadConfig, AUTO: HeadConfig},
+    "head": {**HEADS, "none": NoHeadConfig, AUTO: HeadConfig, PUBLISHED: PublishedHeadConfig},
     "proposer": {"proposer": ProposerConfig},
     "engine": {"engine": EngineConfig},
     "server": {"server": ServerConfig},

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from models.fields import asks_for_nothing
+
 LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -47,7 +49,7 @@ class RopeConfig:
             raise ValueError(f"rope_type={rope_type!r}: not supported; one of {', '.join(ROPE_NEEDS)}")
         if float(section.pop("partial_rotary_factor", None) or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor: a rotary embedding over part of the head is not supported")
-        numbers = {key: value for key, value in section.items() if value is not None}
+        numbers = {key: value for key, value in section.items() if not asks_for_nothing(value)}
         for key, value in numbers.items():
             if not isinstance(value, (int, float)):
                 raise ValueError(f"rope_scaling.{key}={value!r}: expected a number")
@@ -109,9 +111,10 @@ class TargetConfig:
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
         """Read a config.json. Raises ValueError naming the key that is missing, inconsistent or not implemented."""
+        config = {key: value for key, value in config.items() if not asks_for_nothing(value)}
 
         def need(key: str) -> Any:
-            if config.get(key) is None:
+            if key not in config:
                 raise ValueError(f"config.json: {key} is missing")
             return config[key]
 

@@ -16,11 +16,12 @@ LARGE = 1e300  # a whole number of a JSON file may be too large for a float
 
 # Keys that transformers writes into any config.json and that no head's forward depends on.
 BOILERPLATE = {
-    "_attn_implementation", "_commit_hash", "_name_or_path", "add_cross_attention", "attention_dropout",
-    "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
-    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "has_no_defaults_at_init", "id2label", "initializer_range",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "add_cross_attention",
+    "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens",
+    "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "has_no_defaults_at_init", "id2label",
+    "initializer_range",
     "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_window_layers", "min_length",
     "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
     "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "problem_type",
@@ -28,6 +29,12 @@ BOILERPLATE = {
     "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
     "tie_word_embeddings", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
     "typical_p", "unsloth_version", "use_bfloat16", "use_cache",
+}  # fmt: skip
+# Keys of training and of other programs' limits: accepted, and `done` says that nothing reads them.
+UNUSED = {
+    "base_model", "base_model_name_or_path", "max_seq_len", "max_seq_length", "max_sequence_length", "model_max_length",
+    "n_ctx", "output_router_logits", "router_aux_loss_coef", "seq_length", "target_model", "target_model_type",
+    "unsloth_fixed",
 }  # fmt: skip
 KINDS = {
     bool: "true or false",
@@ -83,10 +90,10 @@ class Fields:
         return value
 
     def numbers(self, key: str) -> list[int] | None:
-        """Return a list of whole numbers, or None."""
-        values = self.maybe(key, list)
-        if values is not None and (not values or any(type(value) is not int for value in values)):
-            raise ValueError(f"{self.name}: {key}={values!r}: expected a list of whole numbers, not an empty one")
+        """Return a list of whole numbers; None for an empty one too."""
+        values = self.maybe(key, list) or None
+        if values is not None and any(type(value) is not int for value in values):
+            raise ValueError(f"{self.name}: {key}={values!r}: expected a list of whole numbers")
         return values
 
     def section(self, key: str) -> Fields | None:
@@ -97,21 +104,37 @@ class Fields:
         return Fields(self.need(key, dict), f"{self.name}: {key}")
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Raise ValueError unless the key is absent, null or one of `allowed`: others need an unimplemented forward."""
+        """Raise ValueError for a value that asks for something and is none of `allowed`: it needs another forward."""
         self._requested.add(key)
         value = self.values.get(key)
-        if value is not None and not any(type(value) is type(option) and value == option for option in allowed):
+        if asks_for_nothing(value):
+            return
+        if not any(type(value) is type(option) and value == option for option in allowed):
             supported = " or ".join(repr(option) for option in allowed) or "no value"
             raise ValueError(f"{self.name}: {key}={value!r}: only {supported} is supported")
 
     def ignore(self, *keys: str) -> None:
         self._requested.update(keys)
 
-    def done(self) -> None:
-        """Raise ValueError naming the keys that were not requested."""
-        unknown = [f"{key}={self.values[key]!r}" for key in self.values if key not in self._requested]
+    def done(self) -> list[str]:
+        """Return a note on each key that is accepted though nothing reads it.
+
+        Raises ValueError naming the other keys that were not requested, unless they ask for nothing.
+        """
+        rest = {
+            key: value
+            for key, value in self.values.items()
+            if key not in self._requested and not asks_for_nothing(value)
+        }
+        unknown = [f"{key}={value!r}" for key, value in rest.items() if key not in UNUSED]
         if unknown:
             raise ValueError(
-                f"{self.name}: unknown: {', '.join(unknown)}; what does not change the head's forward may be removed "
+                f"{self.name}: unknown: {', '.join(unknown)}; what changes nothing that is computed may be removed "
                 "from the file"
             )
+        return [f"{key}={value!r} is not used: nothing that is computed depends on it" for key, value in rest.items()]
+
+
+def asks_for_nothing(value: Any) -> bool:
+    """Return whether a value is null, `{}` or `[]`."""
+    return value is None or (isinstance(value, (dict, list)) and not value)

@@ -1,7 +1,7 @@
 """Converts a head's checkpoint from one format into another, and reports what each tensor became.
 
     python scripts/convert.py --from safeailab-eagle3 --to headway --verifier models/demo IN OUT
-    python scripts/convert.py --from medusa --to vllm-medusa --allow-pickle IN OUT
+    python scripts/convert.py --from medusa --to vllm-medusa IN OUT
     python scripts/convert.py --from auto --to speculators --dry-run IN OUT
     python scripts/convert.py --from auto --to llama.cpp --dtype q8_0 --verifier TARGET.gguf IN OUT.gguf
 
@@ -39,6 +39,8 @@ from models.formats.conversion import (
 )
 from models.formats.verifier import find_verifier, weights_of
 from models.gguf import SUFFIX, is_gguf
+from models.heads.files import fetch_head
+from models.hub import is_hub_id
 from scripts.errors import reports_errors
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
@@ -57,8 +59,11 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
     options.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
-    options.add_argument("folder", metavar="IN", type=Path, help="a folder with config.json and weights; a .gguf file")
+    options.add_argument(
+        "folder", metavar="IN", type=Path, help="a folder with config.json and weights; a .gguf file; a hub id"
+    )
     options.add_argument("out", metavar="OUT", type=Path, help="a folder, or .gguf file, that is not there yet")
+    options.add_argument("--revision", metavar="REV", help="of IN on the hub: a branch, tag or commit")
     options.add_argument(
         "--verifier", metavar="PATH", help="the head's target: a folder, .gguf file or hub id; sizes are compared"
     )
@@ -67,9 +72,6 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--speculative-tokens", metavar="N", type=int, help="to draft per step, for formats that say so"
-    )
-    options.add_argument(
-        "--allow-pickle", action="store_true", help="read .bin and .pt files, tensors and nothing else"
     )
     options.add_argument(
         "--layer-ids",
@@ -102,11 +104,15 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
             f"one file; end its name in {SUFFIX}" if FORMATS[args.target].gguf else "a folder; give it another name"
         )
         raise ValueError(f"{args.out}: {args.target} is {wanted}")
+    args.origin = args.folder.resolve().name
+    if not args.folder.exists() and is_hub_id(str(args.folder)):
+        args.origin = str(args.folder)
+        args.folder = fetch_head(args.origin, args.revision, option="")
     source = detect(args.folder) if args.source == "auto" else FORMATS[args.source]
     args.source = source.name
     verifier, folder = find_verifier(args.verifier) if args.verifier else (None, None)
     provided = ConversionOptions(verifier, args.speculative_tokens, args.layer_ids, args.norm_output)
-    checkpoint = read_checkpoint(source, args.folder, provided, pickles=args.allow_pickle)
+    checkpoint = read_checkpoint(source, args.folder, provided)
     trained_for = (checkpoint.provenance or {}).get("target_fingerprint")
     if folder and trained_for and trained_for != fingerprint(folder):
         raise ValueError(f"{args.folder}: this head was trained for another target than --verifier {args.verifier}")
@@ -140,7 +146,7 @@ def record(args: argparse.Namespace, checkpoint: Checkpoint, verifier: Path | No
 
     The head is bound to the verifier by its fingerprint only if the verifier's weights are present.
     """
-    facts: dict[str, Any] = {"converted_from": {"format": args.source, "folder": args.folder.resolve().name}}
+    facts: dict[str, Any] = {"converted_from": {"format": args.source, "folder": args.origin}}
     if checkpoint.verifier is not None:
         facts["target"] = checkpoint.verifier.name
     if verifier is not None and any(verifier.glob("*.safetensors")):

@@ -30,7 +30,7 @@ from infer.cli import engine_entry_point
 from infer.config import ProposerConfig
 from infer.config_checks import resolve_path
 from infer.console.compare import Comparison, Pair
-from infer.options.exported_heads import export_folder, head_folder
+from infer.options.exported_heads import head_folder
 from scripts.config import EvalConfig
 from scripts.document import document, publish, table
 from scripts.harness import OFF, run_round
@@ -250,7 +250,7 @@ def main(config: EvalConfig) -> None:
     report = show(config, cells, samples, folder)
     print(table(tables(cells)[0], pad=True), end="")
     print(f"written: {report}")
-    heads = {config.head.name: export_folder(config.head, config.output_dir, config.model.name)}
+    heads = {config.head.name: head_folder(config.head, config.output_dir, config.model.name)}
     results = [asdict(cell) for cell in cells]
     publish(document(config, engine.target, heads, results), config.save, config.model.name)
 

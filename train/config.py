@@ -281,8 +281,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.head.name in ("none", "auto"):
-            raise ValueError(f"head={self.head.name}: training needs a head; say head={DEFAULT_HEAD}")
+        if self.head.name not in HEADS:
+            start = f", with head.start_from={self.head.path} to begin with its weights" if self.head.path else ""
+            raise ValueError(
+                f"head={self.head.path or self.head.name}: training needs a head; say head={DEFAULT_HEAD}{start}"
+            )
         if self.head.allow_mismatch:
             raise ValueError("head.allow_mismatch=true: is for serving; a head is trained for the target it is given")
         if self.engine.tensor_parallel > 1 and self.parallel.name != "single":

@@ -57,6 +57,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
     return [
         ("model", f"{model.name} ({model.path}), {str(engine.dtype).removeprefix('torch.')} on {engine.device}"),
         ("speculation", drafts),
+        *(("head", note) for note in getattr(engine.head, "notes", ())),
         ("context", f"{engine.context} tokens"),
         ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
         ("KV pool", f"{pages} pages of {size} tokens"),
@@ -112,7 +113,6 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
         return "off"
     drafts = f"up to {config.max_draft_tokens} draft tokens per step"
     pays = ", as far as it pays" if config.adaptive else ""
-    folder = head_folder(head, output_dir, model.name)
     if name == "head":
         tree = config.shape
         if isinstance(tree, Beam):
@@ -120,12 +120,18 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
             drafts += f", {tree.nodes} nodes of them" if tree.nodes < MOST else ""
         elif isinstance(tree, list):
             drafts = f"a fixed tree of {len(tree)} nodes per step"
-        return f"head {head.name} from {short(folder)}, {drafts}{pays}"
+        place = (
+            f"{head.path}, revision {head.revision}"
+            if head.path and head.revision
+            else head.path or short(head_folder(head, output_dir, model.name))
+        )
+        return f"head {head.name} from {place}, {drafts}{pays}"
     if name != "ngram":
         sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
         return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
     lookup = f"n-gram lookup, {drafts}{pays}"
     if config.name == "auto" and head.name != "none":
+        folder = head_folder(head, output_dir, model.name)
         command = python_command("train/run.py", *model_overrides(model), *head_words(head, output_dir))
         return f"{lookup} (no head at {short(folder)}; train one: {command})"
     return lookup

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.options.devices import resolve_device, resolve_dtype, use_device
-from infer.options.exported_heads import choose_head, head_folder, is_head, read_head_config
-from infer.options.model_names import read_model, read_option
+from infer.options.exported_heads import choose_head, head_folder, is_head
+from infer.options.model_names import read_head_config, read_model, read_option
 from infer.options.stored_weights import reads_native
 from infer.parallel.comm import Ranks
 from infer.speculation.measured_tree import rank_accuracy, resolve_tree
@@ -37,7 +37,7 @@ def read_names(
     model = read_model(model) if isinstance(model, str) else model
     proposer = ProposerConfig(**read_option("proposer", proposer)) if isinstance(proposer, str) else proposer
     head = read_head_config(head) if isinstance(head, str) else head
-    return model, head and choose_head(head, output_dir, model.name), proposer
+    return model, head and choose_head(head, output_dir, model), proposer
 
 
 def load_parts(

@@ -51,6 +51,7 @@ def model_overrides(model: ModelConfig) -> list[str]:
 def head_words(head: HeadConfig, output_dir: str) -> list[str]:
     """Return the words that name the head that training exported."""
     place = [f"head.path={head.path}"] if head.path else []
+    place += [f"head.revision={head.revision}"] if head.revision else []
     if not place and output_dir != OUTPUTS:
         place = [f"output_dir={output_dir}"]
     return [f"head={head.name}", *place]

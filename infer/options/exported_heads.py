@@ -1,23 +1,29 @@
-"""What `head=` means to a command that reads a head: `none`, or the exported head of a target, which `auto` chooses.
+"""What `head=` means to a command that reads a head: `none`, or a head of the target, which `auto` chooses.
 
 Training exports to <output_dir>/heads/<model>/<head>; heads shipped with the repository are in
-models/<model>/heads/<head>, and are taken if training has exported none of their kind.
+models/<model>/heads/<head>, and are taken if training has exported none of their kind. `published` takes one from the
+model hub.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from infer.config_checks import REPO_ROOT, resolve_path
-from models.gguf import is_gguf
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
+from models.hub import is_hub_id
+
+if TYPE_CHECKING:
+    from infer.config import ModelConfig
 
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
-AUTO = "auto"
+AUTO, PUBLISHED = "auto", "published"
+QUANTISED = re.compile(r"[-.](awq|gptq|fp8|int[48]|quantized|w\d+a\d+|i?q\d|bf16|f16).*")  # the end of a target's name
 
 
 @dataclass
@@ -29,15 +35,35 @@ class NoHeadConfig(HeadConfig):
             )
 
 
+@dataclass
+class PublishedHeadConfig(HeadConfig):
+    heads: dict[str, list[str]] = field(default_factory=dict)  # hub id of a target -> of its heads; the first is taken
+
+
 def export_folder(head: HeadConfig, output_dir: str, model_name: str) -> Path:
     """Return where training exports the head of this model; `head.path` overrides."""
     return resolve_path(head.path) if head.path else resolve_path(output_dir) / "heads" / model_name / head.name
 
 
 def head_folder(head: HeadConfig, output_dir: str, model_name: str) -> Path:
-    """Return the head's folder: `head.path`, else the export, else the shipped head, else where training exports."""
+    """Return the head's folder: at `head.path`, else the export, else the shipped head, else where training exports."""
+    if head.path:
+        return head_at(head.path, head.revision)
     exported, shipped = export_folder(head, output_dir, model_name), shipped_heads(model_name) / head.name
-    return shipped if not head.path and not is_head(exported) and is_head(shipped) else exported
+    return shipped if not is_head(exported) and is_head(shipped) else exported
+
+
+def head_at(path: str, revision: str | None = None, *, weights: bool = True, option: str = "head.path=") -> Path:
+    """Return the folder or GGUF file at a path relative to the repository; if there is none, that of a hub id, fetched.
+
+    Without `weights` only the config is fetched. Raises ValueError naming `option` if the hub is out of reach.
+    """
+    place = resolve_path(path)
+    if place.exists() or not is_hub_id(path):
+        return place
+    from models.heads.files import fetch_head
+
+    return fetch_head(path, revision, weights=weights, option=option)
 
 
 def shipped_heads(model_name: str) -> Path:
@@ -48,39 +74,46 @@ def is_head(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def choose_head(head: HeadConfig, output_dir: str, model_name: str) -> HeadConfig:
+def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadConfig:
     """Return `head=auto` as a head by name: the one at head.path, else the newest export, else the first shipped one.
 
-    Raises ValueError if there is none at head.path.
+    `head=published` becomes the first known one. Raises ValueError if there is none at head.path, or none known.
     """
+    if isinstance(head, PublishedHeadConfig):
+        head = HeadConfig(AUTO, head.path or published_head(head.heads, model), head.revision, head.allow_mismatch)
     if head.name != AUTO:
         return head
     if head.path:
-        return replace(head, name=kind_of(resolve_path(head.path)))
-    exports = resolve_path(output_dir) / "heads" / model_name
+        return replace(head, name=kind_of(head_at(head.path, head.revision, weights=False)))
+    exports = resolve_path(output_dir) / "heads" / model.name
     trained = [name for name in HEADS if is_head(exports / name)]
     if trained:
         return replace(head, name=max(trained, key=lambda name: (exports / name / "config.json").stat().st_mtime))
-    shipped = (name for name in HEADS if is_head(shipped_heads(model_name) / name))
+    shipped = (name for name in HEADS if is_head(shipped_heads(model.name) / name))
     return replace(head, name=next(shipped, DEFAULT_HEAD))
 
 
+def published_head(heads: dict[str, list[str]], model: ModelConfig) -> str:
+    """Return the hub id of a target's first head. A folder, file or copy on the hub is known by the target's last name.
+
+    Raises ValueError listing the targets that have one.
+    """
+    known_as = {model.path.lower(), QUANTISED.sub("", model.name.lower())}
+    for target, ids in heads.items():
+        if known_as & {target.lower(), target.lower().rpartition("/")[2]}:
+            return ids[0]
+    raise ValueError(f"head=published: no head is known for model={model.name}; targets with one: {', '.join(heads)}")
+
+
 def with_head(config: T) -> T:
-    """Return a command's config with `head=auto` replaced by a head by name."""
+    """Return a command's config with `head=auto` and `head=published` replaced by a head by name."""
     cfg: Any = config
-    return replace(cfg, head=choose_head(cfg.head, cfg.output_dir, cfg.model.name))
-
-
-def read_head_config(text: str) -> HeadConfig:
-    """Return the head for use from Python: a name, `none` or `auto`, or the folder or GGUF file of an exported head."""
-    if text in (*HEADS, AUTO, "none"):
-        return HeadConfig(name=text)
-    if not (resolve_path(text).is_dir() or is_gguf(text)):
-        raise ValueError(f"head={text}: no head ({', '.join((*HEADS, AUTO, 'none'))}) and no folder of one")
-    return HeadConfig(name=kind_of(resolve_path(text)), path=text)
+    return replace(cfg, head=choose_head(cfg.head, cfg.output_dir, cfg.model))
 
 
 def kind_of(folder: Path) -> str:
-    from models.heads.files import read_head
+    from models.formats.conversion import head_kind
+    from models.heads.files import check_exported
 
-    return read_head(folder).head
+    check_exported(folder)
+    return head_kind(folder)

@@ -1,6 +1,7 @@
 """Resolves `model=` (an option of conf/model/, a folder, a .gguf file or a hub id), and names the target in outputs.
 
-From Python, `read_model` takes these words; infer/options/model_choices.py makes Hydra take them on a command line.
+From Python, `read_model` takes these words, and `read_head_config` those of `head=`; infer/options/model_choices.py
+makes Hydra take them on a command line.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any, cast
 
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT, resolve_path
+from infer.options.exported_heads import AUTO, PUBLISHED, PublishedHeadConfig, head_at, kind_of
 from models.checks import home_path
+from models.gguf import is_gguf
+from models.heads import HEADS
+from models.heads.config import HeadConfig
+from models.hub import is_hub_id
 
 CONF = REPO_ROOT / "conf"
 GGUF, PACKAGE = ".gguf", "package:"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def read_model(text: str, **settings: Any) -> ModelConfig:
@@ -34,6 +39,17 @@ def read_model(text: str, **settings: Any) -> ModelConfig:
 def model_at(path: str) -> ModelConfig:
     """Return the target at a `model.path` that no option of conf/model/ has."""
     return ModelConfig(name=model_name(path), path=path, dtype="auto")
+
+
+def read_head_config(text: str) -> HeadConfig:
+    """Return the head for use from Python: a name, or the folder, GGUF file or hub id of a head."""
+    if text == PUBLISHED:
+        return PublishedHeadConfig(**read_option("head", text))
+    if text in (*HEADS, AUTO, "none"):
+        return HeadConfig(name=text)
+    if not (resolve_path(text).is_dir() or is_gguf(text) or is_hub_id(text)):
+        raise ValueError(f"head={text}: no head ({', '.join((*HEADS, AUTO, PUBLISHED, 'none'))}), no folder or hub id")
+    return HeadConfig(name=kind_of(head_at(text, weights=False, option="head=")), path=text)
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
@@ -66,8 +82,7 @@ def find_model(text: str) -> str | None:
         if text and (place.is_dir() or (place.suffix.lower() == GGUF and place.is_file())):
             inside = place.is_relative_to(REPO_ROOT) and place != REPO_ROOT
             return str(place.relative_to(REPO_ROOT)) if inside else str(place)
-    is_id = HUB_ID.fullmatch(text) and not text.lower().endswith(GGUF)
-    return text if is_id or text.startswith(PACKAGE) else None
+    return text if is_hub_id(text) or text.startswith(PACKAGE) else None
 
 
 def model_name(path: str) -> str:

@@ -121,6 +121,9 @@ class Format:
     losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file cannot express or do
     asks: frozenset[str] = frozenset()  # fields of ConversionOptions that this format may leave ambiguous
     states_tokens: bool = True  # config.json says how many tokens to draft
+    kind: Callable[[Mapping[str, Any]], str] | None = (
+        None  # of its heads, the one that config.json is of; None: the only
+    )
     gguf: bool = False  # one GGUF file, in place of a folder (models/gguf/head.py)
 
 

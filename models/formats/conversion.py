@@ -64,9 +64,13 @@ def detect(folder: Path) -> Format:
     raise ValueError(f"{folder}: {CONFIG} is of no format that we know: {', '.join(FORMATS)}")
 
 
-def read_checkpoint(
-    form: Format, folder: Path, provided: ConversionOptions | None = None, *, pickles: bool = False
-) -> Checkpoint:
+def head_kind(path: Path) -> str:
+    """Return the kind of the head in a folder or GGUF file, of which only config.json is read. Raises ValueError."""
+    form = detect(path)
+    return form.kind(read_config(path)) if form.kind else form.heads[0]
+
+
+def read_checkpoint(form: Format, folder: Path, provided: ConversionOptions | None = None) -> Checkpoint:
     """Read a folder, or GGUF file, of format `form`.
 
     Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `provided.verifier`.
@@ -76,7 +80,7 @@ def read_checkpoint(
 
         config, tensors = read_head(folder)
     else:
-        config, tensors = read_config(folder), read_weights(folder, form.weights, pickles=pickles)
+        config, tensors = read_config(folder), read_weights(folder, form.weights)
     try:
         checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:
@@ -96,8 +100,9 @@ def interpret(
     fields = Fields(config)
     stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, provided)
     if form is not headway.FORMAT:  # which compares all keys itself
-        fields.done()
-    remarks = form.incoming(bare, stated.config)
+        stated.notes.extend(fields.done())
+    remarks = {} if form is headway.FORMAT else _drop_buffers(bare)
+    remarks |= form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
     _check_verifier(stated.config, provided.verifier)
     tokens = provided.speculative_tokens or stated.speculative_tokens
@@ -113,6 +118,12 @@ def interpret(
         speculative_tokens=tokens,
         notes=stated.notes,
     )
+
+
+def _drop_buffers(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Remove buffers that old exporters saved, in place. Return a remark on each."""
+    buffers = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]
+    return {name: "follows from config.json" for name in buffers if tensors.pop(name) is not None}
 
 
 def write_checkpoint(

@@ -43,6 +43,11 @@ def make_shape(shape: Mapping[str, Any], markov: Mapping[str, Any], notes: list[
     return DFlashConfig(**shape)
 
 
+def kind(fields: Mapping[str, Any]) -> str:
+    """Return the kind of head that `make_shape` makes of these keys."""
+    return "dspark" if fields.get("markov_rank") else "dflash"
+
+
 def losses(config: HeadShape) -> list[str]:
     kind = getattr(config, "markov_head_type", "vanilla")
     return [] if kind == "vanilla" else [f"vLLM serves markov_head_type=vanilla only; this head is {kind}"]

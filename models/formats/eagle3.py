@@ -35,8 +35,8 @@ def read_aux_layers(fields: Fields, provided: ConversionOptions, notes: list[str
     """Read HF `hidden_states` indices from the top level or eagle_config, else the default for the verifier's depth.
 
     `raw`: not the speculators format, so that the ids may also be 0-based layer outputs (SpecForge and NVIDIA write
-    these, one less); a first id of 1 is then ambiguous. Raises ValueError for that, for two places that disagree, and
-    for ids that do not ascend: readers sort them.
+    these, one less); a first id of 1 is then ambiguous, unless all are one less than the default. Raises ValueError for
+    that, for two places that disagree, and for ids that do not ascend: readers sort them.
     """
     top, nested, other = fields.numbers("eagle_aux_hidden_state_layer_ids"), None, None
     section = fields.section("eagle_config")
@@ -50,7 +50,7 @@ def read_aux_layers(fields: Fields, provided: ConversionOptions, notes: list[str
         section.only("parallel_draft_step", 1)
         section.ignore("parallel_draft_heads_num_layers")  # with one step there are none
         section.ignore("norm_before_fc")  # see read_flags
-        section.done()
+        notes += section.done()
     stated = [ids for ids in (top, nested, other) if ids is not None]
     if provided.layer_ids is not None and not stated:
         raise ValueError(f"--layer-ids {provided.layer_ids}: config.json names no auxiliary layers")
@@ -69,13 +69,16 @@ def read_aux_layers(fields: Fields, provided: ConversionOptions, notes: list[str
         notes.append(f"auxiliary layers are not stated: {list(ids)}, the default for this verifier")
     else:
         ids = tuple(stated[0])
-        if raw and ids[0] == 1 and provided.layer_ids is None:
+        default, counted = provided.verifier and provided.verifier.default_aux_layers, provided.layer_ids
+        if raw and counted is None and default and ids == tuple(index - 1 for index in default):
+            counted = "outputs"  # SpecForge's and NVIDIA's default, which as hidden_states would be nobody's
+        if raw and ids[0] == 1 and counted is None:
             raise ValueError(
                 f"config.json: eagle_aux_hidden_state_layer_ids={list(ids)}: HF hidden_states indices (as vLLM takes "
                 "them) or 0-based layer outputs (as SpecForge and NVIDIA write them, and SGLang takes a list that "
                 "begins with 1)? Convert with --layer-ids hidden_states or --layer-ids outputs"
             )
-        if raw and provided.layer_ids == "outputs":
+        if raw and counted == "outputs":
             notes.append(f"auxiliary layers {list(ids)} are 0-based outputs: {[i + 1 for i in ids]} as hidden_states")
             ids = tuple(i + 1 for i in ids)
     if list(ids) != sorted(set(ids)) or ids[0] < 0:

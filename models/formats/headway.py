@@ -25,14 +25,23 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return PROVENANCE in files
 
 
+def layout_of(config: Mapping[str, Any], name: str = "config.json") -> Format:
+    layout = next((layout for head in HEADS.values() if (layout := head.layout()).matches(config, ())), None)
+    if layout is None:
+        keys = "architectures, speculators_model_type or model_type"
+        raise ValueError(f"{name}: of no head that we know ({', '.join(HEADS)}); {keys} would say which")
+    return layout
+
+
+def kind(config: Mapping[str, Any]) -> str:
+    layout = layout_of(config)
+    return layout.kind(config) if layout.kind else layout.heads[0]
+
+
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     values = dict(fields.values)
     added = Fields({key: values.pop(key) for key in ADDED if key in values}, fields.name)
-    layouts = (head.layout() for head in HEADS.values())
-    layout = next((layout for layout in layouts if layout.matches(values, ())), None)
-    if layout is None:
-        keys = "architectures, speculators_model_type or model_type"
-        raise ValueError(f"{fields.name}: of no head that we know ({', '.join(HEADS)}); {keys} would say which")
+    layout = layout_of(values, fields.name)
     rest = Fields(values, fields.name)
     stated = layout.read(rest, shapes, provided)
     rest.done()
@@ -80,4 +89,5 @@ FORMAT = Format(
     read=read,
     optional=optional,
     incoming=incoming,
+    kind=kind,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from models.config import TargetConfig
@@ -10,7 +11,7 @@ from models.fields import MAX_LAYERS, Fields
 # (pattern of the tensor, the keys that its presence and shape follow from), for every format built on such a layer
 BLAME = (
     (r"embed_tokens", ("vocab_size", "hidden_size")),
-    (r"(q|k|v|o)_proj\.bias", ("attention_bias", "num_attention_heads", "num_key_value_heads", "head_dim")),
+    (r"(q|k|v|o)_proj\.bias", ("attention_bias", "qkv_bias", "num_attention_heads", "num_key_value_heads", "head_dim")),
     (r"(q|o)_proj", ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")),
     (r"(k|v)_proj", ("num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers")),
     (r"(gate|up|down)_proj\.bias", ("mlp_bias", "intermediate_size", "hidden_size")),
@@ -24,10 +25,18 @@ def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
 
     Raises ValueError naming the key that is missing, or that states another layer than Llama's.
     """
-    fields.only("sliding_window")
+    if fields.values.get("use_sliding_window") is False:
+        fields.ignore("sliding_window")  # which Qwen2's configs state all the same
+    else:
+        fields.only("sliding_window")
     fields.only("use_sliding_window", False)
+    kinds = fields.take("layer_types", list, [])
+    fields.only("layer_types", ["full_attention"] * len(kinds))
     fields.only("is_causal", True)
-    return read_sizes(fields, notes)
+    layer = read_sizes(fields, notes)
+    if fields.take("qkv_bias", bool, False):  # of EAGLE heads for Qwen2, which have none on the output projection
+        layer = replace(layer, attention_bias=True)
+    return layer
 
 
 def read_sizes(fields: Fields, notes: list[str]) -> TargetConfig:
@@ -52,6 +61,7 @@ def read_sizes(fields: Fields, notes: list[str]) -> TargetConfig:
     section["eos_token_id"] = fields.numbers("eos_token_id") if several else fields.maybe("eos_token_id", int)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
+    fields.only("partial_rotary_factor", 1.0, 1)
     fields.only("quantization_config")
     try:
         layer = TargetConfig.from_json({key: value for key, value in section.items() if value is not None})

@@ -34,6 +34,11 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return config.get("speculators_model_type") in KINDS
 
 
+def kind_of(config: Mapping[str, Any]) -> str:
+    algorithm = config["speculators_model_type"]  # one of KINDS, or the config does not match
+    return dspark.kind(config) if algorithm == "dspark" else (EAGLES | BLOCKS)[algorithm].name
+
+
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
     kind = fields.need("speculators_model_type", str)
@@ -45,7 +50,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     section.ignore("architectures")  # left by the trainer; model_type decides
     read_shape = _read_block if kind in BLOCKS else _read_eagle
     config = read_shape(kind, fields, section, speculative_tokens, shapes, provided, notes)
-    section.done()
+    notes += section.done()
     return ParsedConfig(config, verifier, speculative_tokens, notes, dflash.BLAME if kind in BLOCKS else eagle3.BLAME)
 
 
@@ -189,4 +194,5 @@ FORMAT = Format(
     blame=eagle3.BLAME,
     incoming=incoming,
     losses=losses,
+    kind=kind_of,
 )

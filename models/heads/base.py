@@ -39,6 +39,7 @@ class Head(nn.Module, ABC):
     corrects: ClassVar[bool] = False  # the logits of a depth are those of its LM head, changed by the token before it
     output_layers: ClassVar[tuple[str, ...]] = ("lm_head", "lm_heads")  # modules that map to the vocabulary
     config: Any  # its HeadShape
+    notes: Sequence[str] = ()  # on its files: what was assumed, and what nothing reads
 
     @property
     def name(self) -> str:

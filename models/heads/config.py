@@ -50,7 +50,8 @@ class HeadConfig:
     """Keys that all heads share, and all there are for serving: an exported head brings its shape."""
 
     name: str = MISSING
-    path: str | None = None  # an exported head; null: looked up by infer/options/exported_heads.py
+    path: str | None = None  # a folder, GGUF file or hub id; null: looked up by infer/options/exported_heads.py
+    revision: str | None = None  # of a hub id: branch, tag or commit
     allow_mismatch: bool = False  # load a head even if it was trained for another target
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class NewHeadConfig(HeadConfig, ABC):
     files: ClassVar[str]  # the model card's sentence on the exported files
 
     init_from_target: bool = True  # initialise from the target's weights where the head can hold them
-    start_from: str | None = None  # an exported head of the same shape: training continues from its weights
+    start_from: str | None = None  # a folder or hub id of a head of the same shape: training continues from its weights
 
     @abstractmethod
     def for_target(self, target: TargetConfig) -> HeadShape:

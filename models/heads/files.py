@@ -13,12 +13,14 @@ from torch import Tensor
 
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Verifier
 from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint
+from models.formats.files import PICKLES
 from models.formats.verifier import weights_of
 from models.gguf import is_gguf
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.config import EMBEDDING, LM_HEAD
 from models.heads.layer_config import reaching
+from models.hub import fetch_snapshot
 from models.targets.llama import LlamaTarget
 from models.weights import load_into
 
@@ -64,6 +66,20 @@ def check_exported(folder: Path) -> None:
         )
 
 
+def fetch_head(hub_id: str, revision: str | None = None, *, weights: bool = True, option: str) -> Path:
+    """Return the folder of a head from the model hub: config and safetensors, or pickles where there are none.
+
+    Without `weights` the config alone. Raises ValueError as `fetch_snapshot` does.
+    """
+    if not weights:
+        return fetch_snapshot(hub_id, revision, ("*.json",), option)
+    folder = fetch_snapshot(hub_id, revision, ("*.json", "*.safetensors"), option)
+    if any(folder.glob("*.safetensors")):
+        return folder
+    pickles = {name for form in FORMATS.values() for name in form.weights if name.endswith(PICKLES)}
+    return fetch_snapshot(hub_id, revision, ("*.json", *sorted(pickles)), option)
+
+
 def load_head(
     folder: str | Path,
     *,
@@ -96,6 +112,7 @@ def load_head(
                 tensors = tensors | {shared: read_target(target)}
     load_into(head, tensors, layout, source=str(folder))
     _check_vocabulary(folder, head)
+    head.notes = tuple(checkpoint.notes)
     head = head.to(device).eval().requires_grad_(False)
     if target is not None:
         head.borrow(target)

@@ -64,7 +64,7 @@ def check_mask_token(token: int, vocab_size: int) -> None:
 
 
 def layer_json(layer: TargetConfig) -> dict[str, Any]:
-    """Return the layer under the keys of Hugging Face's LlamaConfig."""
+    """Return the layer under the keys of Hugging Face's LlamaConfig, and `qkv_bias`, which vLLM reads too."""
     scaling = {key: value for key, value in layer.rope.to_json().items() if key != "rope_theta"}
     return {
         "model_type": "llama",
@@ -81,7 +81,8 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
         "max_position_embeddings": layer.max_position_embeddings,
         "rope_theta": layer.rope.theta,
         "rope_scaling": None if layer.rope.rope_type == "default" else scaling,
-        "attention_bias": layer.attention_bias,
+        "attention_bias": layer.output_bias,
+        **({"qkv_bias": True} if layer.attention_bias and not layer.output_bias else {}),
         "mlp_bias": layer.mlp_bias,
         "tie_word_embeddings": False,
         "bos_token_id": layer.bos_token_id,

@@ -23,9 +23,9 @@ METHODS: dict[str, Callable[[Fields], Scheme]] = {
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Read the scheme of a config.json; None if it is not quantised. Raises ValueError naming what is not supported."""
+    """Read the scheme of a config.json; None if it states none. Raises ValueError naming what is not supported."""
     section = Fields(config).section(SECTION)
-    if section is None:
+    if section is None or not section.values:
         return None
     method = section.need("quant_method", str)
     if method not in METHODS:

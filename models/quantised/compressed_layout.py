@@ -51,7 +51,7 @@ def read(fields: Fields) -> Scheme:
     if form not in STORED:
         raise ValueError(f"{fields.name}: format={form!r}: only {', '.join(STORED)} are supported")
     fields.only("kv_cache_scheme")
-    fields.only("sparsity_config", {})
+    fields.only("sparsity_config")
     fields.ignore(*HISTORY)
     ignored = tuple(_string_list(fields, "ignore"))
     sections = fields.need_section("config_groups")

@@ -19,6 +19,7 @@ from models.checks import home_path
 from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
+from models.hub import fetch_snapshot, is_hub_id
 from models.layers import Linear, PackedEmbedding
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme
@@ -68,20 +69,10 @@ def resolve_checkpoint(
         if not (folder / "config.json").is_file():
             raise ValueError(f"{option}{path_or_hub_id}: the folder has no config.json; it is no checkpoint")
         return folder
-    if path_or_hub_id.count("/") != 1 or path_or_hub_id.startswith((".", "/", "~")):
+    if not is_hub_id(path_or_hub_id):
         raise ValueError(f"{option}{path_or_hub_id}: no such folder (a hub id would be written owner/name)")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])]
-    try:
-        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ValueError(
-            f"{option}{path_or_hub_id}: neither a local folder nor reachable on the model hub "
-            f"({type(error).__name__}). Check the spelling, the network and, for a gated model, `hf auth login`; "
-            f"or download it elsewhere and give the folder: {option}/path/to/folder"
-        ) from error
+    patterns = ("*.json", "*.jinja", "tokenizer.model", *(("*.safetensors",) if weights else ()))
+    return fetch_snapshot(path_or_hub_id, revision, patterns, option)
 
 
 def read_target_config(folder: Path) -> TargetConfig:

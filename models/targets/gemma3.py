@@ -110,7 +110,7 @@ class Gemma3Target(LlamaTarget):
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
     """Return `layer_types`, by default full attention in every `sliding_window_pattern`-th layer, windows elsewhere."""
-    if config.get("layer_types") is not None:
+    if config.get("layer_types"):
         return list(config["layer_types"])
     pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]

@@ -22,7 +22,7 @@ def qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, .
     if not config.get("use_sliding_window", False):
         return ()
     window = int(config.get("sliding_window") or 4096)
-    types = config.get("layer_types")
+    types = config.get("layer_types") or None
     if types is None:
         first = config.get("max_window_layers", 28)
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]

@@ -37,7 +37,8 @@ class Source:
     def write(self, folder: Path, *, seed: int = 0) -> Path:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(self.config))
-        save_file(self.tensors(seed), folder / self.file)
+        write = save_file if self.file.endswith(".safetensors") else torch.save
+        write(self.tensors(seed), folder / self.file)
         return folder
 
 

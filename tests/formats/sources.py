@@ -46,6 +46,12 @@ EAGLE: list[Row] = [
     ("layers.0.post_attention_layernorm.weight", "layers.0.post_attention_layernorm.weight", (64,)),
 ]
 
+QKV_BIASES: list[Row] = [
+    ("layers.0.self_attn.q_proj.bias", "layers.0.self_attn.q_proj.bias", (64,)),
+    ("layers.0.self_attn.k_proj.bias", "layers.0.self_attn.k_proj.bias", (16,)),
+    ("layers.0.self_attn.v_proj.bias", "layers.0.self_attn.v_proj.bias", (16,)),
+]
+
 MIDLAYER: list[Row] = [
     ("midlayer.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight", (64, 128)),
     ("midlayer.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.weight", (16, 128)),
@@ -209,6 +215,22 @@ SOURCES = {
         "eagle",
         {**LLAMA, "bias": False, "rope_theta": 500000.0},
         [row for row in EAGLE if row[0] != "fc.bias"],
+    ),
+    "safeailab-eagle of Qwen2": Source(
+        "safeailab-eagle",
+        "eagle",
+        {
+            **LLAMA,
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "attention_dropout": 0.0,
+            "max_window_layers": 28,
+            "qkv_bias": True,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+        },
+        EAGLE + QKV_BIASES,
     ),
     "safeailab-eagle3": Source("safeailab-eagle3", "eagle3", EAGLE3_CONFIG, MIDLAYER + EMBEDDING),
     "safeailab-eagle3 sharing the embedding": Source("safeailab-eagle3", "eagle3", EAGLE3_CONFIG, MIDLAYER),

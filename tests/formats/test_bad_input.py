@@ -19,7 +19,7 @@ from tests.formats.sources import SOURCES
 
 TARGET = Verifier("some/target", "LlamaForCausalLM", 384, 64, 8)
 EAGLE, EAGLE3, SPECULATORS = "safeailab-eagle", "safeailab-eagle3", "speculators"
-SMALL = "vllm-medusa shared and truncated"
+SMALL, QWEN2 = "vllm-medusa shared and truncated", "safeailab-eagle of Qwen2"
 SPECFORGE, MEDUSA, VLLM, MLP = "safeailab-eagle3 of SpecForge", "medusa", "vllm-medusa", "ibm-mlp"
 
 
@@ -150,6 +150,9 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
     (EAGLE, {"bias": True}, {"fc.bias": None}, ["fc.bias: missing", "bias=True"]),
     (EAGLE, {}, {"fc.bias": None}, ["fc.bias: missing", "no bias"]),
     (EAGLE, {"attention_bias": True}, {}, ["layers.0.self_attn.q_proj.bias: missing", "attention_bias=True"]),
+    (EAGLE, {"qkv_bias": True}, {}, ["layers.0.self_attn.k_proj.bias: missing", "qkv_bias=True"]),
+    (QWEN2, {"qkv_bias": False}, {}, ["layers.0.self_attn.v_proj.bias: not part", "qkv_bias=False"]),
+    (QWEN2, {"attention_bias": True}, {}, ["layers.0.self_attn.o_proj.bias: missing", "attention_bias=True"]),
     (EAGLE, {"mlp_bias": True}, {}, ["layers.0.mlp.gate_proj.bias: missing", "mlp_bias=True"]),
     (EAGLE, {}, {"layers.0.input_layernorm.weight": torch.ones(64)}, ["input_layernorm.weight: not part"]),
     (EAGLE, {}, {"lm_head.weight": torch.ones(384, 64)}, ["lm_head.weight: not part of this head"]),
@@ -195,7 +198,7 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
     (SPECULATORS, {}, {"midlayer.hidden_norm.weight": torch.ones(64)}, ["midlayer.hidden_norm.weight", "doubled"]),
     ("speculators p-eagle", {}, {"mask_hidden": None}, ["mask_hidden: missing"]),
     (MEDUSA, {"medusa_num_heads": 4}, {}, ["3.0.linear.weight: missing", "medusa_num_heads=4"]),
-    (MEDUSA, {"medusa_num_heads": 2}, {}, ["2.0.linear.weight: not part", "medusa_num_heads=2"]),
+    (MEDUSA, {"medusa_num_heads": 1}, {}, ["1.0.linear.weight: not part", "medusa_num_heads=1"]),
     (MEDUSA, {"medusa_num_layers": 1}, {}, ["0.1.weight: missing", "medusa_num_layers=1"]),
     (MEDUSA, {"vocab_size": 400}, {}, ["vocab_size=400: only 384"]),
     (MEDUSA, {}, {"1.0.linear.bias": None}, ["1.0.linear.bias: missing"]),
@@ -244,14 +247,14 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (EAGLE, {"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of 3"),
     (EAGLE, {"num_hidden_layers": 2}, "num_hidden_layers=2: an EAGLE head has one layer"),
     (EAGLE, {"hidden_act": "gelu"}, "hidden_act='gelu': only 'silu' is supported"),
-    (EAGLE, {"qkv_bias": True}, "qkv_bias=True: only False"),
     (EAGLE, {"sliding_window": 4096}, "sliding_window=4096: only no value"),
     (EAGLE, {"pretraining_tp": 2}, "pretraining_tp=2: only 1"),
     (EAGLE, {"quantization_config": {"bits": 4}}, "quantization_config="),
     (EAGLE, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic': not supported"),
     (EAGLE, {"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope_scaling.low_freq_factor: missing"),
-    (EAGLE, {"partial_rotary_factor": 0.5}, "unknown: partial_rotary_factor=0.5"),
-    (EAGLE, {"embedding_multiplier": 12.0}, "unknown: embedding_multiplier=12.0; what does not change"),
+    (EAGLE, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: only 1.0"),
+    (EAGLE, {"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention']: only ['full_attention']"),
+    (EAGLE, {"embedding_multiplier": 12.0}, "unknown: embedding_multiplier=12.0; what changes nothing"),
     (EAGLE3, {"architectures": ["DeepseekV3ForCausalLMEagle3"]}, "architectures=['DeepseekV3ForCausalLMEagle3']"),
     (EAGLE3, {"model_type": "gpt_oss"}, "model_type='gpt_oss': only 'llama'"),
     (EAGLE3, {"num_hidden_layers": 2}, "num_hidden_layers=2: this format has one, midlayer"),
@@ -271,7 +274,7 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         {"eagle_aux_hidden_state_layer_ids": [4, 2, 5]},
         "eagle_aux_hidden_state_layer_ids=[4, 2, 5]: must ascend",
     ),
-    (EAGLE3, {"eagle_aux_hidden_state_layer_ids": []}, "eagle_aux_hidden_state_layer_ids=[]: expected"),
+    (EAGLE3, {"eagle_aux_hidden_state_layer_ids": []}, "is missing, and its default depends on the target's layers"),
     (
         EAGLE3,
         {
@@ -383,19 +386,24 @@ class Harmful:
 
 
 @pytest.mark.parametrize(("name", "file"), [(EAGLE, "pytorch_model.bin"), (MEDUSA, "medusa_lm_head.pt")])
-def test_a_pickle_is_read_only_with_the_flag(make_folder, refusal, run, tmp_path, name, file):
+def test_a_pickle_is_read_with_a_warning(make_folder, run, tmp_path, caplog, name, file):
     folder, source = make_folder(name), SOURCES[name]
     (folder / source.file).unlink()
     torch.save(source.tensors(), folder / file)
-    verifier = ["--verifier", str(tiny(tmp_path))]
-    error = refusal(folder, *verifier)
-    assert f"{file}: a pickle, which can run code when it is read" in error
-    assert "--allow-pickle" in error
-    run("--from", "auto", "--to", source.form, "--allow-pickle", folder, tmp_path / "out", *verifier)
+    run("--from", "auto", "--to", source.form, folder, tmp_path / "out", "--verifier", tiny(tmp_path))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{folder / file}: a pickle, of which tensors are read and nothing is run")
     written = load_file(tmp_path / "out" / source.file)
     assert written.keys() == source.tensors().keys()
     assert all(torch.equal(written[key], value) for key, value in source.tensors().items())
     assert [path.suffix for path in (tmp_path / "out").iterdir() if path.suffix != ".json"] == [".safetensors"]
+
+
+def test_safetensors_come_before_a_pickle(make_folder, run, tmp_path, caplog):
+    folder = make_folder(EAGLE)
+    (folder / "pytorch_model.bin").write_bytes(b"not read")
+    run("--from", "auto", "--to", EAGLE, folder, tmp_path / "out", "--verifier", tiny(tmp_path))
+    assert "pickle" not in caplog.text
 
 
 def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(make_folder, refusal, tmp_path, monkeypatch):
@@ -404,15 +412,20 @@ def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(make_folder, refu
     (folder / "model.safetensors").unlink()
     file = folder / "pytorch_model.bin"
     torch.save({"fc.weight": Harmful()}, file)
-    assert "it is broken, or holds more than tensors" in refusal(folder, "--allow-pickle")
+    assert "it is broken, or holds more than tensors" in refusal(folder)
     assert not (tmp_path / "harm-was-done").exists()
     torch.save(SOURCES[EAGLE].tensors(), file)
     file.write_bytes(file.read_bytes()[:-200])
-    assert "it is broken, or holds more than tensors" in refusal(folder, "--allow-pickle")
-    torch.save({"model": SOURCES[EAGLE].tensors()}, file)
-    assert "'model' is a dict; expected nothing but tensors by name" in refusal(folder, "--allow-pickle")
-    torch.save(torch.ones(3), file)
-    assert "holds a Tensor; expected tensors by name" in refusal(folder, "--allow-pickle")
+    assert "it is broken, or holds more than tensors" in refusal(folder)
+    for content, message in (
+        ({"model": SOURCES[EAGLE].tensors()}, "'model' is a dict; expected nothing but tensors by name"),
+        (torch.ones(3), "holds a Tensor; expected tensors by name"),
+        ({"fc.bias": torch.ones(1).expand(2**40)}, "'fc.bias' [1099511627776] has more elements than the file holds"),
+        ({"fc.bias": torch.ones(3).to_sparse()}, "'fc.bias' is sparse, quantised or without data"),
+        ({"fc.bias": torch.empty(3, device="meta")}, "'fc.bias' is sparse, quantised or without data"),
+    ):
+        torch.save(content, file)
+        assert message in refusal(folder)
 
 
 def test_a_pickle_of_tensors_that_share_memory(make_folder, run, tmp_path):
@@ -424,7 +437,7 @@ def test_a_pickle_of_tensors_that_share_memory(make_folder, run, tmp_path):
     (folder / source.file).unlink()
     torch.save(tensors, folder / "medusa_lm_head.pt")
     out = tmp_path / "out"
-    run("--from", "auto", "--to", "vllm-medusa", "--allow-pickle", folder, out, "--verifier", tiny(tmp_path))
+    run("--from", "auto", "--to", "vllm-medusa", folder, out, "--verifier", tiny(tmp_path))
     written = load_file(out / "model.safetensors")
     assert torch.equal(written["blocks.2.layers.1.weight"], tensors["2.0.linear.weight"])
 

@@ -201,7 +201,7 @@ def test_help_and_wrong_options(capsys):
         convert.main(["--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
-    for word in ("--from", "--to", "--verifier", "--allow-pickle", "--dry-run", "safeailab-eagle3  eagle3"):
+    for word in ("--from", "--to", "--verifier", "--dry-run", "safeailab-eagle3  eagle3"):
         assert word in text
     for words in (["--from", "gguf", "--to", "headway", "a", "b"], ["--from", "auto", "--to", "auto", "a", "b"], []):
         with pytest.raises(SystemExit) as stopped:

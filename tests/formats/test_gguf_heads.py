@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run as generate
-from infer.options.exported_heads import read_head_config, with_head
+from infer.options.exported_heads import with_head
+from infer.options.model_names import read_head_config
 from kernels.blocks import BLOCK_FORMATS
 from models.config import RopeConfig
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint

@@ -17,20 +17,25 @@ from torch import Tensor
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
+from models.heads.base import Head
 from models.heads.files import load_head
 from models.targets import load_target
+from models.targets.llama import LlamaTarget
 from tests.formats.block_forward import block
 from tests.formats.plain import Target, mlp, rms, rotate
+from tests.formats.source import Source
 from tests.formats.sources import SOURCES
 
 DRAFTS = 4
 
 
 def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) -> Tensor:
-    """Causal attention with 8 heads and 2 KV heads of dimension 8."""
-    q, k, v = (F.linear(x, tensors[f"{prefix}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, 8)) for name in "qkv")
+    """Causal attention with 8 heads of dimension 8, and as many KV heads as there are or fewer."""
+    names = (f"{prefix}self_attn.{name}_proj" for name in "qkv")
+    projected = (F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names)
+    q, k, v = (rows.unflatten(-1, (-1, 8)) for rows in projected)
     q, k = rotate(q, theta), rotate(k, theta)
-    k, v = k.repeat_interleave(4, dim=1), v.repeat_interleave(4, dim=1)
+    k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
@@ -149,11 +154,11 @@ def ibm_mlp(
     state_weight = 0.5 ** (0.5 / depth)
     emb_weight = math.sqrt((1 - state_weight**2) * inner / 2)
     state, token, drafted = target.hidden_states(ids)[-1][-2], ids[-1], []
-    if config["scale_input"]:
+    if config.get("scale_input"):
         state = state * torch.rsqrt(state.pow(2).mean() + 1e-6) / math.sqrt(2)
     for index in range(count):
-        head = 0 if config["tie_weights"] else index
-        proj = min(index, 1) if config["tie_weights"] else index
+        head = 0 if config.get("tie_weights") else index
+        proj = min(index, 1) if config.get("tie_weights") else index
         z = tensors[f"proj.{proj}.weight"] @ state + emb_weight / state_weight * tensors[f"emb.{head}.weight"][token]
         normed = z * torch.rsqrt(z.pow(2).mean() + 1e-6) * tensors[f"ln.{head}.weight"] + tensors[f"ln.{head}.bias"]
         state = 0.5 * normed * (1 + torch.erf(normed / math.sqrt(2)))
@@ -172,6 +177,39 @@ REFERENCES = {
 }
 
 FORWARDS = {"p-eagle": p_eagle, "dflash": block, "dspark": block, "dflash2": block}  # heads with one forward for all
+
+
+Rounds = list[tuple[list[int], list[int]]]  # of each step: the request's tokens, and what was drafted after them
+
+
+def drafts_of_engine(served: LlamaTarget, head: Head) -> Rounds:
+    """Return what the engine drafts with a head in a few steps."""
+    count = min(DRAFTS, head.config.max_depth or DRAFTS)
+    drafting = ProposerConfig(name="head", max_draft_tokens=count)
+    engine = Engine(served, head=head, proposer="head", proposer_config=drafting, config=EngineConfig(prefill_chunk=16))
+    rounds: Rounds = []
+    proposer = engine._head
+    assert proposer is not None
+    propose = proposer.propose
+
+    def record(requests, budgets):
+        tree = propose(requests, budgets)
+        if int(tree.length[0]) > 1:  # there are no drafts for the last tokens of an output
+            rounds.append((list(requests[0].tokens), tree.token[0, 1 : int(tree.length[0])].tolist()))
+        return tree
+
+    proposer.propose = record
+    prompt = torch.randint(1, 384, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+    engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert sum(len(drafted) == count for _, drafted in rounds) >= 5
+    return rounds
+
+
+def drafts_of_formulas(source: Source, target: Target, rounds: Rounds) -> list[list[int]]:
+    """Return what is to be drafted in these steps with the tensors that `source` writes from seed 3."""
+    reference = FORWARDS.get(source.head) or REFERENCES[source.form]
+    tensors = source.tensors(3)
+    return [reference(tensors, source.config, target, ids, len(drafted)) for ids, drafted in rounds]
 
 
 @pytest.fixture(scope="module")
@@ -197,29 +235,9 @@ def test_the_engine_drafts_what_the_formulas_say(tmp_path, run, tiny_target_fold
         )
         folder = tmp_path / "out"
     served = load_target(str(tiny_target_folder))
-    head = load_head(folder, name=source.head, target=served)
-    count = min(DRAFTS, head.config.max_depth or DRAFTS)
-    drafting = ProposerConfig(name="head", max_draft_tokens=count)
-    engine = Engine(served, head=head, proposer="head", proposer_config=drafting, config=EngineConfig(prefill_chunk=16))
-
-    rounds: list[tuple[list[int], list[int]]] = []
-    proposer = engine._head
-    propose = proposer.propose
-
-    def record(requests, budgets):
-        tree = propose(requests, budgets)
-        if int(tree.length[0]) > 1:  # there are no drafts for the last tokens of an output
-            rounds.append((list(requests[0].tokens), tree.token[0, 1 : int(tree.length[0])].tolist()))
-        return tree
-
-    proposer.propose = record
-    prompt = torch.randint(1, 384, (21,), generator=torch.Generator().manual_seed(5)).tolist()
-    engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
-
-    reference = FORWARDS.get(source.head) or REFERENCES[source.form]
-    drafts = [reference(source.tensors(3), source.config, target, ids, len(drafted)) for ids, drafted in rounds]
+    rounds = drafts_of_engine(served, load_head(folder, name=source.head, target=served))
+    drafts = drafts_of_formulas(source, target, rounds)
     assert [drafted for _, drafted in rounds] == drafts
-    assert sum(len(drafted) == count for drafted in drafts) >= 5
     assert len({tuple(drafted) for drafted in drafts}) > 3  # the drafts are not constant
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from models.targets import load_target
 from scripts import convert
 from tests.formats.sources import SOURCES
 
+ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = ("dflash with windows", "speculators dspark", "dflash2")
 
 
@@ -48,15 +52,29 @@ def test_generate_takes_the_folder_as_it_is(tmp_path, capsys, tiny_target_folder
 def test_what_is_left_open_is_refused_with_the_way_out(tmp_path, tiny_target_folder):
     target = load_target(str(tiny_target_folder))
     source = SOURCES["safeailab-eagle3 of SpecForge"]
-    with pytest.raises(ValueError, match="Convert with --layer-ids hidden_states or --layer-ids outputs"):
+    with pytest.raises(ValueError, match="Convert with --norm-output vllm or --norm-output specforge"):
         load_head(source.write(tmp_path / "specforge"), target=target)
-    folder = SOURCES["safeailab-eagle"].write(tmp_path / "pickled")
-    (folder / "model.safetensors").unlink()
-    torch.save(SOURCES["safeailab-eagle"].tensors(), folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"a pickle.*`python scripts/convert\.py --allow-pickle`"):
-        load_head(folder, target=target)
+    config = source.config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}
+    (tmp_path / "specforge" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="Convert with --layer-ids hidden_states or --layer-ids outputs"):
+        load_head(tmp_path / "specforge", target=target)
     with pytest.raises(ValueError, match=r"head=eagle3: .*holds a head of another kind; say head=medusa"):
         load_head(SOURCES["medusa"].write(tmp_path / "medusa"), name="eagle3", target=target)
+
+
+@pytest.mark.parametrize(("name", "file"), [("safeailab-eagle", "pytorch_model.bin"), ("medusa", "medusa_lm_head.pt")])
+def test_a_pickle_is_served_after_one_line_of_warning(tmp_path, tiny_target_folder, name, file):
+    source = SOURCES[name]
+    folder = source.write(tmp_path / "in")
+    (folder / source.file).unlink()
+    torch.save(source.tensors(), folder / file)
+    words = [f"model={tiny_target_folder}", f"head.path={folder}", "proposer.adaptive=false", "num_prompts=1"]
+    words += ["prompt=Hello", "chat=false", "max_tokens=8", "ignore_eos=true", "model.device=cpu"]
+    command = [sys.executable, str(ROOT / "infer" / "generate.py"), *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert result.returncode == 0, result.stderr
+    assert f"head {source.head} from {folder}" in result.stdout
+    assert result.stderr.count("a pickle, of which tensors are read and nothing is run") == 1
 
 
 def test_a_shared_embedding_is_the_targets(tmp_path, tiny_target_folder):

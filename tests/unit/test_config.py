@@ -48,7 +48,12 @@ ENTRY_POINTS = {
 
 
 PAIRED = ("head", "model")
-REFUSED = (("train", "head", "none"), ("eval", "head", "none"), ("train", "head", "auto"))
+REFUSED = (
+    ("train", "head", "none"),
+    ("eval", "head", "none"),
+    ("train", "head", "auto"),
+    ("train", "head", "published"),
+)
 
 
 def options() -> list[tuple[str, str, str]]:

@@ -310,7 +310,7 @@ def test_sizes_of_its_own_cannot_start_from_the_target(tiny_target):
 
 
 def test_every_head_has_a_config_group():
-    assert set(SCHEMAS["head"]) == {*HEADS, "none", "auto"}
+    assert set(SCHEMAS["head"]) == {*HEADS, "none", "auto", "published"}
     assert all(issubclass(SCHEMAS["head"][name], NewHeadConfig) for name in HEADS)
 
 

@@ -18,7 +18,7 @@ from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.options.devices import resolve_dtype
 from infer.options.exported_heads import choose_head, head_folder, with_head
-from infer.options.model_choices import model_choices
+from infer.options.model_choices import named_choices
 from infer.options.model_names import find_model, model_name, no_model, read_model
 from models.checkpoint import stated_dtype
 from models.heads.config import HeadConfig
@@ -118,12 +118,14 @@ def test_the_command_line_says_so_too(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_options_of_other_folders_are_hydra_s() -> None:
-    assert model_choices(["model=theirs", "--config-dir=x"]) == ["model=theirs", "--config-dir=x"]
-    assert model_choices(["model=demo", "prompt=model=x"]) == ["model=demo", "prompt=model=x"]
+    assert named_choices(["model=theirs", "--config-dir=x"]) == ["model=theirs", "--config-dir=x"]
+    assert named_choices(["model=demo", "prompt=model=x"]) == ["model=demo", "prompt=model=x"]
 
 
 def test_help_says_what_else_a_model_may_be() -> None:
-    assert "model= also takes a folder, a .gguf file or a hub id" in cli.help_text("serve", ServeConfig)
+    places = "a folder, a .gguf file or a hub id (owner/name)"
+    assert f"\nmodel= and head= also take {places}" in cli.help_text("serve", ServeConfig)
+    assert f"\nmodel= also takes {places}" in cli.help_text("train", TrainConfig)
 
 
 def test_a_dtype_is_the_checkpoint_s(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_head_is_looked_up_among_exports_and_then_among_shipped_ones(
     output_dir, auto = str(tmp_path / "outputs"), HeadConfig(name="auto")
 
     def chosen() -> tuple[str, Path]:
-        head = choose_head(auto, output_dir, "tiny")
+        head = choose_head(auto, output_dir, ModelConfig("tiny", "x"))
         return head.name, head_folder(head, output_dir, "tiny")
 
     assert chosen() == ("eagle3", exports / "eagle3")  # there is no head: the folder that training would export to
@@ -203,3 +205,33 @@ def test_the_defaults_are_the_real_model_with_the_head_that_is_there() -> None:
         config: Any = compose(command, COMMANDS[command])
         assert (config.model.name, config.head.name, config.proposer.name) == ("smollm2-135m", "auto", "auto")
     assert compose("train", TrainConfig).model.name == "demo"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "train"])
+def test_every_command_that_reads_a_head_takes_a_place_for_its_name(command: str, place: Path) -> None:
+    words = ["model=owner/target", "head.revision=v1"]
+    for text, path in (
+        ("owner/Some-Head", "owner/Some-Head"),
+        ("Mine", str(place / "Mine")),
+        ("Small.Q4_1.gguf", str(place / "Small.Q4_1.gguf")),
+        ("models/demo", "models/demo"),
+    ):
+        config: Any = compose(command, COMMANDS[command], [*words, f"head={text}"])
+        assert config.head == HeadConfig("auto", path, "v1")
+    with pytest.raises(ValueError, match=r"head=eagel3: no such option; did you mean eagle3\?"):
+        compose(command, COMMANDS[command], [*words, "head=eagel3"])
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_head_s_folder_may_have_any_name(name: str, place: Path) -> None:
+    (place / name).mkdir()
+    assert compose("serve", ServeConfig, [f"head={name}"]).head.path == str(place / name)
+
+
+def test_training_makes_its_head(place: Path) -> None:
+    for text, path in (("owner/Some-Head", "owner/Some-Head"), ("Mine", str(place / "Mine"))):
+        message = (
+            rf"head={path}: training needs a head; say head=eagle3, with head\.start_from={path} to begin with its"
+        )
+        with pytest.raises(ValueError, match=message):
+            compose("train", TrainConfig, ["model=demo", f"head={text}"])

@@ -92,6 +92,18 @@ def changed(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
 PACKED = compressed("pack-quantized")
 
 
+@pytest.mark.parametrize("section", [GPTQ, AWQ, PACKED])
+def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(section: dict[str, Any]) -> None:
+    """As llm-compressor writes them today."""
+    nothing = {"transform_config": {}, "moe_sparsity_config": None, "sparsity_config": {}, "hooks": []}
+    scheme, plain = (read_scheme({"quantization_config": keys}) for keys in (section | nothing, section))
+    assert scheme is not None
+    assert plain is not None
+    assert (scheme.name, scheme.parts) == (plain.name, plain.parts)
+    with pytest.raises(ValueError, match=r"unknown: transform_config=.*; what changes nothing that is computed"):
+        read_scheme({"quantization_config": section | {"transform_config": {"R1": {}}}})
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

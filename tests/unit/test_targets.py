@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.config import TargetConfig
-from models.targets import load_target
+from models.targets import load_target, read_target_config
 from tests.unit.reference import assert_equals_reference, randomise_biases_and_norms
 
 VARIANTS = {
@@ -146,3 +146,17 @@ def test_of_a_target_to_start_from_one_layer_is_read(make_target_folder):
         else:
             assert torch.equal(parameters[name], parameter)
     assert part.fingerprint == target.fingerprint
+
+
+def test_null_and_empty_values_of_a_config_ask_for_nothing(make_target_folder):
+    folder = make_target_folder(num_hidden_layers=1)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    plain = read_target_config(folder)
+    nothing = {"hidden_act": None, "rope_scaling": {}, "quantization_config": {}, "mlp_bias": None, "layer_types": []}
+    file.write_text(json.dumps(config | nothing))
+    assert read_target_config(folder) == plain
+    assert load_target(str(folder)).config == plain
+    file.write_text(json.dumps(config | {"hidden_size": None}))
+    with pytest.raises(ValueError, match="hidden_size is missing"):
+        read_target_config(folder)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from infer.config_checks import resolve_path
+from infer.options.exported_heads import head_at
 from models.heads.files import read_head
 from models.heads.objectives import JointObjectiveConfig
 from models.lora import refuse_unknown_layers
@@ -80,7 +81,7 @@ def start_fits(config: TrainConfig, meta_shapes: Shapes) -> None:
     path = getattr(config.head, "start_from", None)
     if path is None:
         return
-    folder = resolve_path(path)
+    folder = head_at(path, config.head.revision, option="head.start_from=")
     try:
         earlier = read_head(folder, name=config.head.name, target=meta_shapes.target).config
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infer.config_checks import resolve_path
+from infer.options.exported_heads import head_at
 from models.config import TargetConfig
 from models.heads.base import Head
 from models.heads.config import HeadConfig, HeadShape, NewHeadConfig
@@ -48,7 +48,8 @@ def give_vocabulary(
     donor = unpacked_target(config, head, layers=last_layers) if reads else target
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
     if config.head.start_from is not None:
-        go_on_from(head, resolve_path(config.head.start_from), target)
+        folder = head_at(config.head.start_from, config.head.revision, option="head.start_from=")
+        go_on_from(head, folder, target)
 
 
 def refuse_other_shape(folder: Path, earlier: HeadShape, shape: HeadShape) -> None:

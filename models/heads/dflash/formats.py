@@ -22,7 +22,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     notes: list[str] = []
     shape, section = dflash.read_flat(fields, ARCHITECTURE, notes, from_anchor=False)
     section.only("projector_type", "dflash")
-    section.done()
+    notes += section.done()
     return ParsedConfig(DFlashConfig(**shape), notes=notes)
 
 

@@ -25,7 +25,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
         for key in ("output_multiplier", "input_embedding_scale"):
             part.only(key, 1.0, 1)
     config = DFlash2Config(**shape, **speculators.read_selector(section))
-    section.done()
+    notes += section.done()
     return ParsedConfig(config, notes=notes)
 
 

@@ -78,7 +78,7 @@ def read_specforge(fields: Fields, shapes: Shapes, provided: ConversionOptions) 
     section.only("projector_type", "dspark")
     section.only("attention_mode", "gqa")
     config = dspark.make_shape(shape, dspark.read_markov(section), notes)
-    section.done()
+    notes += section.done()
     return ParsedConfig(config, notes=notes)
 
 
@@ -103,6 +103,7 @@ DEEPSPEC_FORMAT = Format(
     blame=dflash.BLAME,
     incoming=dflash.incoming,
     losses=deepspec_losses,
+    kind=dspark.kind,
     states_tokens=False,
 )
 SPECFORGE_FORMAT = Format(
@@ -117,6 +118,7 @@ SPECFORGE_FORMAT = Format(
     blame=dflash.BLAME,
     incoming=dflash.incoming,
     losses=specforge_losses,
+    kind=lambda config: dspark.kind(Fields(config).need_section("dflash_config").values),
     states_tokens=False,
 )
 FORMATS, LAYOUT = (speculators.FORMAT, DEEPSPEC_FORMAT, SPECFORGE_FORMAT), speculators.FORMAT

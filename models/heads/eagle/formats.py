@@ -15,34 +15,63 @@ from models.heads.eagle.config import ARCHITECTURE, EagleConfig
 from models.heads.eagle3.formats.safeailab import KEYS as EAGLE3_KEYS
 from models.heads.layer_config import layer_json
 
-MODEL_TYPES = ("llama", "mistral", "qwen2")  # of the target; the layer is Llama's for all of them
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+MIXTRAL = "MixtralForCausalLM"
+# of the target; the layer is Llama's for all of them
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": MIXTRAL,
+    "qwen2": "Qwen2ForCausalLM",
+}
+EXPERTS = ("num_experts_per_tok", "num_local_experts")  # of the target
+Q_BIAS, O_BIAS = (f"layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     foreign = (*EAGLE3_KEYS, "speculators_model_type", "medusa_num_heads")
     return (
         config.get("num_hidden_layers") == 1
-        and config.get("model_type") in MODEL_TYPES
-        and any(name in ARCHITECTURES for name in config.get("architectures") or ())
+        and config.get("model_type") in FAMILIES
+        and any(name in FAMILIES.values() for name in config.get("architectures") or ())
         and not any(key in config for key in foreign)
     )
 
 
 def read(
-    fields: Fields, shapes: Shapes, provided: ConversionOptions, architectures: tuple[str, ...] = ARCHITECTURES
+    fields: Fields,
+    shapes: Shapes,
+    provided: ConversionOptions,
+    architectures: Collection[str] = tuple(FAMILIES.values()),
 ) -> ParsedConfig:
     notes: list[str] = []
-    fields.only("model_type", *MODEL_TYPES)
+    fields.only("model_type", *FAMILIES)
     fields.only("architectures", *([name] for name in architectures))
+    if fields.values.get("architectures") == [MIXTRAL]:
+        check_mixtral(fields, provided, notes)
     layer = llama.read_layer(fields, notes)
     if layer.num_layers != 1:
         raise ValueError(f"config.json: num_hidden_layers={layer.num_layers}: an EAGLE head has one layer")
+    stated = any(fields.values.get(key) is not None for key in ("attention_bias", "qkv_bias"))
+    if not stated and Q_BIAS in shapes and O_BIAS not in shapes:
+        notes.append("qkv_bias is not stated: true, as the file holds biases of q, k and v")
+        layer = replace(layer, attention_bias=True)
     bias = fields.maybe("bias", bool)
     if bias is None:
         notes.append("bias is not stated: true, SafeAILab's default")
-    fields.only("qkv_bias", False)
     return ParsedConfig(EagleConfig(layer, bias is not False, EMBEDDING in shapes), notes=notes)
+
+
+def check_mixtral(fields: Fields, provided: ConversionOptions, notes: list[str]) -> None:
+    """Raise ValueError for another target. The head's layer has no experts; the keys on them are its target's."""
+    from models.targets import ARCHITECTURES
+
+    fields.ignore(*EXPERTS)
+    of_target = {key: fields.values[key] for key in EXPERTS if key in fields.values}
+    notes += [f"{key}={value!r} is the target's: the head's layer has no experts" for key, value in of_target.items()]
+    target = provided.verifier and provided.verifier.architecture
+    if target not in (None, MIXTRAL):
+        missing = "" if MIXTRAL in ARCHITECTURES else "; Mixtral is missing among the targets that can be served"
+        raise ValueError(f"config.json: architectures={[MIXTRAL]}: a head for Mixtral, not for {target}{missing}")
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:

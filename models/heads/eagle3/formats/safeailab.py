@@ -38,7 +38,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     layer = read_layer(fields, notes)
     if layer.num_layers != 1:
         raise ValueError(f"config.json: num_hidden_layers={layer.num_layers}: this format has one, midlayer")
-    for key in ("bias", "qkv_bias", "parallel_drafting"):
+    for key in ("bias", "parallel_drafting"):
         fields.only(key, False)
     fields.only("logit_scale", 1.0, 1)
     draft_vocab_size = fields.size("draft_vocab_size", layer.vocab_size)

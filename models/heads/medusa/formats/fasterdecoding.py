@@ -16,6 +16,7 @@ from models.heads.config import HeadShape
 from models.heads.medusa.config import MedusaConfig
 
 COUNTS = ("medusa_num_heads", "medusa_num_layers")
+WRONG_COUNT = 2  # heads, by the config.json of each head that FasterDecoding published; the files hold five
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -24,7 +25,14 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    notes: list[str] = []
     heads, layers = (fields.size(key, limit=MAX_LAYERS) for key in COUNTS)
+    present = len({name.partition(".")[0] for name in shapes if name[:1].isdigit()})
+    if heads == WRONG_COUNT < present <= MAX_LAYERS:
+        notes.append(
+            f"medusa_num_heads={heads}, and the file holds {present}: all are used, as in FasterDecoding's code"
+        )
+        heads = present
     name = fields.maybe("base_model_name_or_path", str)
     fields.only("version", "2")
     fields.ignore("architectures", "model_type")
@@ -38,7 +46,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     fields.only("vocab_size", vocab_size)
     fields.only("hidden_size", hidden_size)
     config = MedusaConfig(vocab_size, hidden_size, heads, layers, vocab_size, shared=False, bias=True)
-    return ParsedConfig(config, Verifier(name) if name else None)
+    return ParsedConfig(config, Verifier(name) if name else None, notes=notes)
 
 
 def spell(name: str, config: HeadShape) -> str:
