@@ -30,7 +30,8 @@ def build_proposers(
     if head is not None:
         proposers["head"] = (head, Budget(most, head.shape.depth) if head.shape else chain)
     if draft_model is not None:
-        proposers["draft_model"] = (draft_model, chain)
+        shape = draft_model.shape
+        proposers["draft_model"] = (draft_model, Budget(most, shape.depth) if shape else chain)
     if config.acceptance is not None:
         proposers["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
     sources = [proposers[name] for name in config.sources if name in proposers]
