@@ -58,14 +58,16 @@ class ProposerConfig:
     adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
     # most drafted tokens per step and request of a chain, and depth of a measured tree
     max_draft_tokens: int = number(3, low=0, high=MAX_TREE_NODES - 1)
-    # what a head drafts: none: a chain | beam:4x5: a beam search 4 wide and 5 deep (EAGLE-2), of which as many nodes as
-    # fit are proposed | beam:4x5:16: its 16 best nodes | measured: the best fixed tree of 16 nodes for the exported
-    # head (Medusa) | measured:9: of 9 | a fixed tree as paths of ranks: [[0], [1], [0, 0]]
+    # what a head or a draft model drafts: none: a chain | beam:4x5: a beam search 4 wide and 5 deep (EAGLE-2), of which
+    # as many nodes as fit are proposed | beam:4x5:16: its 16 best nodes | measured: the best fixed tree of 16 nodes for
+    # the exported head (Medusa) | measured:9: of 9 | a fixed tree as paths of ranks: [[0], [1], [0, 0]]
     tree: Any = CHAIN
     # tokens of a slot that a block drafter's corrector chooses among, unless its head says how many (README)
     candidates: int = number(CANDIDATES, low=1, high=MAX_CANDIDATES)
-    draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
+    draft_model: str | None = None  # a smaller target that drafts: a folder, .gguf file or hub id
     draft_model_revision: str | None = None
+    # a draft model drafts all tokens of a step in one forward (PARD); null: if its config.json names a mask token
+    parallel_drafting: bool | None = None
     acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted
     sources: list[str] = choice(["suffix", "head"], *SOURCES)  # merged by `combined`
     prompt_lookup_max: int = number(4, low=1)  # n-gram lookup: most tokens of the suffix that is looked up
@@ -91,7 +93,8 @@ class ProposerConfig:
             raise ValueError("proposer=synthetic: needs proposer.acceptance=[...], the rate at each depth: [0.8,0.7]")
         if self.name == "draft_model" and self.draft_model is None:
             raise ValueError("proposer=draft_model: needs proposer.draft_model=<folder or hub id of a smaller target>")
-        parse_tree(self.tree)
+        if isinstance(parse_tree(self.tree), Measured) and self.name == "draft_model":
+            raise ValueError(f"proposer.tree={self.tree}: heads are measured; a draft model takes a beam or paths")
         shortest, longest = self.lookup_sizes
         if shortest > longest:
             raise ValueError(
@@ -106,7 +109,7 @@ class ProposerConfig:
 
     @property
     def shape(self) -> Beam | Measured | Paths | None:
-        """The tree that a head drafts; None for a chain."""
+        """The tree that a head or a draft model drafts; None for a chain."""
         return parse_tree(self.tree)
 
 
@@ -131,6 +134,8 @@ class EngineConfig:
     # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...), on a CPU with their input in 8 bits; auto: int8
     # on a CPU, else same; changes what is drafted, never the output
     head_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)
+    # a draft model's, likewise; with same and auto blocks and groups stay as published where a kernel reads them
+    draft_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
     # CPU threads of a step, all ranks together, and of training; null: one or torch's default, as measured

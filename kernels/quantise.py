@@ -29,7 +29,7 @@ def group_size(inputs: int) -> int:
             return size
     raise ValueError(
         f"int4: a linear layer has {inputs} inputs, no multiple of a group of {GROUPS[-1]}; use int8 "
-        "(engine.weights, or engine.head_weights for a head's)"
+        "(engine.weights, or engine.head_weights and engine.draft_weights for drafters)"
     )
 
 

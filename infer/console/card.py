@@ -16,7 +16,7 @@ from infer.config_checks import REPO_ROOT
 from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
-from infer.options.stored_weights import head_format, why_widened
+from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
 from kernels.blocks import reads_blocks
@@ -64,6 +64,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("steps", str(engine.sizes)),
         *describe_weights(engine),
         *describe_head_weights(engine),
+        *describe_draft_weights(engine),
         *describe_activations(engine),
         *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
@@ -89,13 +90,25 @@ def describe_weights(engine: Engine) -> Sequence[Row]:
 
 def describe_head_weights(engine: Engine) -> Sequence[Row]:
     """Return how the head's weights were quantised, and whether a kernel reads them so."""
-    dtype, device = engine.dtype, engine.device
-    chosen = head_format(engine.config, dtype, device)
-    if engine.head is None or chosen == "same":
+    return [] if engine.head is None else quantised_row("head weights", engine.config.head_weights, engine)
+
+
+def describe_draft_weights(engine: Engine) -> Sequence[Row]:
+    """Return the same of the draft model's weights; those stored in blocks or groups may have stayed so."""
+    draft = engine.draft_model
+    if draft is None or not draft.model.block_formats:
+        return [] if draft is None else quantised_row("draft weights", engine.config.draft_weights, engine)
+    return [("draft weights", f"{', '.join(draft.model.block_formats)} as published")]
+
+
+def quantised_row(name: str, choice: str, engine: Engine) -> Sequence[Row]:
+    chosen = drafter_format(choice, engine.dtype, engine.device)
+    if chosen == "same":
         return []
+    dtype, device = engine.dtype, engine.device
     read = reads_blocks(chosen.upper(), dtype, device) if chosen in BLOCKS else reads_narrow(8, dtype, device)
     widened = f", dequantised to {str(dtype).removeprefix('torch.')}: no kernel reads it"
-    return [("head weights", chosen if read else chosen + widened)]
+    return [(name, chosen if read else chosen + widened)]
 
 
 def describe_activations(engine: Engine) -> Sequence[Row]:
@@ -113,13 +126,13 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
         return "off"
     drafts = f"up to {config.max_draft_tokens} draft tokens per step"
     pays = ", as far as it pays" if config.adaptive else ""
+    tree = config.shape if name in ("head", "draft_model") else None
+    if isinstance(tree, Beam):
+        drafts = f"trees {tree.width} wide and {tree.depth} deep"
+        drafts += f", {tree.nodes} nodes of them" if tree.nodes < MOST else ""
+    elif isinstance(tree, list):
+        drafts = f"a fixed tree of {len(tree)} nodes per step"
     if name == "head":
-        tree = config.shape
-        if isinstance(tree, Beam):
-            drafts = f"trees {tree.width} wide and {tree.depth} deep"
-            drafts += f", {tree.nodes} nodes of them" if tree.nodes < MOST else ""
-        elif isinstance(tree, list):
-            drafts = f"a fixed tree of {len(tree)} nodes per step"
         place = (
             f"{head.path}, revision {head.revision}"
             if head.path and head.revision

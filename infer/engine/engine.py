@@ -37,7 +37,7 @@ from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
 from infer.options.devices import use_device
 from infer.options.engine_sizes import DeviceFacts, engine_sizes
-from infer.options.stored_weights import check_weights, head_format
+from infer.options.stored_weights import check_weights, drafter_format
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.parallel.target_worker import Shard
@@ -63,13 +63,13 @@ from infer.speculation.verify import rule_for
 from models.end_tokens import within
 from models.heads.base import Head
 from models.heads.config import HeadConfig
-from models.layers import pack
+from models.heads.draft_model.head import DraftModelHead
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 
 
 class Engine:
-    """Takes ownership of `target` and packs it for serving: do not train it afterwards. `head` is copied.
+    """Takes ownership of `target` and `draft_model` and packs them: do not train them afterwards. `head` is copied.
 
     `probe=False` skips the start-up check of what `exact` assumes of the kernels. `profile=False` leaves profiling of
     step costs to `profile()`, for a start that must not wait. `clock` is the time of deadlines, in seconds; `timer`
@@ -82,7 +82,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         head: Head | None = None,
-        draft_model: LlamaTarget | None = None,
+        draft_model: DraftModelHead | None = None,
         proposer: str = "auto",
         config: EngineConfig | None = None,
         proposer_config: ProposerConfig | None = None,
@@ -247,6 +247,10 @@ class Engine:
         return None if self._head is None else self._head.module
 
     @property
+    def draft_model(self) -> DraftModelHead | None:
+        return None if self._draft_model is None else self._draft_model.module
+
+    @property
     def proposer_names(self) -> list[str]:
         return self.speculator.names
 
@@ -288,8 +292,9 @@ class Engine:
             self.proposer_config = config
         if head is not None:
             self._use_head(head)
-        if config is not None and self._head is not None:
-            self._head.set_drafts(config)
+        for drafter in (self._head, self._draft_model):
+            if config is not None and drafter is not None:
+                drafter.set_drafts(config)
         if name == "auto":
             name = "ngram" if self._head is None else "head"
         if name == "head" and self._head is None:
@@ -405,7 +410,8 @@ class Engine:
         packed.borrow(self.target)
         packed.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         packed.stack_layers()
-        packed.pack(exact=self.config.exact, weight_format=head_format(self.config, self.dtype, self.device))
+        narrow = drafter_format(self.config.head_weights, self.dtype, self.device)
+        packed.pack(exact=self.config.exact, weight_format=narrow)
         return HeadProposer(packed, self.target.config.num_layers, self.proposer_config)
 
     def _use_head(self, head: Head) -> None:
@@ -421,15 +427,11 @@ class Engine:
         del before, self._pool, self._runner, self._scheduler, self._proposers, self.speculator, self._steps
         self._make_pool()
 
-    def _use_draft_model(self, model: LlamaTarget) -> None:
-        """Take ownership of `model` and pack it. Its layers come last in the pool."""
-        if model.config.vocab_size != self.target.config.vocab_size:
-            raise ValueError(
-                f"proposer.draft_model: its vocabulary has {model.config.vocab_size} tokens, the target's "
-                f"{self.target.config.vocab_size}; a draft model must share the target's tokenizer"
-            )
-        pack(model, exact=self.config.exact)
-        self._draft_model = DraftModelProposer(model)
+    def _use_draft_model(self, model: DraftModelHead) -> None:
+        """Pack `model`. Its layers come last in the pool."""
+        narrow = drafter_format(self.config.draft_weights, self.dtype, self.device)
+        model.pack(exact=self.config.exact, weight_format=narrow)
+        self._draft_model = DraftModelProposer(model, self.proposer_config)
 
     def _make_pool(self) -> None:
         head_layers = self._head.kv_layers if self._head else ()

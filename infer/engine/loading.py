@@ -13,8 +13,10 @@ from infer.options.model_names import read_head_config, read_model, read_option
 from infer.options.stored_weights import reads_native
 from infer.parallel.comm import Ranks
 from infer.speculation.measured_tree import rank_accuracy, resolve_tree
+from infer.speculation.proposers.draft_model import draft_folder, load_draft_model
 from models.heads.base import Head
 from models.heads.config import HeadConfig
+from models.heads.draft_model.head import DraftModelHead
 from models.heads.files import check_exported, load_head
 from models.targets import load_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
@@ -25,7 +27,7 @@ class Parts(NamedTuple):
     target: LlamaTarget
     tokenizer: Tokenizer
     head: Head | None
-    draft_model: LlamaTarget | None
+    draft_model: DraftModelHead | None
     proposer: ProposerConfig  # as configured, with a measured tree resolved to its nodes
     priors: dict[str, list[float]]  # by proposer: acceptance by depth, if training measured it
 
@@ -60,10 +62,8 @@ def load_parts(
     folder = wanted_head(model, head, proposer, output_dir)
     if folder is not None:
         check_exported(folder)
-    drafter = None
     if proposer.draft_model is not None:
-        drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
-        resolve_checkpoint(drafter.path_or_hub_id, drafter.revision, weights=False)
+        draft_folder(proposer, weights=False)
     path, divided = model.path_or_hub_id, part is not None
     native = reads_native(model, engine or EngineConfig(), dtype, device, divided=divided)
     # in a second thread, since packing does not hold the GIL
@@ -76,9 +76,8 @@ def load_parts(
         )
         proposer = resolve_tree(proposer, folder)
         priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
-    if drafter is not None:
-        loaded_draft = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
-        check_same_tokenizer(tokenizer.result(), Tokenizer.load(loaded_draft.folder), drafter.path)
+    if proposer.draft_model is not None:
+        loaded_draft = load_draft_model(proposer, target, tokenizer.result(), engine or EngineConfig())
     return Parts(target, tokenizer.result(), loaded_head, loaded_draft, proposer, priors)
 
 
@@ -89,12 +88,3 @@ def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerC
         return None
     folder = head_folder(head, output_dir, model.name)
     return folder if required or head.path or is_head(folder) else None
-
-
-def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:
-    """Raise ValueError if the vocabularies of the two tokenizers differ."""
-    if different := target.backend.get_vocab().items() ^ draft.backend.get_vocab().items():
-        word, index = min(different)
-        raise ValueError(
-            f"proposer.draft_model={path}: must share the target's tokenizer; they differ at id {index}, {word!r}"
-        )

@@ -51,7 +51,7 @@ def check_weights(engine: EngineConfig, target: LlamaTarget) -> None:
             "..., native=True), keeps them, and engine.weights=same serves what is there"
         )
     device = cast(Tensor, target.norm.weight).device
-    for key in ("weights", "head_weights", "kv_dtype"):
+    for key in ("weights", "head_weights", "draft_weights", "kv_dtype"):
         if getattr(engine, key) == "fp8" and device.type == "cuda" and limits(device).capability < FP8_FROM:
             raise ValueError(
                 f"engine.{key}=fp8: this GPU has no 8-bit floats (compute capability {limits(device).capability / 10}, "
@@ -59,10 +59,10 @@ def check_weights(engine: EngineConfig, target: LlamaTarget) -> None:
             )
 
 
-def head_format(engine: EngineConfig, dtype: torch.dtype, device: torch.device) -> WeightFormat:
-    """Return in which format a head's linear layers are packed (`engine.head_weights`)."""
-    if engine.head_weights != "auto":
-        return cast("WeightFormat", engine.head_weights)
+def drafter_format(choice: str, dtype: torch.dtype, device: torch.device) -> WeightFormat:
+    """Return in which format a drafter's linear layers are packed (`engine.head_weights`, `engine.draft_weights`)."""
+    if choice != "auto":
+        return cast("WeightFormat", choice)
     return "int8" if device.type == "cpu" and reads_narrow(8, dtype, device) else "same"
 
 

@@ -7,6 +7,7 @@ import torch
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
+from models.heads.draft_model.head import DraftModelHead
 from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import make_head, memorise
@@ -67,7 +68,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
         drafter = None
         if draft_model is not None:
             folder = tiny_target_folder if draft_model == "same" else make_target_folder(seed=11, num_hidden_layers=1)
-            drafter = load_target(str(folder), dtype=dtype)
+            drafter = DraftModelHead.of(load_target(str(folder), dtype=dtype), target.config.vocab_size)
         folder = tiny_head_folder if head is None else trained_head_folder(head)
         head = load_head(folder, dtype=dtype, target=target)
         proposer_config = ProposerConfig(name="auto", max_draft_tokens=drafts, **(shape or {}))
@@ -138,11 +139,12 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
         target = load_target(str(folder), dtype=dtype)
         sources = ["suffix", "head", "draft_model"]
         options = {"max_draft_tokens": 4, "acceptance": [0.7, 0.4]}
+        drafter = folder if draft_model == "same" else other_folder
         return Engine(
             target,
             tokenizer=tiny_tokenizer,
             head=make_head(load_target(str(folder)), head),
-            draft_model=load_target(str(folder if draft_model == "same" else other_folder), dtype=dtype),
+            draft_model=DraftModelHead.of(load_target(str(drafter), dtype=dtype), VOCAB_SIZE),
             proposer=proposer,
             config=EngineConfig(**config),
             proposer_config=ProposerConfig(name="auto", sources=sources, **options | (shape or {})),

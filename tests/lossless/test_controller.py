@@ -137,6 +137,7 @@ class Switch(Planner):
         ("head", "p-eagle, one layer", "chain"),
         ("head", "medusa", "tree"),
         ("draft_model", None, "chain"),
+        ("draft_model", None, "tree"),
         ("combined", None, "chain"),
     ],
 )

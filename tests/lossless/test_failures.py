@@ -21,6 +21,7 @@ ENGINES = {
     "p-eagle tree": {"proposer": "head", "head": "p-eagle, one layer", "shape": {"tree": "beam:3x4"}},
     "dspark chain": {"proposer": "head", "head": "dspark"},
     "draft model": {"proposer": "draft_model"},
+    "draft model tree": {"proposer": "draft_model", "shape": {"tree": "beam:3x4:10"}},
     "combined": {"proposer": "combined"},
 }
 DOOMED = ("1", "4")

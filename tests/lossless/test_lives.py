@@ -45,6 +45,7 @@ DRAFTS = {
     "dflash chain": {"proposer": "head", "head": "dflash"},
     "dspark tree": {"proposer": "head", "head": "dspark", "shape": {"tree": "beam:3x4:10"}},
     "draft model": {"proposer": "draft_model"},
+    "draft model tree": {"proposer": "draft_model", "shape": {"tree": "beam:3x4:10"}},
     "combined": {"proposer": "combined"},
     "thicket": {},
 }

@@ -15,6 +15,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from kernels.cpu.library import library
+from models.heads.draft_model.head import DraftModelHead
 from models.targets import load_target
 from tests.gguf_writing import write_gguf
 from tests.heads import make_head
@@ -28,7 +29,8 @@ DRAFTS = {
     "n-gram": ("ngram", {}),
     "a head's chains": ("head", {}),
     "a head's trees": ("head", {"tree": "beam:3x4:9"}),
-    "a smaller model": ("draft_model", {}),
+    "a draft model's chains": ("draft_model", {}),
+    "a draft model's trees": ("draft_model", {"tree": "beam:3x4:9"}),
 }
 SHARED = list(range(20, 52))  # two pages
 PROMPTS = [[5, 6, 7] * 12, [*SHARED, 3], [*SHARED, 4, 9], [9] * 40, [3], [*SHARED, 5, 6], list(range(60, 90)), SHARED]
@@ -61,10 +63,14 @@ def checkpoints(make_target_folder, tmp_path_factory):
 
 
 def make_engine(checkpoint, dtype, proposer="none", shape=None, **config):
+    drafter = None
+    if proposer == "draft_model":
+        loaded = load_target(checkpoint, dtype=dtype, native=True)
+        drafter = DraftModelHead.of(loaded, loaded.config.vocab_size)
     return Engine(
         load_target(checkpoint, dtype=dtype, native=True),
         head=make_head(load_target(checkpoint), "eagle3, whole vocabulary") if proposer == "head" else None,
-        draft_model=load_target(checkpoint, dtype=dtype) if proposer == "draft_model" else None,
+        draft_model=drafter,
         proposer=proposer,
         config=EngineConfig(**config),
         proposer_config=ProposerConfig(name="auto", max_draft_tokens=4, **(shape or {})),

@@ -54,7 +54,7 @@ ENGINES = {
     "head chain": {"proposer": "head"},
     "head tree": {"proposer": "head", "shape": {"tree": "beam:4x4:14"}},
     "draft model": {"proposer": "draft_model"},
-    "other draft model": {"proposer": "draft_model", "draft_model": "other"},
+    "other draft model": {"proposer": "draft_model", "draft_model": "other", "shape": {"tree": "beam:4x4:14"}},
     "combined": {"proposer": "combined"},
 }
 

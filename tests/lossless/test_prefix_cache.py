@@ -19,6 +19,7 @@ ENGINES = {
     "dflash head chain": {"proposer": "head", "head": "dflash"},
     "dflash2 head tree": {"proposer": "head", "head": "dflash2", "shape": {"tree": "beam:4x4"}},
     "draft model": {"proposer": "draft_model", "draft_model": "same"},
+    "draft model tree": {"proposer": "draft_model", "draft_model": "same", "shape": {"tree": "beam:4x4"}},
     "combined": {
         "proposer": "combined",
         "shape": {"sources": ["suffix", "head", "draft_model"]},
@@ -106,7 +107,7 @@ def test_pre_empted_requests_take_up_what_they_had(make_engine, expected):
     engine._pool.invariants([])
 
 
-@pytest.mark.parametrize("name", ["none", "head chain", "head tree", "draft model"])
+@pytest.mark.parametrize("name", ["none", "head chain", "head tree", "draft model", "draft model tree"])
 @pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 37])
 def test_answers_to_one_prompt_share_it(make_engine, name, length):
     prompt = make_prompts()[10][:length]

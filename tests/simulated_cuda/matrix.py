@@ -55,6 +55,7 @@ DRAFTERS: dict[str, Drafter] = {
     "ngram": Drafter("ngram"),
     "suffix": Drafter("suffix"),
     "draft model": Drafter("draft_model", draft_model=True),
+    "draft model, beam": Drafter("draft_model", None, BEAM, draft_model=True),
     "combined": Drafter("combined", EAGLE3, {"sources": ["suffix", "head"]}),
     "eagle": Drafter("head", "eagle"),
     "eagle3": Drafter("head", EAGLE3, requests=tuple(REQUESTS)),

@@ -10,6 +10,7 @@ from typing import Any
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
+from models.heads.draft_model.head import DraftModelHead
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
@@ -28,13 +29,13 @@ def make_engine(folder: Path, drafter: Drafter, device: str = "cuda:0", **config
 
     Every call of the clock that its costs are measured with takes a millisecond, so that drafts seem to cost nothing.
     """
-    target, calls = load_target(str(folder), device=device), itertools.count()
+    target, draft, calls = *(load_target(str(folder), device=device) for _ in range(2)), itertools.count()
     adaptive = drafter.config.get("adaptive", False)
     return Engine(
         target,
         tokenizer=Tokenizer.load(folder),
         head=None if drafter.head is None else make_head(load_target(str(folder)), drafter.head),
-        draft_model=load_target(str(folder), device=device) if drafter.draft_model else None,
+        draft_model=DraftModelHead.of(draft, target.config.vocab_size) if drafter.draft_model else None,
         proposer=drafter.proposer,
         config=EngineConfig(**SIZES | config),
         proposer_config=ProposerConfig(name="auto", **{"max_draft_tokens": 3} | drafter.config),

@@ -8,6 +8,7 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.heads.config import HeadConfig
+from models.heads.draft_model.head import DraftModelHead
 from models.targets import load_target
 
 
@@ -178,28 +179,21 @@ def test_what_a_request_asks_for_must_be_there(engine):
     assert not engine.has_work
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tiny_target_folder, make_target_folder):
-    other = make_target_folder(seed=3, vocab_size=400)
-    with pytest.raises(ValueError, match=r"proposer\.draft_model: its vocabulary has 400 tokens, the target's 384"):
-        Engine(load_target(str(tiny_target_folder)), draft_model=load_target(str(other)))
-    folder = make_target_folder(seed=3)
-    file = folder / "tokenizer.json"
-    file.write_text(file.read_text().replace('"<|endoftext|>"', '"<|other|>"'))
-    model = ModelConfig(name="tiny", path=str(tiny_target_folder))
-    settings = ProposerConfig(name="draft_model", draft_model=str(folder))
-    with pytest.raises(ValueError, match=r"must share the target's tokenizer"):
-        Engine.load(model, None, None, settings)
-
-
+@pytest.mark.parametrize("tree", ["none", "beam:3x4"])
 def test_a_draft_model_with_a_short_context_stops_drafting_and_the_request_goes_on(
-    tiny_target_folder, make_target_folder
+    tiny_target_folder, make_target_folder, tree
 ):
-    smaller = load_target(str(make_target_folder(seed=0, max_position_embeddings=32)))
-    target = load_target(str(tiny_target_folder))
+    folder, target = make_target_folder(seed=0, max_position_embeddings=32), load_target(str(tiny_target_folder))
+    smaller = DraftModelHead.of(load_target(str(folder)), target.config.vocab_size)
     plain = Engine(load_target(str(tiny_target_folder)), proposer="none")
-    engine = Engine(target, draft_model=smaller, proposer="draft_model")
+    engine = Engine(
+        target, draft_model=smaller, proposer="draft_model", proposer_config=ProposerConfig("auto", tree=tree)
+    )
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     for prompt in ([3] * 10, [3] * 50):
         (completion,) = engine.generate([prompt], params)
         assert completion.token_ids == plain.generate([prompt], params)[0].token_ids
         assert (completion.stats.drafted > 0) == (len(prompt) < 32)
+    together = engine.generate([[3] * 10, [3] * 50, [4] * 28], params)
+    assert [c.token_ids for c in together[:2]] == [plain.generate([[3] * n], params)[0].token_ids for n in (10, 50)]
+    assert engine.stats.proposer_failures == 0

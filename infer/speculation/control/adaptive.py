@@ -65,6 +65,7 @@ def make_controller(
     key = {
         "target": target.fingerprint or repr(target.config),
         "head": None if engine.head is None else repr(engine.head.config),
+        "draft_model": None if engine.draft_model is None else repr(engine.draft_model.config),
         "drafters": {name: list(limit) for name, limit in sorted(drafters.items())},
         "device": torch.cuda.get_device_name(engine.device) if on_gpu else f"{processor()} {' '.join(flags())}",
         "threads": list(asdict(engine.threads.plan).values()),

@@ -32,7 +32,8 @@ def build_proposers(
         deepest = min(chain.depth, head.max_depth or chain.depth)
         proposers["head"] = (head, Budget(most, head.shape.depth) if head.shape else Budget(deepest, deepest))
     if draft_model is not None:
-        proposers["draft_model"] = (draft_model, chain)
+        shape = draft_model.shape
+        proposers["draft_model"] = (draft_model, Budget(most, shape.depth) if shape else chain)
     if config.acceptance is not None:
         proposers["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
     sources = {name: proposers[name] for name in config.sources if name in proposers}
