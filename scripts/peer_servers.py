@@ -37,7 +37,6 @@ from infer.options.command_words import model_overrides
 from infer.options.devices import dtype_name
 from infer.options.exported_heads import head_folder
 from infer.request import SpeculationStats
-from infer.speculation.proposers.ngram import LONGEST, SHORTEST
 from kernels.cpu.level import SWITCH, chosen_level, machine_level
 from models.targets import resolve_checkpoint
 from scripts.config import SystemsConfig
@@ -285,7 +284,8 @@ def vllm_command(
     if not config.compile:
         command += ["--enforce-eager"]
     if variant.source == "ngram":
-        lookup = f'"prompt_lookup_min": {SHORTEST}, "prompt_lookup_max": {LONGEST}'
+        shortest, longest = config.proposer.lookup_sizes
+        lookup = f'"prompt_lookup_min": {shortest}, "prompt_lookup_max": {longest}'
         command += ["--speculative-config", f'{{"method": "ngram", "num_speculative_tokens": {depth}, {lookup}}}']
     elif variant.source:
         head = f'"method": "eagle3", "model": "{eagle3_folder(config)}", "num_speculative_tokens": {depth}'
@@ -312,7 +312,8 @@ def llama_command(
     if variant.source:
         command += ["--spec-type", SOURCES["llama.cpp"][variant.source]]
     if variant.source == "ngram" and variant.shape:
-        command += ["--spec-ngram-simple-size-n", str(LONGEST), "--spec-ngram-simple-size-m", str(depth)]
+        _, longest = config.proposer.lookup_sizes
+        command += ["--spec-ngram-simple-size-n", str(longest), "--spec-ngram-simple-size-m", str(depth)]
     if variant.source == "head":
         out_type = "q8_0" if config.engine.head_weights in ("int8", "auto") else OUT_TYPES[dtype]
         head = gguf_of_head(folder, eagle3_folder(config), checkpoint_of(config), out_type)
