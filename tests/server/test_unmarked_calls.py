@@ -215,7 +215,7 @@ def test_where_it_stays_content_over_http(talking: dict[str, Server]) -> None:
         ({"anyOf": [{"type": "string"}, {"minimum": 3}]}, ["a", 3], [2]),
         ({"oneOf": [{"const": 1}, {"const": 2}], "allOf": [{"minimum": 2}]}, [2], [1, 3]),
         ({"additionalProperties": {"type": "integer"}}, [{}, {"a": 1}], [{"a": "b"}]),
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"const": 1}}}, [1], [2]),
+        ({"$ref": "#/$defs/a~1b%20~0", "$defs": {"a/b ~": {"const": 1}}}, [1], [2]),
         (
             {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
             [{"next": {"next": {}}}],

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from typing import Any
-from urllib.parse import unquote
 
 from infer.server.protocol.fields import is_one_of
 
@@ -79,9 +78,15 @@ class Check:
             raise ValueError("neither the document nor a place inside it")
         node = self._document
         for part in path.split("/")[1:]:
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
+            key = unquoted(part).replace("~1", "/").replace("~0", "~")
             node = node[int(key)] if isinstance(node, list) else node[key]
         return node
+
+
+def unquoted(part: str) -> str:
+    """Decode `%20` and the like, in ASCII."""
+    first, *rest = part.split("%")
+    return first + "".join(chr(int(piece[:2], 16)) + piece[2:] for piece in rest)
 
 
 def is_a(value: Any, kinds: str | list[str]) -> bool:
