@@ -36,10 +36,10 @@ RENAMED = {
 WITHOUT_EFFECT = ("engine.", "parallel.patience_minutes")  # no update depended on these: any value will do
 
 
-# What other servers call it, vLLM's words mostly, and what it is here; {...} of speculative_config too.
+# What other servers call it, vLLM's words mostly, fields of its speculative_config included, and what it is here.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("num_speculative_tokens", "num_draft_tokens", "n_predict"),
+        ("num_speculative_tokens", "speculative_num_draft_tokens", "num_draft_tokens", "n_predict"),
         "proposer.max_draft_tokens, in a request speculative.max_draft_tokens",
     ),
     **dict.fromkeys(("speculative_config", "speculative_algorithm", "method"), "proposer=<name> and head=<name>"),
@@ -63,7 +63,19 @@ ELSEWHERE = {
     "synthetic_acceptance_rates": "proposer=synthetic proposer.acceptance=[...]",
     "use_heterogeneous_vocab": "nothing to set: proposer.draft_model compares the tokenizers",
     "draft_sample_method": "nothing to set: drafts are drawn with the target's noise",
-    "speculative_token_tree": "proposer.tree",
+    **dict.fromkeys(
+        ("speculative_token_tree", "speculative_num_steps", "speculative_eagle_topk"),
+        "proposer.tree=beam:<width>x<depth>, or proposer.max_draft_tokens for a chain",
+    ),
+    "dspark_draft_topk": "proposer.candidates",
+    **dict.fromkeys(
+        (
+            *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
+            *("draft_load_config", "index_share_for_mtp_iteration", "code_revision"),
+        ),
+        "nothing to set",
+    ),
+    **dict.fromkeys(("attention_backend", "moe_backend"), "the environment variable HEADWAY_KERNELS"),
     "tensor_parallel_size": "engine.tensor_parallel",
     "pipeline_parallel_size": "engine.tensor_parallel; layers are not spread over ranks",
     "data_parallel_size": "server.replicas",
@@ -79,6 +91,9 @@ ELSEWHERE = {
     "enforce_eager": "engine.graphs=off",
     "quantization": "engine.weights; a quantised checkpoint says itself how it is stored",
     **dict.fromkeys(("rope_scaling", "hf_overrides"), "rope_scaling in the model's config.json"),
+    **{name: f"model.{name}" for name in ("dtype", "device", "revision")},
+    **{name: f"server.{name}" for name in ("host", "port")},
+    "draft_model": "proposer.draft_model",
     "served_model_name": "model.name",
     **dict.fromkeys(("api_key", "api_keys"), "HEADWAY_API_KEY or server.api_keys_file"),
     **dict.fromkeys(("tool_call_parser", "enable_auto_tool_choice"), "server.tool_parser"),
@@ -107,8 +122,12 @@ def full_keys(words: Iterable[str], fields: Collection[str]) -> list[str]:
     result = []
     for word in words:
         key, equals, value = word.partition("=")
-        if word.startswith("--") and (here := elsewhere(key.removeprefix("--"))):
+        if word.startswith("--") and (here := elsewhere(key[2:])):
+            name = key[2:].replace("-", "_")
+            here = name if name in fields else here
             raise ValueError(f"{key}: options are written key=value, without dashes; here {here}")
+        if equals and key in ELSEWHERE and key not in fields:  # before Hydra reads the value, which may be JSON
+            raise ValueError(removal(key))
         full = SHORT.get(key, "") if equals and key not in fields else ""
         result.append(f"{full}={value}" if full.partition(".")[0] in fields else word)
     return result

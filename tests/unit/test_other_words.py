@@ -51,7 +51,10 @@ def test_keys_without_their_group() -> None:
         ("tensor_parallel_size=2", "tensor_parallel_size: unknown key; here engine.tensor_parallel"),
         ("max_num_seqs=8", "max_num_seqs: unknown key; here engine.max_batch"),
         ("disable_by_batch_size=8", "disable_by_batch_size: unknown key; here proposer.adaptive=true"),
-        ("speculative_config=x", "speculative_config: unknown key; here proposer=<name> and head=<name>"),
+        (
+            'speculative_config={"method": "ngram"}',
+            "speculative_config: unknown key; here proposer=<name> and head=<name>",
+        ),
         ("draft_tensor_parallel_size=1", "draft_tensor_parallel_size: unknown key; here engine.tensor_parallel, which"),
         ("engine.max_model_length=8", "engine.max_model_length: unknown key; did you mean max_model_len?"),
         ("acceptance=mostly", "proposer.acceptance=mostly: must be one of exact, block, typical"),
@@ -64,10 +67,18 @@ def test_what_has_another_name_here(word: str, message: str) -> None:
         compose("serve", ServeConfig, [word])
 
 
-def test_options_with_dashes() -> None:
-    command = [sys.executable, "infer/serve.py", "--max-num-seqs", "8"]
+@pytest.mark.parametrize(
+    ("script", "option", "here"),
+    [
+        ("serve", "--max-num-seqs", "engine.max_batch"),
+        ("serve", "--seed=1", "engine.seed"),
+        ("generate", "--seed", "seed"),
+    ],
+)
+def test_options_with_dashes(script: str, option: str, here: str) -> None:
+    command = [sys.executable, f"infer/{script}.py", option, "8"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    expected = "error: --max-num-seqs: options are written key=value, without dashes; here engine.max_batch\n"
+    expected = f"error: {option.partition('=')[0]}: options are written key=value, without dashes; here {here}\n"
     assert (result.returncode, result.stderr) == (2, expected)
 
 
