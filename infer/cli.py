@@ -30,7 +30,7 @@ from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.exported_heads import with_head
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_choices import OPTION, PROVIDER, named_choices
-from infer.options.removed_keys import drop_constants, removal
+from infer.options.removed_keys import drop_constants, full_keys, removal
 from infer.parallel.launched import launched_rank
 from models.heads.config import HeadConfig
 
@@ -68,7 +68,8 @@ def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
     store_schemas()
     with hydra.initialize_config_dir(CONF, version_base="1.3"):
         try:
-            config = hydra.compose(command, named_choices(overrides))
+            words = full_keys(overrides, [field.name for field in fields(cast(Any, schema))])
+            config = hydra.compose(command, named_choices(words))
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(explain(error)) from error
     refuse_keys_without_effect(command, overrides)
@@ -104,7 +105,8 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):
-                    sys.argv[1:] = named_choices(literal_overrides(typed, schema))  # Hydra reads sys.argv
+                    words = full_keys(typed, [field.name for field in fields(cast(Any, schema))])
+                    sys.argv[1:] = named_choices(literal_overrides(words, schema))  # Hydra reads sys.argv
                     hydra.main(config_path=CONF, config_name=command, version_base="1.3")(run)()
             finally:
                 _set_full_error(full_error)

@@ -8,13 +8,14 @@ made from Python therefore needs no Hydra. Knows nothing about training; `train/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.exported_heads import AUTO, PUBLISHED, NoHeadConfig, PublishedHeadConfig
 from infer.options.tracker_config import TRACKERS
+from infer.sampling.params import MAX_SEED, SamplingParams, acceptance_rule
 from models.checks import MISSING, at_least, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
@@ -68,7 +69,13 @@ class ProposerConfig:
     draft_model_revision: str | None = None
     # a draft model drafts all tokens of a step in one forward (PARD); null: if its config.json names a mask token
     parallel_drafting: bool | None = None
-    acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted
+    # acceptance rule of requests that name none: exact (also called rejection), block or typical (README); for
+    # `synthetic` the rate at each depth, given that the one before was accepted: [0.8,0.7]
+    acceptance: Any = None
+    # of typical acceptance: a token is accepted if it is more likely than the lesser of the first, and the second times
+    # exp(-entropy); null: 0.09 and 0.3
+    posterior_threshold: float | None = number(None, low=0, high=1)
+    posterior_alpha: float | None = number(None, low=0, high=1)
     sources: list[str] = choice(["suffix", "head"], *SOURCES)  # merged by `combined`
     prompt_lookup_max: int = number(4, low=1)  # n-gram lookup: most tokens of the suffix that is looked up
     prompt_lookup_min: int | None = number(None, low=1)  # and fewest; null: 2, or prompt_lookup_max if that is 1
@@ -85,11 +92,11 @@ class ProposerConfig:
             at_least("proposer.max_draft_tokens", self.max_draft_tokens, 1)
         if len(set(self.sources)) < max(2, len(self.sources)):
             raise ValueError(f"proposer.sources={self.sources}: name at least two, each once")
-        if self.acceptance is not None and not (
-            0 < len(self.acceptance) < MAX_TREE_NODES and all(0 <= rate <= 1 for rate in self.acceptance)
-        ):
+        if isinstance(self.acceptance, str | None):
+            self.acceptance = acceptance_rule("proposer.acceptance", self.acceptance)
+        elif not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in self.rates) or not self.rates:
             raise ValueError(f"proposer.acceptance={self.acceptance}: must be rates from 0 to 1, at most 63 of them")
-        if self.name == "synthetic" and self.acceptance is None:
+        if self.name == "synthetic" and not self.rates:
             raise ValueError("proposer=synthetic: needs proposer.acceptance=[...], the rate at each depth: [0.8,0.7]")
         if self.name == "draft_model" and self.draft_model is None:
             raise ValueError("proposer=draft_model: needs proposer.draft_model=<folder or hub id of a smaller target>")
@@ -106,6 +113,21 @@ class ProposerConfig:
         """The fewest and most tokens that n-gram lookup looks up: one matches too often, more than four too rarely."""
         shortest = min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min
         return shortest, self.prompt_lookup_max
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The rates of synthetic acceptance, by depth; none for a list longer than a tree is deep."""
+        rates = self.acceptance if isinstance(self.acceptance, list) else []
+        return tuple(rates) if len(rates) < MAX_TREE_NODES else ()
+
+    def with_rule(self, params: SamplingParams) -> SamplingParams:
+        """Return a request's parameters with the acceptance rule and its thresholds, where they name none."""
+        rule = params.acceptance or (self.acceptance if isinstance(self.acceptance, str) else None)
+        if rule == params.acceptance and rule != "typical":
+            return params
+        stated = {name: getattr(params, name) for name in ("posterior_threshold", "posterior_alpha")}
+        limits = {name: getattr(self, name) if value is None else value for name, value in stated.items()}
+        return replace(params, acceptance=rule, **limits)
 
     @property
     def shape(self) -> Beam | Measured | Paths | None:
@@ -142,6 +164,11 @@ class EngineConfig:
     threads: int | None = number(None, low=1)
     graphs: str = choice("auto", "auto", "on", "off")  # CUDA graphs of decode steps; auto: on a GPU; no token changes
     tensor_parallel: int = number(1, low=1)  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
+    # share of the device's memory (vLLM's gpu_memory_utilization) for weights, KV cache and steps together, which the
+    # cache then fills up to max_batch contexts; null: most of what is free, and no more than is likely to be used
+    memory_share: float | None = number(None, above=0, high=1)
+    max_model_len: int | None = number(None, low=1)  # tokens of prompt and answer; null: the model's context
+    seed: int | None = number(None, low=0, high=MAX_SEED)  # from which the seeds of requests without one follow
 
     def __post_init__(self) -> None:
         check_fields(self, "engine.")

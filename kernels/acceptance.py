@@ -9,7 +9,6 @@ a GPU decides as a CPU does on the same distributions, unless a sum is within fp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +20,6 @@ from kernels.triton import in_use
 COINS = 0x2545F491
 GOLDEN = 0x9E3779B1
 LEAST = 2.0**-126  # the smallest normal fp32 number; smaller weights count as zero
-TYPICAL_EPSILON, TYPICAL_DELTA = 0.3, 0.09  # of Medusa's utils.py
 
 
 def stream(purpose: int, root: int) -> int:
@@ -96,11 +94,11 @@ def verify_block(target: Tensor, draft: Tensor | None, tokens: Sequence[int], se
     return accepted, draw(residual, seed, root + accepted)
 
 
-def typical_mask(probs: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
+def typical_mask(probs: Tensor, parents: Tensor, tokens: Tensor, thresholds: Tensor, alphas: Tensor) -> Tensor:
     """Return which drafted tokens typical acceptance (Medusa, arXiv 2401.10774) accepts, bool `[M]`.
 
-    probs `[R, V]`; parents `[M]`: the row of each token's parent; tokens `[M]`. A token is accepted if its probability
-    in that row exceeds min(epsilon, delta * exp(-entropy of the row)).
+    probs `[R, V]`; parents `[M]`: the row of each token's parent; tokens `[M]`; thresholds and alphas fp64 `[M]`. A
+    token is accepted if its probability in that row exceeds min(threshold, alpha * exp(-entropy of the row)).
     """
     probability = probs[parents, tokens].double()
     if in_use(probs.device):
@@ -109,8 +107,8 @@ def typical_mask(probs: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
         entropy = gpu.entropy(probs)
     else:
         entropy = entropy_of(probs)
-    threshold = math.log(TYPICAL_DELTA) - entropy[parents]
-    return (probability > TYPICAL_EPSILON) | (probability.log() > threshold)
+    by_entropy = alphas.log() - entropy[parents]
+    return (probability > thresholds) | (probability.log() > by_entropy)
 
 
 def entropy_of(probs: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -35,8 +34,8 @@ from infer.graphs.warm_up import WarmUp
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
-from infer.options.devices import use_device
-from infer.options.engine_sizes import DeviceFacts, engine_sizes
+from infer.options.devices import memory_left, use_device
+from infer.options.engine_sizes import DeviceFacts, context_of, engine_sizes
 from infer.options.stored_weights import check_weights, drafter_format
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
@@ -46,7 +45,7 @@ from infer.request import MAX_SEED, Completion, Request, SamplingParams, StepOut
 from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.grammar import Grammar
 from infer.sampling.logits_processors import check_first_row
-from infer.sampling.params import as_ids
+from infer.sampling.params import as_ids, seed_source
 from infer.sampling.stopping import FinishReason, StopText
 from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
@@ -108,7 +107,8 @@ class Engine:
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.check_ranks = self._shard.check  # raises RankLost if another rank has ended, as the next step would
         self.device, self.dtype, self.rounds_activations = self._shard.device, self._shard.dtype, self._shard.integer
-        self.context = target.config.max_position_embeddings
+        self.context = context_of(self.config, target.config)
+        self.seeds = seed_source(self.config.seed)  # of requests without a seed
         self.threads = plan_threads(self.config, self._shard, timer)
         if exact and probe:
             probe_exactness(self._shard, self.threads.plan)
@@ -184,7 +184,8 @@ class Engine:
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
-        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        seed = self.seeds.randrange(MAX_SEED) if params.seed is None else params.seed
+        params = self.proposer_config.with_rule(params)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
@@ -437,12 +438,14 @@ class Engine:
         head_layers = self._head.kv_layers if self._head else ()
         draft_layers = self._draft_model.kv_layers if self._draft_model else ()
         target_layers = self._shard.layer_shapes
-        free, shapes = self._shard.free(), [*target_layers, *head_layers, *draft_layers]
+        shapes = [*target_layers, *head_layers, *draft_layers]
+        modules = [self.target, *(drafter.module for drafter in (self._head, self._draft_model) if drafter is not None)]
+        weights = weight_bytes(*modules)
+        free = memory_left(self.config, self.device, self._shard.free(), weights)
         facts = DeviceFacts(self.device.type, free, workspace_bytes(1, self.target.config, self.dtype))
         self.sizes = engine_sizes(self.config, self.context, facts)
         parts = self.config, self.target.config, shapes, self.dtype
-        modules = [self.target, *(drafter.module for drafter in (self._head, self._draft_model) if drafter is not None)]
-        self.memory = plan_memory(*parts, sizes=self.sizes, weights=weight_bytes(*modules), free=free)
+        self.memory = plan_memory(*parts, sizes=self.sizes, weights=weights, free=free)
         layers = self._shard.allocate(self.memory.pages, self.config.page_size, [*head_layers, *draft_layers])
         self._pool = KVPool(layers, max_requests=self.config.max_batch, max_positions=self.context)
         if self._head is not None:
@@ -477,7 +480,7 @@ class Engine:
             self._stats,
             self.threads,
             context=self.context,
-            rates=tuple(self.proposer_config.acceptance or ()),
+            rates=self.proposer_config.rates,
             clock=self._clock,
             timer=self._timer,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,6 +40,8 @@ def generate(
         """Add prompts, each with all of its completions, until `max_concurrency` completions are in progress."""
         while waiting and (max_concurrency is None or active < max_concurrency):
             (prompt, prompt_params), first = waiting.popleft(), None
+            if prompt_params.n > 1 and prompt_params.seed is None:
+                prompt_params = replace(prompt_params, seed=engine.seeds.randrange(MAX_SEED - prompt_params.n))
             for single in completion_params(prompt_params):
                 request_id = engine.add(prompt, single, parent=first)
                 requests.append(engine.request(request_id))
@@ -59,11 +60,11 @@ def generate(
 
 
 def completion_params(params: SamplingParams) -> list[SamplingParams]:
-    """Return params for each of the `n` completions: the i-th gets seed + i (a random seed if none is set)."""
+    """Return params for each of the `n` completions: the i-th gets seed + i."""
     if params.n == 1:
         return [params]
-    first = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
-    return [replace(params, n=1, seed=(first + index) % (MAX_SEED + 1)) for index in range(params.n)]
+    assert params.seed is not None
+    return [replace(params, n=1, seed=(params.seed + index) % (MAX_SEED + 1)) for index in range(params.n)]
 
 
 def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -48,7 +46,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the size of the KV pool.
 
-    `free`: bytes that can still be allocated once the weights are loaded; None if unknown. The pool holds
+    `free`: bytes that may still be allocated once the weights are loaded; None if unknown. The pool holds
     `sizes.cache_tokens`, or what fits. Raises ValueError if engine.max_tokens_in_cache, or even one page, does not fit.
     """
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
@@ -58,9 +56,10 @@ def plan_memory(
     if free is not None:
         fitting = int((free * (1 - SPARE) - workspace) // per_page) - 1  # less the null block
         if fitting < 1 or (config.max_tokens_in_cache and pages > fitting):
+            left = "free" if config.memory_share is None else f"left of engine.memory_share={config.memory_share}"
             raise ValueError(
                 f"engine.max_tokens_in_cache={tokens}: its KV needs {pages * per_page / MIB:.0f} MiB and a step "
-                f"{workspace / MIB:.0f} MiB, but {free / MIB:.0f} MiB are free; "
+                f"{workspace / MIB:.0f} MiB, but {free / MIB:.0f} MiB are {left}; "
                 + (f"{fitting * config.page_size} tokens would fit" if fitting > 0 else "use a smaller model or dtype")
             )
         pages = min(pages, fitting)
@@ -83,15 +82,3 @@ def weight_bytes(*modules: nn.Module) -> int:
             for parameter in child.parameters(recurse=False):
                 seen[parameter.data_ptr()] = parameter.numel() * parameter.element_size()
     return sum(seen.values())
-
-
-def free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        gc.collect()  # reference cycles may keep alive what is being replaced
-        torch.cuda.empty_cache()  # memory in torch's cache counts as free
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,10 +1,14 @@
-"""`model.device` and `model.dtype` as torch's device and dtype."""
+"""`model.device` and `model.dtype` as torch's device and dtype; the memory that an engine may use of a device."""
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import torch
 
-from infer.config import ModelConfig
+from infer.config import EngineConfig, ModelConfig
 from models.checkpoint import stated_dtype
 from models.targets import resolve_checkpoint
 
@@ -35,3 +39,30 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device={name}: this machine has no usable GPU; model.device=cpu runs without")
     return torch.device(name)
+
+
+def memory_left(config: EngineConfig, device: torch.device, free: int | None, weights: int) -> int | None:
+    """Return the bytes that may still be allocated: of the share that the engine may use what the weights leave.
+
+    `free`: bytes that can be allocated; None if unknown, which the result is then too unless a share is set.
+    """
+    if config.memory_share is None:
+        return free
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = max(int(config.memory_share * total) - weights, 0)
+    return left if free is None else min(left, free)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        gc.collect()  # reference cycles may keep alive what is being replaced
+        torch.cuda.empty_cache()  # memory in torch's cache counts as free
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

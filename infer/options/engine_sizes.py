@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from infer.config import EngineConfig
+from models.config import TargetConfig
 
 GIB = 2**30
 ROWS, MOST_ROWS = 512, 4096  # of a step: the default, and the most that pays on a GPU
@@ -40,7 +41,7 @@ def engine_sizes(config: EngineConfig, context: int, facts: DeviceFacts) -> Engi
     `context`: tokens of the longest request.
     """
     large = facts.kind == "cuda" and facts.free is not None and facts.free >= LARGE
-    rows, bound = ROWS, CACHE_TOKENS
+    rows, bound = ROWS, CACHE_TOKENS if config.memory_share is None else config.max_batch * context
     if large and facts.free is not None:
         fitting = int(facts.free * ROWS_SHARE) // facts.per_row
         rows = max(ROWS, min(MOST_ROWS, 1 << fitting.bit_length() - 1)) if fitting else ROWS
@@ -48,3 +49,15 @@ def engine_sizes(config: EngineConfig, context: int, facts: DeviceFacts) -> Engi
     chunk = config.prefill_chunk or (rows // 2 if config.max_rows is None else min(rows // 2, config.max_rows))
     tokens = config.max_tokens_in_cache or max(context, min(config.max_batch * context, bound))
     return EngineSizes(chunk, config.max_rows or max(rows, chunk, config.max_batch), tokens)
+
+
+def context_of(config: EngineConfig, target: TargetConfig) -> int:
+    """Return the tokens of the longest request. Raises ValueError for more than the target has positions for."""
+    wanted, most = config.max_model_len, target.max_position_embeddings
+    if wanted is not None and wanted > most:
+        raise ValueError(
+            f"engine.max_model_len={wanted}: the model's context is {most} tokens, which this only shortens; a longer "
+            f'one needs a rope scaling by name in config.json: "rope_scaling": {{"rope_type": "yarn", "factor": '
+            f'{-(-wanted // most)}, "original_max_position_embeddings": {most}}}'
+        )
+    return wanted or most

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from infer.kvcache.memory import free_bytes
 from infer.kvcache.tensors import KVLayers, LayerShape, kv_dtype
+from infer.options.devices import free_bytes
 from kernels.quantise import WeightFormat
 from kernels.rows import AttentionRows
 from kernels.slower import say_slower, slower_attention, slower_layers

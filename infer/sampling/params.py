@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,10 @@ LEAST_NORMAL, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # A logit of 65504, times this, divided by LEAST_TEMPERATURE, is still finite.
 MOST_PENALTY = MOST_BIAS = 1e10
 BIAS_RULE = f"must be {-MOST_BIAS:g} to {MOST_BIAS:g}"
-ABSENT = {"seed", "logprobs", "prompt_logprobs", "max_draft_tokens", "deadline_s"}
+ABSENT = {
+    *("seed", "logprobs", "prompt_logprobs", "max_draft_tokens", "deadline_s"),
+    *("posterior_threshold", "posterior_alpha"),
+}
 # Field -> minimum, maximum, and the rule that an error states.
 INTEGERS = {
     "top_k": (0, MAX_INT, "must be 0 (off) or at least 1, and fit 64 bits"),
@@ -45,9 +49,16 @@ FLOATS = {
         f"must be {1 / MOST_PENALTY:g} to {MOST_PENALTY:g} (1: off)",
     ),
     "deadline_s": (0.0, 1e300, "must be above 0 and finite, or absent"),
+    "posterior_threshold": (0.0, 1.0, "must be 0 to 1, or absent"),
+    "posterior_alpha": (0.0, 1.0, "must be 0 to 1, or absent"),
 }
 ACCEPTANCE_RULES = ("exact", "block", "typical")
-AcceptanceRule = Literal["exact", "block", "typical"]
+# Other names of the rules: rejection sampling is the usual one that keeps the target's distribution, as exact does.
+RULE_NAMES = dict.fromkeys(("rejection", "standard", "rejection_sampler"), "exact") | {
+    "typical_acceptance_sampler": "typical"
+}
+POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # of typical acceptance, as Medusa generates
+AcceptanceRule = Literal["exact", "rejection", "block", "typical"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,12 @@ class SamplingParams:
     speculate: bool = True  # false: no drafts for this request
     proposer: str | None = None  # null: the engine's
     max_draft_tokens: int | None = None  # maximum draft depth; null: the engine's
-    acceptance: AcceptanceRule = "exact"  # block and typical relax a guarantee (infer/speculation/lossy.py)
+    # exact, also called rejection; block and typical relax a guarantee (infer/speculation/lossy.py); null: the engine's
+    acceptance: AcceptanceRule | None = None
+    posterior_threshold: float | None = (
+        None  # of typical: a token more likely than this is accepted; null: the engine's
+    )
+    posterior_alpha: float | None = None  # and one more likely than this times exp(-entropy); null: the engine's
     cache_salt: str = ""  # requests share cached text (KV pages, earlier responses) only with equal salts
     priority: int = 0  # higher runs first
     deadline_s: float | None = None  # ends the request this long after it was added
@@ -120,8 +136,7 @@ class SamplingParams:
         if self.grammar is not None:  # it alone decides where the output ends
             self._set("min_tokens", 0)
             self._set("ignore_eos", False)
-        rules = ", ".join(ACCEPTANCE_RULES)
-        check(self.acceptance in ACCEPTANCE_RULES, "acceptance", self.acceptance, f"must be one of {rules}")
+        self._set("acceptance", acceptance_rule("acceptance", self.acceptance))
 
     def _check_tokens(self) -> None:
         """Check and normalise token ids. The engine checks them against its vocabulary."""
@@ -139,6 +154,12 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def typical(self) -> tuple[float, float]:
+        """Threshold and alpha of typical acceptance."""
+        threshold, alpha = self.posterior_threshold, self.posterior_alpha
+        return (POSTERIOR_THRESHOLD if threshold is None else threshold, POSTERIOR_ALPHA if alpha is None else alpha)
 
     @property
     def token_ids(self) -> dict[str, Sequence[int]]:
@@ -213,3 +234,15 @@ def check(holds: bool, name: str, value: object, rule: str) -> None:
         if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print very long integers
             value = f"an integer of {value.bit_length()} bits"
         raise ValueError(f"{name}={value}: {rule}")
+
+
+def acceptance_rule(name: str, value: Any) -> Any:
+    """Return the rule that a name means; None stays None. Raises ValueError naming the field."""
+    rule = RULE_NAMES.get(value, value) if isinstance(value, str) else value
+    check(rule is None or rule in ACCEPTANCE_RULES, name, value, f"must be one of {', '.join(ACCEPTANCE_RULES)}")
+    return rule
+
+
+def seed_source(seed: int | None) -> random.Random:
+    """Return the source of seeds for requests without one: random numbers, or the sequence that begins at `seed`."""
+    return random.SystemRandom() if seed is None else random.Random(seed)

@@ -53,7 +53,7 @@ class Service:
         self.names = TokenNames(self.tokenizer.token_bytes)
         self.context = min(engine.context, engine.memory.pages * engine.config.page_size)
         self.vocab_size = engine.target.config.vocab_size
-        self.end_tokens, self._compile = engine.end_tokens, engine.compile
+        self.end_tokens, self._compile, self.seeds = engine.end_tokens, engine.compile, engine.seeds
         settings = {
             "tokenizer": self.tokenizer.backend.to_str(),
             "vocab_size": max(self.vocab_size, self.tokenizer.vocab_size),
@@ -219,7 +219,8 @@ class Service:
     def _params(self, body: GenerationRequest, max_tokens: int, tenant: str, grammar: Grammar | None) -> SamplingParams:
         try:
             params = body.sampling_params(max_tokens, self._bad_word_ids(body.bad_words or ()))
-            params = replace(params, grammar=grammar, cache_salt=f"{tenant}/{params.cache_salt}")
+            seed = self.seeds.randrange(2**53) if params.seed is None else params.seed  # JavaScript represents it
+            params = replace(params, grammar=grammar, cache_salt=f"{tenant}/{params.cache_salt}", seed=seed)
         except ValueError as error:
             name = str(error).partition("=")[0]
             raise ApiError(400, str(error), param=name, code="invalid_value") from error

@@ -21,7 +21,7 @@ def rule_for(request: Request, proposer: str) -> str:
     """Return the acceptance rule in force: at temperature 0 all but synthetic acceptance are the exact rule."""
     if proposer == "synthetic":
         return "synthetic"
-    return request.params.acceptance if request.params.temperature > 0 else "exact"
+    return (request.params.temperature > 0 and request.params.acceptance) or "exact"
 
 
 def verify(
@@ -44,7 +44,7 @@ def verify(
 
     def by_typical(subset: Sequence[Request]) -> Tensor | None:
         typical = active_rows("typical", subset)
-        return typical_nodes(tree, choices, typical) if typical else None
+        return typical_nodes(requests, tree, choices, typical) if typical else None
 
     def by_block(subset: Sequence[Request]) -> dict[int, tuple[int, int]]:
         blocks = [b for b in active_rows("block", subset) if tree.is_chain_of(b)]
@@ -76,7 +76,7 @@ def verify_blocks(
     )
 
 
-def typical_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
+def typical_nodes(requests: Sequence[Request], tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
     """Return bool `[B, N]`: the nodes of the requests `wanted` that typical acceptance accepts."""
     selected = torch.zeros_like(tree.inside)
     selected[list(wanted)] = tree.inside[list(wanted)]
@@ -85,7 +85,9 @@ def typical_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> T
     above, probs = row_index.gather(1, tree.parent.clamp(min=0).long()), target_probs(tree, choices, wanted)
     accepted = torch.zeros_like(selected)
     parents, tokens = sent(torch.stack([above[selected], tree.token[selected]]), probs.device)
-    accepted[selected] = typical_mask(probs, parents, tokens).cpu()
+    limits = torch.tensor([request.params.typical for request in requests], dtype=torch.float64)
+    limits = sent(limits[selected.nonzero()[:, 0]], probs.device).unbind(1)
+    accepted[selected] = typical_mask(probs, parents, tokens, *limits).cpu()
     return accepted
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.sampling.params import SamplingParams
 from kernels import acceptance
 from scripts.gpu_check.measure import Item, close, same, timed
 from scripts.gpu_check.plan import BF16, KernelCheck
@@ -29,11 +30,12 @@ def chains(batch: int, drafted: int, size: int, device: torch.device) -> tuple[A
     return target_probs.flatten(0, 1).to(device), tokens, proposals, seeds, [100 + b for b in range(batch)]
 
 
-def typical(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def typical(probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return inputs of `typical_mask` with two tokens per row of `probs`, likely ones for every other row."""
     above = torch.arange(2 * len(probs), device=probs.device) // 2
     tokens = torch.where(above % 2 == 0, probs.argmax(-1)[above], above % probs.shape[1])
-    return probs, above, tokens
+    threshold, alpha = (torch.full_like(tokens, limit, dtype=torch.float64) for limit in SamplingParams().typical)
+    return probs, above, tokens, threshold, alpha
 
 
 def sizes(device: torch.device) -> tuple[int, int, int]:
@@ -62,7 +64,8 @@ def compare(device: torch.device) -> Iterator[Item]:
 
     def typical_true() -> Tensor:
         entropy, above, ids = acceptance.entropy_of(target_probs.cpu()), inputs[1].cpu(), inputs[2].cpu()
-        thresholds = (acceptance.TYPICAL_DELTA * torch.exp(-entropy)).clamp(max=acceptance.TYPICAL_EPSILON)
+        threshold, alpha = SamplingParams().typical
+        thresholds = (alpha * torch.exp(-entropy)).clamp(max=threshold)
         return target_probs.cpu()[above, ids].double() > thresholds[above]
 
     yield same("typical acceptance", case, acceptance.typical_mask(*inputs), typical_true)

@@ -32,8 +32,8 @@ NO_NUMBERS = [float("nan"), float("inf"), -float("inf"), 10**5000, -(10**5000), 
 
 
 def request_of(params: SamplingParams) -> Request:
-    assert params.seed is not None
-    return Request("r", [5, 6], params, params.seed, [5, 6], stop_ids=frozenset(params.stop_token_ids))
+    seed = params.seed or 0  # drawn by the server if there is none
+    return Request("r", [5, 6], params, seed, [5, 6], stop_ids=frozenset(params.stop_token_ids))
 
 
 def compute(params: list[SamplingParams]) -> torch.Tensor:

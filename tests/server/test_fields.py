@@ -315,3 +315,9 @@ def test_every_model_of_a_request_has_the_tables() -> None:
             kinds = [kind for kind in parts_of(field.annotation) if isinstance(kind, type)]
             stack += [kind for kind in kinds if issubclass(kind, BaseModel) and kind not in visited]
     assert len(set(visited)) > 20
+
+
+def test_the_warning_says_what_a_field_of_other_servers_is_here(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        UnknownFields(strict=False).check(ChatRequest.model_validate(CHAT | {"num_speculative_tokens": 3}))
+    assert "ignored; the server calls it proposer.max_draft_tokens, in a request speculative.max_draft" in caplog.text

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from infer.config_checks import resolve_path
-from infer.kvcache.memory import free_bytes
-from infer.options.devices import resolve_device
+from infer.options.devices import free_bytes, resolve_device
+from infer.options.engine_sizes import context_of
 from models.heads import HEADS
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget
@@ -111,7 +111,8 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
 def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: Path) -> tuple[int, int]:
     """Return upper bounds of training tokens, and of responses to generate. Reads the data as the run does."""
     tokenizer = Tokenizer.load(checkpoint)
-    prompts = read_prompts(config, tokenizer, target.config.max_position_embeddings)
+    context = context_of(config.engine, target.config)
+    prompts = read_prompts(config, tokenizer, context)
     for line in prompts.reading.lines():
         plan.add("data", line)
     data = config.data
@@ -129,7 +130,7 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
             "data",
             f"{writer} generates at most {responses} responses, {new} tokens; training uses at most {tokens} tokens",
         )
-    longest = longest_prompt(data, target.config.max_position_embeddings)
+    longest = longest_prompt(data, context)
     if isinstance(data, RowsDataConfig) and config.sequence_length <= longest:
         plan.add(
             "data", f"prompts may have {longest} tokens; sequences are cut at sequence_length={config.sequence_length}"

@@ -5,7 +5,6 @@ Every list is bounded. Independent of models, tokenizers and the engine.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -34,7 +33,7 @@ MAX_TIMEOUT_S = 1e9
 SAMPLING_FIELDS = (  # that SamplingParams has too, with the same meaning
     *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "n", "min_tokens", "stop", "stop_token_ids", "skip_special_tokens", "ignore_eos"),
-    *("prompt_logprobs", "cache_salt"),
+    *("prompt_logprobs", "cache_salt", "seed", "acceptance", "posterior_threshold", "posterior_alpha"),
 )
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
@@ -165,6 +164,9 @@ class GenerationRequest(Strict):
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)  # ours: a deadline, at most the server's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    acceptance: str | None = Field(default=None, max_length=64)  # rule for drafts: exact, block, typical; null: ours
+    posterior_threshold: float | None = Field(default=None, ge=0, le=1)  # of acceptance: typical
+    posterior_alpha: float | None = Field(default=None, ge=0, le=1)
     speculative: Speculative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -204,10 +206,7 @@ class GenerationRequest(Strict):
         return self.speculative or Speculative()
 
     def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """Return the sampling parameters. Raises ValueError naming an invalid field.
-
-        Without a seed, draws a random one that a JavaScript number can represent.
-        """
+        """Return the sampling parameters. Raises ValueError naming an invalid field."""
         drafts, fields = self.drafts, {name: getattr(self, name) for name in SAMPLING_FIELDS}
         shared: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
         return SamplingParams(
@@ -215,7 +214,6 @@ class GenerationRequest(Strict):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             bad_words=bad_words,
-            seed=secrets.randbelow(2**53) if self.seed is None else self.seed,
             max_tokens=max_tokens,
             logprobs=self.num_logprobs,
             speculate=drafts.enabled,

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
+from infer.options.removed_keys import elsewhere
 from infer.server.protocol.errors import field_error, invalid_field, join_path, shown
 
 log = logging.getLogger("headway.server")
@@ -127,7 +128,9 @@ class UnknownFields:
     def _unknown(self, param: str) -> None:
         if self._strict:
             raise invalid_field(param, "unknown field; this server runs with server.strict=true", "unknown_parameter")
-        self._warn(f"{without_indices(param)} is an unknown field and is ignored (server.strict=true rejects it)")
+        here = elsewhere(param)
+        why = f"; the server calls it {here}" if here else " (server.strict=true rejects it)"
+        self._warn(f"{without_indices(param)} is an unknown field and is ignored{why}")
 
     def _warn(self, remark: str) -> None:
         text = remark.encode("ascii", "backslashreplace").decode()

@@ -73,13 +73,14 @@ def test_dispatch_and_typical_acceptance(monkeypatch):
     probs, tokens, drawn, seeds, roots = requests([3, 0, 5, 2], 1)
     above = torch.tensor([0, 1, 2, 5, 6, 9], device=DEVICE)
     columns = torch.cat([probs[above[:3]].argmax(-1), torch.tensor([0, 1, 4], device=DEVICE)])
+    limits = [torch.full((len(above),), limit, dtype=torch.float64, device=DEVICE) for limit in (0.3, 0.09)]
     outputs = []
     for switch in ("torch", "triton"):
         monkeypatch.setenv(SWITCH, switch)
         outputs.append(
             (
                 acceptance.block(probs, tokens, drawn, seeds, roots),
-                acceptance.typical_mask(probs, above, columns).tolist(),
+                acceptance.typical_mask(probs, above, columns, *limits).tolist(),
             )
         )
     assert outputs[0] == outputs[1]
