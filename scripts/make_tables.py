@@ -224,7 +224,8 @@ def by_run(result: Cell) -> str:
     """
     rows = []
     for name, run in result["runs"].items():
-        taus = (f"{run[key]['engine']:.2f}" for key in ("acceptance_length", "acceptance_length_sampled"))
+        lengths = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
+        taus = ("undefined" if length is None else f"{length:.2f}" for length in lengths)
         differs = " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items())
         rows.append([name, differs, f"{run['tokens']:,}", " / ".join(taus), shares(run), percent(run["coverage"])])
     header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]

@@ -22,6 +22,7 @@ from train.planning.refusals import outputs_have_room
 from train.planning.shapes import Shapes
 from train.publishing.export import Acceptance, Measured, export_head
 from train.publishing.provenance import provenance
+from train.publishing.report import line
 
 FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
 
@@ -160,3 +161,10 @@ def test_room_is_checked_before_the_run(
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(ValueError, match=r"heads/demo/eagle3: the export will need \d+ bytes, 10 are free"):
         outputs_have_room(config, shapes)
+
+
+def test_an_acceptance_without_a_verify_is_undefined() -> None:
+    """As of sampled responses that all end with their first token."""
+    nothing = Acceptance(SpeculationStats(), SpeculationStats())
+    assert nothing.summary() == {"simulated": None, "engine": None}
+    assert line("temperature 1", nothing) == ["temperature 1", "undefined", "undefined", "undefined"]

@@ -56,6 +56,14 @@ def test_bad_rows_are_left_out_counted_and_shown(tmp_path: Path, tiny_tokenizer:
     assert len(text) == 10
 
 
+def test_a_row_nested_too_deep_is_a_bad_row(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    deep = ("[" * depth + "]" * depth for depth in (800, 9000))
+    rows = [f'{{"messages": [{{"role": "user", "content": "x", "meta": {value}}}]}}' for value in deep]
+    reading = read(tmp_path, [*prompts_of(3), *rows], tiny_tokenizer).reading
+    assert reading.dropped["bad"] == 2
+    assert all("maximum recursion depth exceeded" in complaint for complaint in reading.complaints)
+
+
 def test_the_split_is_by_content(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     """Neither order nor further rows move a prompt to the other side, and rows with the same prompt stay together."""
     first = read(tmp_path, prompts_of(60), tiny_tokenizer, held_out_share=0.2, eval_prompts=60)

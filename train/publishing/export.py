@@ -31,9 +31,9 @@ def tau(stats: SpeculationStats) -> float:
     return stats.acceptance_length if stats.steps else math.nan
 
 
-def stated(value: float, form: str = ".3f") -> str:
+def stated(value: float, form: str = ".3f", unit: str = "") -> str:
     """Return a number for people: nan, a mean over nothing, is undefined."""
-    return "undefined" if math.isnan(value) else format(value, form)
+    return "undefined" if math.isnan(value) else f"{value:{form}}{unit}"
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ decides how many come per step, never which. Trained by Headway.
 {note}| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
 |---|---|---|
 | **engine** | **{stated(tau(engine))}** | {stated(tau(sampled.engine))} |
-| simulated by the trainer | {stated(tau(greedy.simulated))} (gap {stated(100 * greedy.gap, "+.2f")} %) | \
-{stated(tau(sampled.simulated))} (gap {stated(100 * sampled.gap, "+.2f")} %) |
+| simulated by the trainer | {stated(tau(greedy.simulated))} (gap {stated(100 * greedy.gap, "+.2f", " %")}) | \
+{stated(tau(sampled.simulated))} (gap {stated(100 * sampled.gap, "+.2f", " %")}) |
 
 Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_tokens} tokens each
 ({engine.emitted} tokens in {engine.steps} verifies). By position, greedy:

@@ -122,7 +122,7 @@ def line(name: str, acceptance: Acceptance) -> list[str]:
     engine = acceptance.engine
     shares = [f"{share:.3f}" for share in engine.acceptance_by_position]
     taus = [stated(tau(stats)) for stats in (engine, acceptance.simulated)]
-    return [name, *taus, f"{stated(100 * acceptance.gap, '+.2f')} %", *shares]
+    return [name, *taus, stated(100 * acceptance.gap, "+.2f", " %"), *shares]
 
 
 def fenced(text: str) -> str:
