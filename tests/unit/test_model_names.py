@@ -151,7 +151,7 @@ def test_an_engine_loads_by_names(tiny_target_folder: Path, tiny_head_folder: Pa
     shutil.copytree(tiny_head_folder, tmp_path / "heads" / name / "eagle3")
     for head in ("eagle3", "auto", HeadConfig(name="eagle3")):
         assert Engine.load(folder, head=head, output_dir=str(tmp_path)).proposer_name == "head"
-    assert Engine.load(folder, head="none", proposer="suffix").proposer_config.max_draft_tokens == 8
+    assert Engine.load(folder, head="none", proposer="suffix").proposer_config.max_draft_tokens == 16
     for mistake, message in (
         ({"model": "lama3-8b"}, "did you mean llama3-8b"),
         ({"head": "eagel"}, "head=eagel: no head"),
