@@ -208,20 +208,26 @@ def load_into(
     problems += [f"{name}: not part of this architecture" for name in sorted(present - set(expected))]
     if not problems:
         for name, parts in layout.items():
-            values = [tensors[part] for part in parts]
-            sizes = [value.shape for value in values]
-            alike = len({size[1:] for size in sizes}) == 1
-            value = torch.cat(values) if len(values) > 1 and alike else values[0]
-            del values  # the next ones are read while this is still in memory
-            if not alike or value.shape != state[name].shape:
+            values, wanted = [tensors[part] for part in parts], tuple(state[name].shape)
+            sizes = [tuple(value.shape) for value in values]
+            if merged_shape(sizes) != wanted:
                 shapes = ", ".join(f"{part} {list(size)}" for part, size in zip(parts, sizes, strict=True))
-                problems.append(f"{shapes}: expected {list(state[name].shape)} in all")
-            else:
+                problems.append(f"{shapes}: expected {list(wanted)} in all")
+            elif not values[0].is_meta:  # of `check_weights`
                 with torch.no_grad():
-                    state[name].copy_(value)
+                    state[name].copy_(values[0] if len(values) == 1 else torch.cat(values))
+            del values  # before the next ones are read
     if problems:
         listing = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
         raise ValueError(f"{source}: the tensors do not fit the config:\n  {listing}")
+
+
+def merged_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the shape of tensors that are concatenated along dim 0, None if they cannot be."""
+    if len(shapes) == 1:
+        return shapes[0]
+    alike = all(shapes) and len({shape[1:] for shape in shapes}) == 1
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if alike else None
 
 
 def merged_parts(name: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from models.attention import CausalAttention
 from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
 from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantises
-from models.targets import empty_target, load_target, read_target_config
+from models.targets import check_weights, empty_target, load_target, read_target_config
 from models.targets.writing import save_target
 from tests.gguf_writing import write_gguf
 from tests.unit.reference import TOLERANCE, randomise_biases_and_norms, relative_error
@@ -107,6 +107,8 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
 
     file, folder = written(name)
     target, config = load_target(str(file)), read_target_config(folder)
+    for checkpoint in (file, folder):
+        check_weights(checkpoint, empty_target(checkpoint))
     family = FAMILY_OF_FILE.get(config.architecture, config.architecture)
     assert target.config.architecture == family
     for key in ("head_dim", "num_kv_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "experts"):

@@ -19,7 +19,7 @@ from models.attention import CausalAttention
 from models.heads.config import HeadConfig
 from models.parallel import Part
 from models.quantised import read_scheme
-from models.targets import load_target
+from models.targets import check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
 from tests.unit.quantised_writers import AWQ, GPTQ, KINDS, compressed, write
@@ -43,6 +43,7 @@ def published(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_logits_are_those_of_an_independent_dequantisation(kind: str, small: Path, tmp_path: Path) -> None:
     write(small, *KINDS[kind], tmp_path / "quantised", tmp_path / "plain")
+    check_weights(tmp_path / "quantised", empty_target(tmp_path / "quantised"))
     for dtype in (torch.float32, torch.bfloat16):
         quantised, plain = (load_target(str(tmp_path / name), dtype=dtype) for name in ("quantised", "plain"))
         for (name, parameter), reference in zip(quantised.named_parameters(), plain.parameters(), strict=True):
