@@ -65,7 +65,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         *describe_head_weights(engine),
         *describe_draft_weights(engine),
         *describe_activations(engine),
-        *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
+        *([("ranks", f"{ranks}, each with a part of the target and of its KV; rank 0 drafts")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
 
