@@ -80,12 +80,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_layers": 1, "block_size": 6, "selector_rank": 16, "selector_top_k": 5, "draft_vocab_size": DRAFT_VOCAB},
     ),
     "p-eagle, norms": ("p-eagle", {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}),
+    "draft-model": ("draft-model", {"num_layers": 2}),
+    "draft-model, trained embedding": ("draft-model", {"num_layers": 1, "embed_requires_grad": True}),
 }
 
 
-OBJECTIVE_OF = {name: name for name in HEADS} | {"eagle": "ttt", "eagle3": "ttt"}
+OBJECTIVE_OF = {name: name for name in HEADS} | {"eagle": "ttt", "eagle3": "ttt", "draft-model": "distil"}
 # variants that draft five tokens or more
-ONE_OF_EACH = ("eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer", "dflash", "dspark", "dflash2")
+ONE_OF_EACH = (
+    "eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer", "dflash", "dspark", "dflash2", "draft-model",
+)  # fmt: skip
 
 
 def make_objective(head: Head, name: str, **settings: Any) -> Objective:

@@ -64,9 +64,9 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("steps", str(engine.sizes)),
         *describe_weights(engine),
         *describe_head_weights(engine),
-        *describe_draft_weights(engine),
+        *describe_draft_model(engine),
         *describe_activations(engine),
-        *([("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []),
+        *([("ranks", f"{ranks}, each with a part of the target and of its KV; rank 0 drafts")] if ranks > 1 else []),
         ("memory", str(engine.memory)),
     ]
 
@@ -93,12 +93,18 @@ def describe_head_weights(engine: Engine) -> Sequence[Row]:
     return [] if engine.head is None else quantised_row("head weights", engine.config.head_weights, engine)
 
 
-def describe_draft_weights(engine: Engine) -> Sequence[Row]:
-    """Return the same of the draft model's weights; those stored in blocks or groups may have stayed so."""
-    draft = engine.draft_model
-    if draft is None or not draft.model.block_formats:
-        return [] if draft is None else quantised_row("draft weights", engine.config.draft_weights, engine)
-    return [("draft weights", f"{', '.join(draft.model.block_formats)} as published")]
+def describe_draft_model(engine: Engine) -> Sequence[Row]:
+    """Return which draft model there is, what it shares with the target, and how its weights are stored."""
+    draft, vocab_size = engine.draft_model, engine.target.config.vocab_size
+    if draft is None:
+        return []
+    text = f"{engine.proposer_config.draft_model or draft.model.path}{', in parallel' if draft.parallel else ''}"
+    if draft.num_drafted < min(vocab_size, draft.config.draft_vocab_size):
+        text += f", has {draft.num_drafted:,} of the target's {vocab_size:,} tokens and drafts no other"
+    weights = quantised_row("draft weights", engine.config.draft_weights, engine)
+    if draft.model.block_formats:
+        weights = [("draft weights", f"{', '.join(draft.model.block_formats)} as published")]
+    return [("draft model", text), *weights]
 
 
 def quantised_row(name: str, choice: str, engine: Engine) -> Sequence[Row]:

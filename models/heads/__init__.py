@@ -5,6 +5,7 @@ from __future__ import annotations
 from models.heads.config import NewHeadConfig
 from models.heads.dflash.config import DFlashOptions
 from models.heads.dflash2.config import DFlash2Options
+from models.heads.draft_model.config import DraftModelOptions
 from models.heads.dspark.config import DSparkOptions
 from models.heads.eagle.config import EagleOptions
 from models.heads.eagle3.config import Eagle3Options
@@ -21,5 +22,6 @@ HEADS: dict[str, type[NewHeadConfig]] = {
     "dflash": DFlashOptions,
     "dspark": DSparkOptions,
     "dflash2": DFlash2Options,
+    "draft-model": DraftModelOptions,
 }
 DEFAULT_HEAD = "eagle3"  # of `head=auto` where no head exists; error messages suggest it

@@ -116,9 +116,9 @@ class Head(nn.Module, ABC):
         return False
 
     @property
-    def num_donor_layers(self) -> int:
-        """How many of the target's last layers `initialise` with `from_target` copies."""
-        return 1
+    def donor_layers(self) -> range:
+        """Which of the target's layers `initialise` with `from_target` copies; negative from the last."""
+        return range(-1, 0)
 
     def mask_slot(self) -> tuple[int, Tensor] | None:
         """Return the token id and state `[S]` of each of a parallel head's rows past depth 0.

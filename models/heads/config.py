@@ -70,6 +70,7 @@ class NewHeadConfig(HeadConfig, ABC):
     objectives: ClassVar[Mapping[str, type[ObjectiveConfig]]]  # that train it, by name; the first is the default
     fuses_layers: ClassVar[bool] = False  # reads intermediate layers of the target, not its last hidden state
     separate_depths: ClassVar[bool] = False  # depths share no weights, or not all
+    is_target: ClassVar[bool] = False  # its export is a target, which `proposer=draft_model` serves
     files: ClassVar[str]  # the model card's sentence on the exported files
 
     init_from_target: bool = True  # initialise from the target's weights where the head can hold them

@@ -25,7 +25,12 @@ BESIDE = (
 )  # files of a checkpoint folder other than weights and their index
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
+def copy_beside(target: LlamaTarget, folder: Path) -> None:
+    """Write all that a target's folder, or its GGUF file, holds beside its weights into `folder`."""
+    source = target.folder
+    if is_gguf(source):
+        write_beside(source, folder, target.end_tokens)
+        return
     for pattern in BESIDE:
         for path in sorted(source.glob(pattern)):
             if not path.name.endswith(".index.json"):
@@ -42,10 +47,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     layout = dict(target.checkpoint_layout())
     if target.config.tie_word_embeddings:
         layout.pop(LM_HEAD, None)
-    if is_gguf(target.folder):
-        write_beside(target.folder, folder, target.end_tokens)
-    else:
-        _copy_beside(target.folder, folder)
+    copy_beside(target, folder)
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # the weights are written widened

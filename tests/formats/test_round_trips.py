@@ -24,6 +24,7 @@ from models.formats.dflash import causal_layers
 from models.formats.matching import expected_tensors
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dflash2.config import DFlash2Config
+from models.heads.draft_model.config import MODEL_TYPES, DraftModelConfig
 from models.heads.dspark.config import MARKOV_KINDS, DSparkConfig
 from models.heads.eagle.config import EagleConfig
 from models.heads.eagle3.config import Eagle3Config
@@ -160,6 +161,23 @@ def block_configs(draw, kind: type[DFlashConfig]) -> DFlashConfig:
     )
 
 
+@st.composite
+def draft_model_configs(draw) -> DraftModelConfig:
+    family = draw(st.sampled_from(list(MODEL_TYPES)))
+    layer = draw(layers(num_layers=draw(st.integers(1, 3))))
+    biased = layer.attention_bias if family in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
+    model = replace(
+        layer,
+        architecture=family,
+        tie_word_embeddings=draw(st.booleans()),
+        attention_bias=biased or family == "Qwen2ForCausalLM",
+        output_bias=biased,
+        mlp_bias=layer.mlp_bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+        qk_norm=family == "Qwen3ForCausalLM",
+    )
+    return DraftModelConfig(model, model.vocab_size, model.hidden_size, embed_requires_grad=draw(st.booleans()))
+
+
 CONFIGS = {
     "eagle": st.builds(EagleConfig, layers(), st.booleans(), st.booleans()),
     "eagle3": eagle3_configs(Eagle3Config),
@@ -169,6 +187,7 @@ CONFIGS = {
     "dflash": block_configs(DFlashConfig),
     "dspark": block_configs(DSparkConfig),
     "dflash2": block_configs(DFlash2Config),
+    "draft-model": draft_model_configs(),
 }
 
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.console.card import describe_draft_weights
+from infer.console.card import describe_draft_model
 from infer.engine import Engine
 from kernels.cpu.library import library
 from models.attention import CausalAttention
@@ -147,6 +147,8 @@ def test_what_cannot_be_mapped_is_not_drafted(tiny_target_folder, tmp_path, prom
     for params in (GREEDY, SAMPLED):
         assert ids(engine.generate(prompts, params)) == plain[params]
     assert set(drafted) <= set(kept)
+    ((_, text),) = describe_draft_model(engine)
+    assert text.endswith(f"draft, has {len(kept)} of the target's 384 tokens and drafts no other")
     accepted, drafted = first_tokens(engine)
     assert accepted > drafted / 5, "chance gives at most 4 of 384"
     assert engine.stats.proposer_failures == 0
@@ -241,6 +243,7 @@ def test_a_parallel_draft_is_one_forward_over_mask_tokens(tiny_target_folder, pa
 
 def test_parallel_drafting_is_as_config_json_says_unless_a_key_says_otherwise(tiny_target_folder, parallel_folder):
     assert load(tiny_target_folder, parallel_folder).draft_model.parallel
+    assert describe_draft_model(load(tiny_target_folder, parallel_folder))[0][1].endswith("pard0, in parallel")
     assert not load(tiny_target_folder, parallel_folder, parallel_drafting=False).draft_model.parallel
     assert not load(tiny_target_folder, tiny_target_folder).draft_model.parallel
     with pytest.raises(ValueError, match=r"proposer\.parallel_drafting=true: \S+ names no mask token \(pard_token or"):
@@ -265,7 +268,7 @@ def test_a_draft_model_in_fewer_bits(tiny_target_folder, prompts, plain, weights
     assert ids(engine.generate(prompts, GREEDY)) == plain[GREEDY]
     accepted, drafted = first_tokens(engine)
     assert drafted * (0.3 if weights == "int4" else 0.8) < accepted < drafted
-    assert ("draft weights", weights) in describe_draft_weights(engine)
+    assert ("draft weights", weights) in describe_draft_model(engine)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +289,8 @@ def test_a_quantised_draft_model_stays_in_its_bits(tiny_target_folder, quantised
         (accepted, drafted), formats = first_tokens(engine), engine.draft_model.model.block_formats
         assert drafted * least < accepted < drafted
         assert bool(formats) == (weights != "int8")
-        ((_, text),) = describe_draft_weights(engine)
+        ((_, path), (_, text)) = describe_draft_model(engine)
+        assert path == str(quantised[name])
         assert text == ("int8" if weights == "int8" else f"{formats[0]} as published")
 
 

@@ -27,6 +27,7 @@ MATRICES = {  # the layers of each head that map hidden states to hidden states
     "dflash": rf"fc|{LAYER}",
     "dspark": rf"fc|{LAYER}|markov_head\.(gate|joint)_proj",
     "dflash2": rf"fc|{LAYER}|layers\.\d\.(attention|mlp)_conv\.kernel_projection|candidate_selector\.hidden_projection",
+    "draft-model": rf"model\.{LAYER}",
 }
 
 

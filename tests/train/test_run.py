@@ -23,9 +23,11 @@ from infer.config import GenerateConfig
 from infer.engine import Engine
 from infer.graphs.cuda_graph import Graph
 from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
+from infer.request import SamplingParams
 from models.config import LAST
 from models.heads.files import load_head
 from models.targets import load_target
+from models.tokenizer import Tokenizer
 from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import assert_equal, run
 from train import schedule
@@ -116,6 +118,7 @@ HEADS = {
     "dflash": ["head.num_layers=2", "head.block_size=6", "objective.num_anchors=40"],
     "dspark": ["head.num_layers=1", "head.block_size=5", "head.markov_rank=32", "objective.weighting=dpace"],
     "dflash2": ["head.num_layers=1", "head.block_size=6", "head.selector_rank=32", "objective.loss=label"],
+    "draft-model": ["head.num_layers=2"],
 }
 
 
@@ -132,8 +135,10 @@ def test_every_head_trains_resumes_and_is_exported(
     assert folder == tmp_path / "heads" / "demo" / head
     assert load_head(folder, name=head).name == head
     (serve,) = re.findall("python infer/serve.py .*", (folder / "README.md").read_text())
-    filled_in = [f"model.path={TARGET_FOLDER}", f"head={head}", f"head.path={HEAD_FOLDER}"]
-    assert shlex.split(serve)[2:] == ["model=demo", *filled_in]
+    words = [f"head={head}", f"head.path={HEAD_FOLDER}"]
+    if head == "draft-model":
+        words = ["head=none", "proposer=draft_model", f"proposer.draft_model={HEAD_FOLDER}"]
+    assert shlex.split(serve)[2:] == ["model=demo", f"model.path={TARGET_FOLDER}", *words]
     rows = read_metrics(tmp_path / "whole")
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
 
@@ -151,6 +156,33 @@ def test_every_head_trains_resumes_and_is_exported(
     run(torn)
     straight, resumed = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "torn-head"))
     assert_equal(straight, resumed)
+
+
+def test_a_draft_model_is_served_as_the_last_line_says(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [item for item in settings if not item.startswith(EAGLE3_KEYS)]
+    overrides = [*base, "head=draft-model", "steps=30", "eval_draft_tokens=3", "eval_prompts=8", "optim.lr=0.005"]
+    result = run(overrides, "run=distilled")
+    (serve,) = re.findall("serve it: .*infer/serve.py (.*)", "".join(capsys.readouterr()))
+    words = [word for word in shlex.split(serve) if not word.startswith("model.dtype")]
+    assert words[-2:] == ["proposer=draft_model", f"proposer.draft_model={result['export']}"]
+    config = compose("generate", GenerateConfig, [*words, "proposer.adaptive=false", "engine.draft_weights=same"])
+    engine = Engine.load(config.model, None, config.engine, config.proposer)
+    assert engine.draft_model is not None
+    assert engine.draft_model.config.model.num_layers == 2, "a quarter of the target's layers"
+    prompts = [[5, 6, 7, index] for index in range(1, 9)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    drafted = engine.generate(prompts, params)
+    engine.set_proposer("none")
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in engine.generate(prompts, params)]
+    stats = engine.stats.speculation
+    assert stats.accepted_by_position[0] > stats.drafted_by_position[0] / 20, "chance gives one of 384"
+    kept, target = (load_file(Path(place) / "model.safetensors") for place in (result["export"], config.model.path))
+    assert kept.keys() < target.keys()
+    frozen = {name for name, tensor in kept.items() if torch.equal(tensor, target[name])}
+    assert frozen == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert Tokenizer.load(result["export"]).backend.get_vocab() == engine.tokenizer.backend.get_vocab()
 
 
 def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_path: Path) -> None:

@@ -198,10 +198,12 @@ def test_item_04_rotary_embedding_and_context_are_the_targets(
     }  # fmt: skip
     target = load_target(str(make_target_folder(rope_parameters=rope, max_position_embeddings=300)))
     loaded = load_head(export(make_head(target, variant), tmp_path, target), target=target)
-    assert loaded.config.layer.rope == target.config.rope
-    assert loaded.config.layer.max_position_embeddings == 300
-    (rotary,) = target.rotaries
-    actual, expected = (embedding.rows(torch.arange(300), torch.float32) for embedding in (loaded.rotary, rotary))
+    is_target = variant == "draft-model"
+    layer = loaded.config.model if is_target else loaded.config.layer
+    assert layer.rope == target.config.rope
+    assert layer.max_position_embeddings == 300
+    drafting, rotary = loaded.model.rotaries[0] if is_target else loaded.rotary, target.rotaries[0]
+    actual, expected = (embedding.rows(torch.arange(300), torch.float32) for embedding in (drafting, rotary))
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
@@ -442,7 +444,7 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
         assert torch.allclose(actual, fresh, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", STEPPING)
+@pytest.mark.parametrize("variant", [name for name in STEPPING if name != "draft-model"])
 def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTarget) -> None:
     """Not even for a target that has one: in training and in serving a head sees all positions."""
     windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
@@ -460,6 +462,14 @@ def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTa
     ids = torch.arange(9)[None]
     head.step(ids, torch.zeros(1, 9, head.config.hidden_size), ids, attention, 0)
     assert windows == [None] * head.config.layer.num_layers
+
+
+def test_item_12_a_target_with_windows_makes_no_draft_model(tiny_target: LlamaTarget) -> None:
+    windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
+    with pytest.raises(ValueError, match="head=draft-model: .* without sliding windows, and this one is Mistral"):
+        HEADS["draft-model"]().make(windowed)
+    with pytest.raises(ValueError, match=r"head.num_layers=9: the target has 8 layers"):
+        HEADS["draft-model"](num_layers=9).make(tiny_target.config)
 
 
 @pytest.mark.parametrize("variant", BLOCKS)

@@ -165,7 +165,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
         (
             "generate",
             ["head=eagel3"],
-            "head=eagel3: no such option; did you mean eagle3? known: auto, dflash, dflash2, dspark, eagle,",
+            "head=eagel3: no such option; did you mean eagle3? known: auto, dflash, dflash2, draft-model,",
         ),
         ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour, demo-heads"),
         ("train", ["data=files", "data.path=x", "data.columns={a: b}"], "data.columns=a: must be one of input_ids"),
@@ -307,7 +307,7 @@ def run_command(command: str, *arguments: str, cwd: Path, **environment: str) ->
         (
             "generate",
             "head=eagel3",
-            "error: head=eagel3: no such option; did you mean eagle3? known: auto, dflash, dflash2, dspark, eagle,",
+            "error: head=eagel3: no such option; did you mean eagle3? known: auto, dflash, dflash2, draft-model,",
         ),
         ("bench", "rounds=0", "error: rounds=0: must be at least 1"),
     ],

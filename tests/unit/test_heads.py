@@ -88,6 +88,20 @@ SHAPES = {
         "head.0.weight": (V, H),
     },
     "dflash": DFLASH | {"fc.weight": (H, 2 * H)},
+    "draft-model, trained embedding": {
+        "lm_head.weight": (V, H),
+        "model.embed_tokens.weight": (V, H),
+        "model.norm.weight": (H,),
+        "model.layers.0.input_layernorm.weight": (H,),
+        "model.layers.0.post_attention_layernorm.weight": (H,),
+        "model.layers.0.self_attn.q_proj.weight": (H, H),
+        "model.layers.0.self_attn.k_proj.weight": (32, H),
+        "model.layers.0.self_attn.v_proj.weight": (32, H),
+        "model.layers.0.self_attn.o_proj.weight": (H, H),
+        "model.layers.0.mlp.gate_proj.weight": (128, H),
+        "model.layers.0.mlp.up_proj.weight": (128, H),
+        "model.layers.0.mlp.down_proj.weight": (H, 128),
+    },
     "dspark, rnn": {name: shape for name, shape in DFLASH.items() if not name.startswith("layers.1.")}
     | {
         "markov_head.markov_w1.weight": (V, 16),
@@ -192,6 +206,7 @@ FLAGS = {
     "dflash": ("block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "draft_vocab_size"),
     "dspark": ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     "dflash2": ("is_causal", "draft_vocab_size", "layer_types", "dflash_config"),
+    "draft-model": ("tie_word_embeddings", "rope_theta", "embed_requires_grad", "model_type"),
 }
 
 
@@ -206,7 +221,8 @@ def test_a_flag_left_out_is_an_error(tiny_target, tmp_path, variant, flag):
 
 
 @pytest.mark.parametrize(
-    "variant", ["eagle", "medusa, shared and truncated", "mlp, tied", "p-eagle", "dspark, rnn", "dflash2"]
+    "variant",
+    ["eagle", "medusa, shared and truncated", "mlp, tied", "p-eagle", "dspark, rnn", "dflash2", "draft-model"],
 )
 def test_tensors_are_strict(tiny_target, tmp_path, variant):
     folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)

@@ -19,4 +19,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "dflash": BlockObjective,
     "dspark": DSparkObjective,
     "dflash2": DFlash2Objective,
+    "distil": Objective,
 }

@@ -44,8 +44,9 @@ def give_vocabulary(
     forced = [token for token in special if token is not None and token < vocab_size]
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
     reads = config.head.init_from_target or head.reads_lm_head
-    last_layers = range(-min(head.num_donor_layers, target.config.num_layers), 0)
-    donor = unpacked_target(config, head, layers=last_layers) if reads else target
+    count = target.config.num_layers
+    layers = [index for index in head.donor_layers if -count <= index < count]
+    donor = unpacked_target(config, head, layers=layers) if reads else target
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
     if config.head.start_from is not None:
         folder = head_at(config.head.start_from, config.head.revision, option="head.start_from=")

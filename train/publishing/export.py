@@ -13,14 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.options.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_overrides, portable_path
+from infer.options.command_words import (
+    HEAD_FOLDER,
+    OUTPUTS,
+    TARGET_FOLDER,
+    head_words,
+    model_overrides,
+    portable_path,
+)
 from infer.options.exported_heads import export_folder
 from infer.request import SpeculationStats
 from infer.speculation.measured_tree import RANK_ACCURACY
 from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.config import HeadConfig
 from models.heads.files import load_head, save_head
 from models.targets.llama import LlamaTarget
+from models.targets.writing import copy_beside
 from train.config import TrainConfig
 from train.publishing.provenance import portable, target_name
 from train.storage import atomic
@@ -87,6 +96,8 @@ def export_head(
     with atomic.replace_folder(folder) as staging:
         name = target_name(config.model)
         record = portable({**provenance, "target_fingerprint": target.fingerprint, "target": name})
+        if HEADS[head.name].is_target:
+            copy_beside(target, staging)
 
         def write(record: Mapping[str, Any]) -> None:
             save_head(
@@ -154,13 +165,22 @@ commit `{commit[:12]}`. `provenance.json` holds the versions and the whole confi
 """
 
 
+def drafting_words(head: HeadConfig, output_dir: str, folder: str) -> list[str]:
+    """Return the words that draft with what was exported to `folder`."""
+    if HEADS[head.name].is_target:
+        return ["head=none", "proposer=draft_model", f"proposer.draft_model={folder}"]
+    return head_words(head, output_dir)
+
+
 def serving_arguments(config: TrainConfig) -> tuple[str, str]:
     """Return the words of a serving command for the card, and text naming the placeholders to fill in, if any."""
     model = replace(config.model, path=portable_path(config.model.path) or TARGET_FOLDER, device="auto")
     path, output_dir = (place and portable_path(place) for place in (config.head.path, config.output_dir))
     if (config.head.path and path is None) or output_dir is None:
         path = HEAD_FOLDER
-    arguments = [*model_overrides(model), *head_words(replace(config.head, path=path), output_dir or OUTPUTS)]
+    folder = portable_path(str(export_folder(config.head, config.output_dir, config.model.name))) or HEAD_FOLDER
+    words = drafting_words(replace(config.head, path=path), output_dir or OUTPUTS, folder)
+    arguments = [*model_overrides(model), *words]
     meanings = {TARGET_FOLDER: "where the target lies", HEAD_FOLDER: "where this card lies"}
     unfilled = [f"`{place}` ({why})" for place, why in meanings.items() if any(place in word for word in arguments)]
     return shlex.join(arguments), f", with {' and '.join(unfilled)} filled in" if unfilled else ""

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.options.command_words import head_words, model_overrides, python_command
+from infer.options.command_words import model_overrides, portable_path, python_command
 from train import checkpoint
 from train.config import TrainConfig
 from train.evaluation import acceptance_metrics
 from train.planning.plan import measure
 from train.planning.precision import compute_dtype
 from train.preparation.prepare import Prepared
-from train.publishing.export import Measured, export_head
+from train.publishing.export import Measured, drafting_words, export_head
 from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
 from train.publishing.report import write_report
@@ -65,7 +65,8 @@ def publish_run(
     if note is not None:
         log(note)
     log(f"exported to {head_folder}; report in {report}")
-    arguments = [*model_overrides(target.config.model), *head_words(config.head, config.output_dir)]
+    place = portable_path(str(head_folder)) or str(head_folder)
+    arguments = [*model_overrides(target.config.model), *drafting_words(config.head, config.output_dir, place)]
     log(f"serve it: {python_command('infer/serve.py', *arguments)}")
     summary = {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
     return summary if note is None else {**summary, "note": note}

@@ -9,7 +9,6 @@ forward in all. The nodes of a tree lie in the order in which they were run, so 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,6 @@ from models.targets.llama import LlamaTarget
 from models.token_map import map_tokens
 from models.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # keys of published config.json files
 
 
@@ -219,9 +217,6 @@ def load_draft_model(
     head = DraftModelHead.of(draft, sizes[0], tokens, parallel_token(proposer, folder, sizes[1]))
     if not head.num_drafted:
         raise ValueError(f"{key}: its tokenizer has no token of the target's; take a draft model that shares some")
-    if head.num_drafted < min(sizes):
-        shared = "%s: %d of the target's %d tokens are its own too; no other is drafted"
-        log.info(shared, key, head.num_drafted, sizes[0])
     return head
 
 

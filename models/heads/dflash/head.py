@@ -128,8 +128,8 @@ class DFlashHead(BlockHead):
         self._context_proj = projection
 
     @property
-    def num_donor_layers(self) -> int:
-        return len(self.layers)
+    def donor_layers(self) -> range:
+        return range(-len(self.layers), 0)
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
@@ -148,8 +148,8 @@ class DFlashHead(BlockHead):
         self._borrowed = self.borrowed.apply(lambda value: value.to(self.fc.weight))
         if not from_target:
             return
-        size, donors = self.config.hidden_size, list(target.layers)[-self.num_donor_layers :]
-        if len(donors) < self.num_donor_layers or any(
+        size, donors = self.config.hidden_size, list(target.layers)[-len(self.layers) :]
+        if len(donors) < len(self.layers) or any(
             one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
             or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
             for one, other in zip(self._decoder_layers, cast(list[DecoderLayer], donors), strict=True)

@@ -26,6 +26,7 @@ from models.token_map import TokenMap, same_ids
 class DraftModelHead(Head):
     """`target_ids`: of the draft model's ids; those that it must not draft are marked in `undrafted` `[Vd]`."""
 
+    output_layers = ("model.lm_head",)
     config: DraftModelConfig
     read: Tensor  # [V + 1] the draft model's id of each of the target's, after them the mask token
     drafted_ids: Tensor
@@ -38,6 +39,8 @@ class DraftModelHead(Head):
         super().__init__()
         self.config = config
         self.model = ARCHITECTURES[config.model.architecture](config.model) if model is None else model
+        for module in (self.model.embed_tokens, self.model.lm_head):
+            module.requires_grad_(config.embed_requires_grad)
         tokens = tokens or same_ids(config.vocab_size, config.model.vocab_size)
         read = torch.cat([tokens.read, tokens.read.new_tensor([config.mask_token or 0])])
         buffers = {"read": read, "drafted_ids": tokens.target_ids, "undrafted": tokens.undrafted}
@@ -93,6 +96,10 @@ class DraftModelHead(Head):
         except ValueError as error:
             raise ValueError(str(error).replace("engine.head_weights", "engine.draft_weights")) from error
 
+    @property
+    def donor_layers(self) -> range:
+        return range(self.config.model.num_layers)
+
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
         """Initialise with the target's embedding, first layers, norm and LM head, or at random."""
@@ -103,9 +110,17 @@ class DraftModelHead(Head):
             elif parameter.ndim == 2:
                 parameter.normal_(0.0, 0.02, generator=generator)
 
+    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of a target's tensors."""
+        layout = self.model.checkpoint_layout()
+        return {name: layout[name.removeprefix("model.")] for name, _ in self.named_parameters()}
+
 
 class ParallelDraftModelHead(DraftModelHead):
     parallel = True
 
     def mask_slot(self) -> tuple[int, Tensor]:
         return self.config.vocab_size, self.model.norm.weight[:0]
+
+
+HEAD = DraftModelHead
