@@ -24,23 +24,10 @@ from tests.server import patient
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 54321  # a user whom the machine's list of users lacks
 TRAINING = (  # with W&B and plots, which write to the home folder as well
-    *(
-        "head=eagle3",
-        "head.draft_vocab_size=128",
-        "data=demo",
-        "data.num_sequences=8",
-        "data.max_new_tokens=12",
-        "steps=2",
-    ),
+    *("head=eagle3", "head.draft_vocab_size=128", "data=demo", "data.num_sequences=8", "data.max_new_tokens=12"),
     *("data.prompt_tokens=8", "sequence_length=24", "batch_size=4", "minutes=null", "eval_every=100", "eval_prompts=2"),
-    *(
-        "steps=2",
-        "eval_max_tokens=12",
-        "engine.max_tokens_in_cache=1024",
-        "precision=fp32",
-        "tracker=wandb",
-        "model.name=tiny",
-    ),
+    *("steps=2", "eval_max_tokens=12", "engine.max_tokens_in_cache=1024", "precision=fp32"),
+    *("tracker=wandb", "model.name=tiny"),
 )
 IN_HOME = ("HOME", "XDG_CACHE_HOME", VARIABLE, "HF_HOME", "TRITON_CACHE_DIR", "USER", "LOGNAME")
 
