@@ -81,17 +81,34 @@ def _is_private(folder: Path) -> bool:
 def redirect_libraries() -> None:
     """Let the libraries that keep a cache in the home folder use ours where theirs cannot be written.
 
-    They read the environment when they are imported: call this before. What the user has set stays, and a cache of
-    models that exists is read where it is. Processes that this one starts use the same folders.
+    They read the environment when they are imported: call this before. What the user has set stays, and models and
+    settings are read where they are. Processes that this one starts use the same folders.
     """
     if os.path.expanduser("~") == "~":  # no HOME, and a user whom the machine's list of users lacks
         os.environ["HOME"] = str(writable_folder())
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    triton = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"
+    home = Path(os.path.expanduser("~"))
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    settings = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     for variable, folder, is_read in (
         (VARIABLE, cache_folder(), True),
         ("HF_HOME", caches / "huggingface", True),
-        ("TRITON_CACHE_DIR", triton, False),
+        ("TRITON_CACHE_DIR", Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache", False),
+        ("MPLCONFIGDIR", settings / "matplotlib", True),
+        ("WANDB_CACHE_DIR", caches / "wandb", False),
+        ("WANDB_CONFIG_DIR", settings / "wandb", True),
     ):
         if variable not in os.environ and not (is_read and os.path.isdir(folder)) and not can_write(folder):
-            os.environ[variable] = str(writable_folder() / variable.partition("_")[0].lower())
+            os.environ[variable] = str(writable_folder() / variable.lower())
+    hub = Path(os.environ.get("HF_HOME") or caches / "huggingface") / "hub"
+    if "HF_HUB_CACHE" not in os.environ and os.path.isdir(hub) and not can_write(hub):
+        os.environ["HF_HUB_CACHE"] = str(_with_links(hub, writable_folder() / "hub"))
+
+
+def _with_links(folder: Path, place: Path) -> Path:
+    """Make `place` a folder of links to what `folder` holds, so that it can be read, and more be written beside it."""
+    with suppress(OSError):  # then what fails is reported by those who read it
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for entry in folder.iterdir():
+            if not entry.name.startswith(".") and not os.path.lexists(place / entry.name):
+                (place / entry.name).symlink_to(entry)
+    return place

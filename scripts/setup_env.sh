@@ -130,7 +130,7 @@ ensure_emulators() {
 ensure_oldest_triton() {
     local tag folder
     tag="$("$PYTHON" -c 'import sys; print(sys.implementation.cache_tag)')"
-    folder="${XDG_CACHE_HOME:-$HOME/.cache}/headway/triton-$OLDEST_TRITON-$tag"
+    folder="${HEADWAY_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/headway}/triton-$OLDEST_TRITON-$tag"
     if [ -d "$folder" ] || [ "$(uname -s)" != Linux ]; then return; fi
     say "installing triton $OLDEST_TRITON into $folder (190 MB)"
     rm -rf "$folder.new"

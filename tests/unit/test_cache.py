@@ -23,6 +23,12 @@ from tests.server import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 54321  # a user whom the machine's list of users lacks
+TRAINING = (  # with W&B and plots, which write to the home folder as well
+    *("head=eagle3", "head.draft_vocab_size=128", "data=demo", "data.num_sequences=8", "data.max_new_tokens=12"),
+    *("data.prompt_tokens=8", "sequence_length=24", "batch_size=4", "minutes=null", "eval_every=100", "eval_prompts=2"),
+    *("steps=2", "eval_max_tokens=12", "engine.max_tokens_in_cache=1024", "precision=fp32"),
+    *("tracker=wandb", "model.name=tiny"),
+)
 IN_HOME = ("HOME", "XDG_CACHE_HOME", VARIABLE, "HF_HOME", "TRITON_CACHE_DIR", "USER", "LOGNAME")
 
 
@@ -86,7 +92,7 @@ def test_a_user_without_a_home_folder_is_served(tiny_target_folder: Path, place:
     [
         ("infer/generate.py", ("prompt=def f(", "chat=false", "max_tokens=4", "proposer.adaptive=true", "head=none")),
         ("infer/chat.py", ("max_tokens=4", "head=none")),
-        ("train/run.py", ("head=eagle3", "check=true")),
+        ("train/run.py", TRAINING),
         ("scripts/doctor.py", ("--json",)),
     ],
 )
@@ -94,15 +100,36 @@ def test_a_cache_that_cannot_be_written_ends_no_command(
     script: str, words: tuple[str, ...], home: str, tiny_target_folder: Path, place: Path
 ) -> None:
     arguments = [script, *([] if script == "scripts/doctor.py" else [f"model={tiny_target_folder}"]), *words]
+    arguments += [f"output_dir={place}"] if script == "train/run.py" else []
     command = [sys.executable, *arguments] if home != "none" else as_nobody(*arguments)
     chosen = {"HOME": home} if home != "none" else {}
     result = run(place, command, text="hello\n", HEADWAY_CPU_KERNELS="torch", **chosen)  # compiling takes time
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert len(warnings_of(result.stderr)) == 1
+    assert "/proc" not in result.stderr.replace(warnings_of(result.stderr)[0], "")  # no library warns as well
     if script == "scripts/doctor.py":
         (check,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "cache"]
         assert (check["status"], VARIABLE in check["fix"]) == ("warning", True)
+
+
+def test_models_of_a_read_only_hub_cache_are_served(tiny_target_folder: Path, place: Path) -> None:
+    home = place / "home"
+    stored = home / ".cache" / "huggingface" / "hub" / "models--owner--tiny"
+    shutil.copytree(tiny_target_folder, stored / "snapshots" / "abc")
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    for folder in (stored.parent, *stored.parents[1:4]):
+        folder.chmod(0o555)
+    words = "infer/generate.py", "model=owner/tiny", "prompt=def f(", "chat=false", "max_tokens=4", "head=none"
+    chosen = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "HEADWAY_CPU_KERNELS": "torch"}
+    result = run(place, as_nobody(*words), **chosen)
+    for folder in (stored.parent, *stored.parents[1:4]):
+        folder.chmod(0o755)
+    assert result.returncode == 0, result.stderr
+    assert len(warnings_of(result.stderr)) == 1
+    (link,) = (place / f"headway-{NOBODY}").rglob("models--owner--tiny")
+    assert link.resolve() == stored
 
 
 def test_the_default_model_goes_to_the_temporary_folder(place: Path) -> None:
