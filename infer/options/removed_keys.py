@@ -104,7 +104,15 @@ ELSEWHERE = {
 # Keys that may be written without their group, where a command has no key of that name
 SHORT = {
     **{name: f"engine.{name}" for name in ("max_model_len", "memory_share", "seed")},
-    **{name: f"proposer.{name}" for name in ("acceptance", "posterior_threshold", "posterior_alpha")},
+    **{
+        name: f"proposer.{name}"
+        for name in (
+            *("acceptance", "posterior_threshold", "posterior_alpha"),
+            *("parallel_drafting", "prompt_lookup_max", "prompt_lookup_min"),
+            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor"),
+            *("suffix_decoding_min_token_prob", "suffix_decoding_max_cached_requests"),
+        )
+    },
 }
 
 

@@ -37,6 +37,14 @@ def test_keys_without_their_group() -> None:
     drafts = config.proposer
     assert (drafts.acceptance, drafts.posterior_threshold, drafts.posterior_alpha) == ("typical", 0.2, 0.4)
     assert compose("serve", ServeConfig, ["acceptance=rejection"]).proposer.acceptance == "exact"
+    sizes = compose("generate", GenerateConfig, ["proposer=ngram", "prompt_lookup_max=5", "prompt_lookup_min=3"])
+    assert sizes.proposer.lookup_sizes == (3, 5)
+    copies = ["suffix_decoding_max_tree_depth=24", "suffix_decoding_max_spec_factor=1.0"]
+    copies += ["suffix_decoding_min_token_prob=0.2", "suffix_decoding_max_cached_requests=0", "parallel_drafting=false"]
+    suffix = compose("serve", ServeConfig, ["proposer=suffix", *copies]).proposer
+    assert (suffix.suffix_decoding_max_tree_depth, suffix.suffix_decoding_max_spec_factor) == (24, 1.0)
+    assert (suffix.suffix_decoding_min_token_prob, suffix.suffix_decoding_max_cached_requests) == (0.2, 0)
+    assert suffix.parallel_drafting is False
     generate = compose("generate", GenerateConfig, ["seed=3"])
     assert (generate.seed, generate.engine.seed) == (3, None)  # a command's own key
     assert compose("train", TrainConfig, ["seed=3"]).seed == 3
