@@ -150,6 +150,20 @@ def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
     assert sizes[0] >= 12 > sizes[1] > sizes[2] > sizes[3] == 0
 
 
+def test_copies_are_drafted_to_their_end_though_most_drafts_are_short_and_wrong():
+    """Three of four drafts are short and wrong, the fourth is long and right: a deep row is almost always right."""
+    acceptance, budget = AcceptanceModel(), Budget(16, 16)
+    for number in range(200):
+        short = number % 4 > 0
+        draft = VerifiedDraft(budget, 2, 2, ()) if short else VerifiedDraft(budget, 16, 16, range(1, 17))
+        acceptance.record("0", "suffix", draft, 0.0)
+    chances = acceptance.chances("0", "suffix", budget)
+    assert chances[0] < 0.4
+    assert min(chances[4:]) > 0.7
+    plan = best_plan(1, [Candidate("0", "suffix", budget)], make_costs(row=2.0, draft=0.0), acceptance, 0.02)
+    assert plan.budgets == {"0": budget}
+
+
 def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
     """This occurs in a fixed tree, whose nodes are ordered by level."""
     acceptance, rng = AcceptanceModel(), random.Random(0)

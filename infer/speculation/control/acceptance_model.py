@@ -2,7 +2,8 @@
 
 Chains by depth: depth j is reached if every shallower draft of the path was right, so the probability that a draft is
 accepted down to it is the product of the conditional acceptance rates. Trees by rank: nodes are in the order of their
-drafter's scores, and how often the r-th of them was on the accepted path tells what a tree of any size yields.
+drafter's scores, and how often the r-th of them was on the accepted path tells what a tree of any size yields. So it
+does for chains that their drafter ends where they become unlikely: only sure ones are long.
 
 Each rate is a share of recent hits. A request's rates are shrunk towards its drafter's, and these towards what training
 measured. Greedy and sampled drafts have separate evidence, since sampled tokens are predicted less often.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
 
+SELF_LIMITING = ("suffix",)  # drafters that end a chain where it becomes unlikely
 # Conditional acceptance rate of a drafter without evidence: as likely right as wrong.
 UNKNOWN = 0.5
 # Drafts that a prior counts like; with a quarter, chance alone ends drafting (LOG.md, 2026-11-23, "Two misses").
@@ -32,7 +34,11 @@ class Evidence(NamedTuple):
 
     drafter: str
     sampled: bool
-    chain: bool
+    chain: bool  # by depth, else by rank
+
+    @classmethod
+    def of(cls, drafter: str, sampled: bool, budget: Budget) -> Evidence:
+        return cls(drafter, sampled, budget.is_chain and drafter not in SELF_LIMITING)
 
 
 @dataclass
@@ -75,7 +81,7 @@ class AcceptanceModel:
         self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, sampled: bool = False
     ) -> None:
         """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
-        key, accepted = Evidence(drafter, sampled, draft.budget.is_chain), len(draft.path)
+        key, accepted = Evidence.of(drafter, sampled, draft.budget), len(draft.path)
         tried, path = draft.nodes, draft.path
         if key.chain:
             tried, path = min(draft.depth, accepted + 1), range(1, accepted + 1)
@@ -99,7 +105,7 @@ class AcceptanceModel:
 
     def chances(self, request_id: str, drafter: str, budget: Budget, sampled: bool = False) -> list[float]:
         """Return the probability that each node of a draft under this budget is accepted."""
-        key = Evidence(drafter, sampled, budget.is_chain)
+        key = Evidence.of(drafter, sampled, budget)
         measured = (() if sampled else self._priors.get(drafter, ())) or (UNKNOWN,)
         of_drafter, of_request = self._drafters.get(key), self._requests.get(request_id, {}).get(key)
         rates: list[float] = []
