@@ -34,6 +34,8 @@ FIELDS = {
     "proposer": PROPOSERS,
     "max_draft_tokens": (1, 2),
     "acceptance": ("block", "typical"),
+    "posterior_threshold": (0.0, 0.5),
+    "posterior_alpha": (0.1, 1.0),
     "cache_salt": ("a", "b"),
     "priority": (-1, 3),
     "deadline_s": (0.01, 0.5),
@@ -78,4 +80,4 @@ def is_exact(params: SamplingParams) -> bool:
     """Return whether the output must equal that of plain decoding."""
     if params.speculate and params.proposer == "synthetic":
         return False
-    return params.acceptance == "exact" or params.temperature == 0
+    return params.acceptance in (None, "exact") or params.temperature == 0

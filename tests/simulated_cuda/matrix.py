@@ -48,7 +48,7 @@ class Drafter:
 BEAM: dict[str, Any] = {"tree": "beam:2x3:6"}
 STATIC: dict[str, Any] = {"tree": [[0], [1], [0, 0]]}
 EAGLE3 = "eagle3, whole vocabulary"
-EXACT = tuple(name for name, params in REQUESTS.items() if params.acceptance == "exact")  # all but what needs a draft
+EXACT = tuple(name for name, params in REQUESTS.items() if params.acceptance is None)  # all but what needs a draft
 
 DRAFTERS: dict[str, Drafter] = {
     "none": Drafter("none", requests=EXACT),

@@ -23,6 +23,8 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     notes = list[str]()
     llama.read_sizes(fields, notes)
     model = ARCHITECTURES[architecture].read_config(dict(fields.values))
+    if model.attention_bias and not model.output_bias:
+        fields.only("qkv_bias", True)
     trains = fields.take("embed_requires_grad", bool, False)
     config = DraftModelConfig(model, model.vocab_size, model.hidden_size, embed_requires_grad=trains)
     return ParsedConfig(config, notes=notes)
