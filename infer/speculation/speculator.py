@@ -229,8 +229,7 @@ class Speculator:
         return request.drafter_state is not DrafterState.NONE and self._proposer_for(request).ready(request)
 
     def _keeps_state(self, name: str) -> bool:
-        proposer = self._proposers[name]
-        return bool(proposer.aux_layers or proposer.kv_layers)
+        return self._proposers[name].keeps_state
 
     # ---- drafts and the state of drafters ------------------------------------------------------------------------
 

@@ -28,6 +28,11 @@ class Proposer:
     kv_layers: tuple[LayerShape, ...] = ()  # its KV layers in the engine's pool, under the same block tables
     warm_up: int = 0  # tokens that must be committed after `start_tracking` before it can draft; 0 for hardly any
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it reads features or fills KV layers: it runs a model, which has to follow every request."""
+        return bool(self.aux_layers or self.kv_layers)
+
     def places(self, budget: Budget) -> int:
         """Return how many places past the root a draft under this budget writes to or proposes.
 

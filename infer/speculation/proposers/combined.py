@@ -32,7 +32,7 @@ class CombinedProposer(Proposer):
         self.sources = tuple(proposer for proposer, _ in sources.values())
         self._limits = {proposer: limit for proposer, limit in sources.values()}
         self._acceptance = PerTenant(AcceptanceModel)
-        self._drafts: dict[str, list[tuple[Proposer, Budget, int, Drafted]]] = {}  # by request, the last ones
+        self._drafts: dict[str, list[tuple[Proposer, Budget, int, Drafted]]] = {}  # by request, the last to be measured
         self.aux_layers = next((source.aux_layers for source in self.sources if source.aux_layers), ())
         self.kv_layers = tuple(layer for source in self.sources for layer in source.kv_layers)
         self.warm_up = max(source.warm_up for source in self.sources)
@@ -42,20 +42,23 @@ class CombinedProposer(Proposer):
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         for request in requests:
-            self._judge(request)
+            self._record(request)
         drafts: list[list[Drafted]] = [[] for _ in requests]
-        for source in sorted(self.sources, key=costs):
+        for source in sorted(self.sources, key=lambda source: source.keeps_state):
             limits = [self._worthwhile(source, *each) for each in zip(requests, budgets, drafts, strict=True)]
-            asked = [index for index, limit in enumerate(limits) if limit.nodes]
-            if not asked:
+            drafting = [index for index, limit in enumerate(limits) if limit.nodes]
+            if not drafting:
                 continue
-            batch = [requests[index] for index in asked]
-            tree = source.propose(batch, [limits[index] for index in asked])
-            for row, index in enumerate(asked):
-                draft = Drafted.of(tree, row, self._chances(source, requests[index], limits[index]))
+            tree = source.propose([requests[index] for index in drafting], [limits[index] for index in drafting])
+            for row, index in enumerate(drafting):
+                request, limit = requests[index], limits[index]
+                estimates = source.chances(request)
+                measured = self._measured(source, request, limit) if estimates is None else estimates
+                draft = Drafted.of(tree, row, measured)
                 drafts[index].append(draft)
-                kept = self._drafts.setdefault(requests[index].request_id, [])
-                kept.append((source, limits[index], len(requests[index].tokens), draft))
+                if estimates is None:
+                    unmeasured = self._drafts.setdefault(request.request_id, [])
+                    unmeasured.append((source, limit, len(request.tokens), draft))
         merged = [
             merge(row, budget.nodes, LEAST) if row else ([request.tokens[-1]], [-1])
             for row, request, budget in zip(drafts, requests, budgets, strict=True)
@@ -71,31 +74,27 @@ class CombinedProposer(Proposer):
     def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
         """Return the source's budget beside what others have drafted."""
         allowed = self._within(source, budget)
-        if not costs(source):
+        if not source.keeps_state:
             return allowed
         sure = [draft.chances for draft in drafts if len(draft.chances) > budget.nodes]
         if any(chances[budget.nodes] >= 1 - chances[1] for chances in sure):
             return NOTHING  # none of its nodes could be among the likeliest
         if not allowed.is_chain:
             return allowed
-        chances = self._chances(source, request, allowed)
-        depth = sum(chance >= LEVEL for chance in chances)
+        depth = sum(chance >= LEVEL for chance in self._measured(source, request, allowed))
         return Budget(max(1, depth), max(1, depth))
 
-    def _chances(self, source: Proposer, request: Request, budget: Budget) -> Sequence[float]:
-        """Return the probability of each node of the source's draft, as it estimates or as was measured."""
-        estimates = source.chances(request)
-        if estimates is not None:
-            return estimates
+    def _measured(self, source: Proposer, request: Request, budget: Budget) -> Sequence[float]:
+        """Return how often each node of the source's drafts was right."""
         return self._acceptance.of(request).chances(
             request.request_id, source.name, budget, request.params.temperature > 0
         )
 
-    def _judge(self, request: Request) -> None:
+    def _record(self, request: Request) -> None:
         """Record which tokens of the request's last drafts were right, whether they were verified or not."""
         for source, budget, start, draft in self._drafts.pop(request.request_id, ()):
             emitted, nodes = request.tokens[start:], len(draft.tokens) - 1
-            if source.chances(request) is not None or not (emitted and nodes):
+            if not (emitted and nodes):
                 continue
             deepest = min(nodes if budget.is_chain else budget.depth, len(emitted))
             outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
@@ -130,11 +129,6 @@ class CombinedProposer(Proposer):
 
     def ready(self, request: Request) -> bool:
         return all(source.ready(request) for source in self.sources)
-
-
-def costs(source: Proposer) -> bool:
-    """Return whether the source runs a model."""
-    return bool(source.aux_layers or source.kv_layers)
 
 
 def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:

@@ -16,7 +16,7 @@ from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.suffix_decoding.answers import EarlierAnswers, Generation
 from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, CopyRates
-from infer.speculation.proposers.suffix_decoding.sources import Automaton, Earlier, Interrupted, Text
+from infer.speculation.proposers.suffix_decoding.sources import CopySource, Earlier, Interrupted, Text
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
 
@@ -41,7 +41,7 @@ class Sources:
     chances: list[float] = field(default_factory=list)  # of the tokens of its last draft
 
     @property
-    def automata(self) -> tuple[Automaton, ...]:
+    def automata(self) -> tuple[CopySource, ...]:
         return (self.text, *self.earlier.values())
 
 
@@ -100,8 +100,8 @@ class SuffixProposer(Proposer):
             token = tokens[place]
             if place >= prompt:
                 for source in sources.automata:
-                    source.judge(token)
-                sources.interrupted.judge(tokens, place)
+                    source.record(token)
+                sources.interrupted.record(tokens, place)
             for source in sources.automata:
                 source.extend(token)
             if place >= prompt:

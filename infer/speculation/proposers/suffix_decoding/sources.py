@@ -26,7 +26,7 @@ MISSES = 12  # tokens not found there after which it is given up
 PRIORS_RESUMED = (0.05, 0.4, 0.72, 0.84, 0.87, 0.93)
 
 
-class Automaton:
+class CopySource:
     """A text to copy from, and how copies from it went: in this request, and usually (`usual`)."""
 
     def __init__(self, automaton: SuffixAutomaton, usual: CopyRates) -> None:
@@ -40,7 +40,7 @@ class Automaton:
         """Append a token to the request's text."""
         raise NotImplementedError
 
-    def judge(self, token: int) -> None:
+    def record(self, token: int) -> None:
         """Record whether the text's next token is what most often followed its longest match."""
         state, length = self.matched()
         state = next(self.automaton.suffixes(state), ROOT)
@@ -70,7 +70,7 @@ class Automaton:
         return best
 
 
-class Text(Automaton):
+class Text(CopySource):
     """The request's own text."""
 
     def __init__(self, usual: CopyRates) -> None:
@@ -91,7 +91,7 @@ class Text(Automaton):
         return likeliest(self.automaton.edges[state])[1].place - 1
 
 
-class Earlier(Automaton):
+class Earlier(CopySource):
     """A generation of earlier answers."""
 
     def __init__(self, automaton: SuffixAutomaton, usual: CopyRates) -> None:
@@ -116,38 +116,38 @@ class Interrupted:
     def __init__(self, usual: CopyRates) -> None:
         self._usual, self._rates = usual, CopyRates(REQUEST_DECAY)
         self._place: int | None = None  # of the next token of the copy in the text; None: nothing was copied lately
-        self._found = self._missed = 0  # tokens since the interruption
+        self._resumed = self._missed = 0  # tokens since the interruption
         self._going_on = False
 
-    def _rate(self, found: int) -> float:
-        place = min(found, len(PRIORS_RESUMED) - 1)
+    def _rate(self, resumed: int) -> float:
+        place = min(resumed, len(PRIORS_RESUMED) - 1)
         return self._rates.rate(place, self._usual.rate(place, PRIORS_RESUMED[place]))
 
-    def judge(self, tokens: Sequence[int], place: int) -> None:
+    def record(self, tokens: Sequence[int], place: int) -> None:
         """Record whether the token at `place` is the copy's."""
         if self._going_on:
             return
         if self._place is not None:
             for rates in (self._usual, self._rates):
-                rates.record(min(self._found, len(PRIORS_RESUMED) - 1), 1.0, tokens[self._place] == tokens[place])
+                rates.record(min(self._resumed, len(PRIORS_RESUMED) - 1), 1.0, tokens[self._place] == tokens[place])
 
     def extend(self, tokens: Sequence[int], place: int, copied_from: int | None) -> None:
         """Take note of the token at `place`. `copied_from`: where the copy that it belongs to is, if it does."""
         self._going_on = copied_from is not None
         if copied_from is not None:
-            self._place, self._found, self._missed = copied_from, 0, 0
+            self._place, self._resumed, self._missed = copied_from, 0, 0
         elif self._place is not None:
             window = tokens[self._place : min(self._place + WINDOW, place)]
             if tokens[place] in window:
                 skipped = window.index(tokens[place])
-                self._found = 1 if skipped else self._found + 1
+                self._resumed = 1 if skipped else self._resumed + 1
                 self._place += skipped + 1
             else:
-                self._found, self._missed = 0, self._missed + 1
+                self._resumed, self._missed = 0, self._missed + 1
             if self._missed > MISSES:
                 self._place = None
 
     def draft(self, tokens: Sequence[int], most: int, least: float) -> Draft:
         if self._place is None or self._going_on:
             return NO_DRAFT
-        return copied(tokens[self._place : self._place + most], self._found, self._rate, least)
+        return copied(tokens[self._place : self._place + most], self._resumed, self._rate, least)
