@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
+from infer.options.paths import REPO_ROOT
 from infer.request import SamplingParams
 from infer.speculation.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.attention import CausalAttention

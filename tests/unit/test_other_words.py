@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from infer.cli import compose
-from infer.config import EngineConfig, GenerateConfig, ModelConfig, ProposerConfig, ServeConfig
+from infer.config import EngineConfig, GenerateConfig, ModelConfig, ProposerConfig, ServeConfig, ServerConfig
 from infer.engine import Engine
 from infer.kvcache.memory import MIB
+from infer.options.cli import compose
 from infer.options.removed_keys import elsewhere
 from infer.request import SamplingParams
 from models.heads.config import HeadConfig
@@ -48,6 +48,21 @@ def test_keys_without_their_group() -> None:
     generate = compose("generate", GenerateConfig, ["seed=3"])
     assert (generate.seed, generate.engine.seed) == (3, None)  # a command's own key
     assert compose("train", TrainConfig, ["seed=3"]).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("schema", "key", "hint"),
+    [
+        (EngineConfig, "gpu_memory_utilization", "here engine.memory_share"),
+        (EngineConfig, "tensor_parallel_size", "here engine.tensor_parallel"),
+        (ProposerConfig, "num_speculative_tokens", "here proposer.max_draft_tokens"),
+        (ServerConfig, "api_key", "here HEADWAY_API_KEY or server.api_keys_file"),
+        (ModelConfig, "nonsense", "known: name, path, revision, dtype, device"),
+    ],
+)
+def test_keywords_in_python(schema: Any, key: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"{schema.__name__}: {key}: unknown key; {hint}"):
+        schema(**{key: 1})
 
 
 @pytest.mark.parametrize(

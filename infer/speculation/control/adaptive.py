@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from infer.engine.core import EngineCore
 from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import DRAFTER, Confidence
@@ -20,9 +20,6 @@ from infer.speculation.control.profiled_engine import ProfiledEngine
 from infer.speculation.control.profiler import Unmeasured, kept_table, measure
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import flags, processor
-
-if TYPE_CHECKING:
-    from infer.engine import Engine
 
 COSTLY = ("head", "draft_model")  # drafters that run a model; any other is measured only if it is the default
 
@@ -41,7 +38,7 @@ class ControllerState:
 
 
 def make_controller(
-    engine: Engine,
+    engine: EngineCore,
     profiled: ProfiledEngine,
     limits: Mapping[str, Budget],
     state: ControllerState,

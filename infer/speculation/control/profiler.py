@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,10 +28,8 @@ from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import SETTLES_S, CostTable, Curve, contradiction
+from infer.speculation.control.profiled_engine import ProfiledEngine
 from kernels.cache import cache_file
-
-if TYPE_CHECKING:
-    from infer.speculation.control.profiled_engine import ProfiledEngine
 
 log = logging.getLogger(__name__)
 
