@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_the_rule_of_requests_that_name_none(tiny_target_folder: Path, tiny_head
     assert rule == "exact"
     rule, everything, drafted = accepted(params, acceptance="typical", posterior_threshold=0.0)
     assert (rule, everything > exact, drafted - everything < 4) == ("typical", True, True)  # but for the last step
-    asked = SamplingParams(**{**vars(params), "acceptance": "rejection"})
+    asked = replace(params, acceptance="rejection")
     assert accepted(asked, acceptance="typical", posterior_threshold=0.0)[:2] == ("exact", exact)
-    strict = SamplingParams(**{**vars(params), "posterior_threshold": 1.0, "posterior_alpha": 1.0})
+    strict = replace(params, posterior_threshold=1.0, posterior_alpha=1.0)
     assert accepted(strict, acceptance="typical", posterior_threshold=0.0)[1] < everything
