@@ -9,7 +9,6 @@ engine, chooses who drafts, and prepares that while the engine is idle: pools, C
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -20,7 +19,6 @@ from infer.engine.loading import load_parts, read_names
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
-from infer.options.stored_weights import drafter_format
 from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.speculation.budget import NOTHING, Budget
@@ -29,10 +27,8 @@ from infer.speculation.control.adaptive import ControllerState, make_controller
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiled_engine import ProfiledEngine
-from infer.speculation.proposers import build_proposers
+from infer.speculation.proposers import build_proposers, pack_draft_model, pack_head
 from infer.speculation.proposers.base import NoProposer, Proposer
-from infer.speculation.proposers.draft_model import DraftModelProposer
-from infer.speculation.proposers.head import HeadProposer
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.draft_model.head import DraftModelHead
@@ -71,11 +67,9 @@ class Engine(EngineCore):
         self._graph_cache, self._warm_up = GraphCache(self.config, self.context), WarmUp()
         self.graphs: Recorded | None = None
         if draft_model is not None:
-            narrow = drafter_format(self.config.draft_weights, self.dtype, self.device)
-            draft_model.pack(exact=self.config.exact, weight_format=narrow)
-            self._draft_model = DraftModelProposer(draft_model, drafts)
+            self._draft_model = pack_draft_model(draft_model, self.target, self.config, drafts)
         if head is not None:
-            self._head = self._packed(head)
+            self._head = pack_head(head, self.target, self.config, drafts)
         self._make_pool()
         self._draft_with("none")
         self.set_proposer(proposer)
@@ -174,18 +168,9 @@ class Engine(EngineCore):
         self._proposers[proposer.name] = (proposer, limit)
         self._draft_with(proposer.name)
 
-    def _packed(self, head: Head) -> HeadProposer:
-        packed = copy.deepcopy(head, {id(self.target.embed_tokens): self.target.embed_tokens})
-        packed.borrow(self.target)
-        packed.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
-        packed.stack_layers()
-        narrow = drafter_format(self.config.head_weights, self.dtype, self.device)
-        packed.pack(exact=self.config.exact, weight_format=narrow)
-        return HeadProposer(packed, self.target.config.num_layers, self.proposer_config)
-
     def _use_head(self, head: Head) -> None:
         """Pack a copy of `head`. The pool is rebuilt only if its KV layers differ from the previous head's."""
-        before, self._head = self._head, self._packed(head)
+        before, self._head = self._head, pack_head(head, self.target, self.config, self.proposer_config)
         # another head's acceptance does not apply to this one
         self._controller_state = ControllerState(AcceptanceModel())
         if before is not None and before.kv_layers == self._head.kv_layers:
