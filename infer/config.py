@@ -53,7 +53,7 @@ class ModelConfig:
 
 @dataclass
 class ProposerConfig:
-    """The proposer in serving. `auto` takes the exported head if there is one, else n-gram lookup."""
+    """The proposer in serving. `auto` takes the exported head if there is one, else suffix decoding."""
 
     name: str = choice(MISSING, *PROPOSERS)
     adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured

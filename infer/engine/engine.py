@@ -141,8 +141,8 @@ class Engine:
         """Load an engine from configs, or from names as on a command line.
 
         Names: a model as in `model=` (infer/options/model_names.py), a head or its folder, a proposer. `proposer=auto`
-        uses the exported head if there is one, else n-gram. With `engine.tensor_parallel` this process becomes rank 0;
-        `close` the engine, or drop it, to end the other ranks.
+        uses the exported head if there is one, else suffix decoding. With `engine.tensor_parallel` this process becomes
+        rank 0; `close` the engine, or drop it, to end the other ranks.
         """
         model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
         engine = engine or EngineConfig()
@@ -279,8 +279,8 @@ class Engine:
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Change the default proposer and, if passed, the head and the draft config.
 
-        "auto": the head if there is one, else n-gram. Raises ValueError for a proposer that this engine does not have,
-        and while requests are unfinished.
+        "auto": the head if there is one, else suffix decoding. Raises ValueError for a proposer that this engine does
+        not have, and while requests are unfinished.
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
@@ -297,7 +297,7 @@ class Engine:
             if config is not None and drafter is not None:
                 drafter.set_drafts(config)
         if name == "auto":
-            name = "ngram" if self._head is None else "head"
+            name = "suffix" if self._head is None else "head"
         if name == "head" and self._head is None:
             raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
         vocabulary = self.target.config.vocab_size
