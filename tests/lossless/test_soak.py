@@ -22,9 +22,9 @@ from infer.request import Request
 from infer.sampling.constraint import Constraints
 from infer.sampling.params import SamplingParams
 from infer.speculation.control.acceptance_model import Evidence, Rates
-from infer.speculation.proposers.suffix_decoding.answers import Generation, digest
 from infer.speculation.proposers.suffix_decoding.automaton import Edge, SuffixAutomaton
 from infer.speculation.proposers.suffix_decoding.drafts import CopyRates
+from infer.speculation.proposers.suffix_decoding.responses import Generation, digest
 from infer.speculation.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults

@@ -112,6 +112,8 @@ class AcceptanceModel:
         for place in range(budget.nodes):
             if key.chain:
                 prior = measured[min(place, len(measured) - 1)]
+            elif place and drafter in SELF_LIMITING:  # it goes on only while it is as sure
+                prior = rates[-1]
             else:  # by Zipf's law from one rank to the next
                 prior = rates[-1] * place / (place + 1) if place else measured[0]
             rates.append(of_drafter.rate(place, prior) if of_drafter else prior)

@@ -48,10 +48,6 @@ class Proposer:
         """
         raise NotImplementedError
 
-    def chances(self, request: Request) -> Sequence[float] | None:
-        """Return the probability of each node drafted last for the request to be accepted; None: not estimated."""
-        return None
-
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Take the target's features of the last `counts[b]` committed positions of each request.
 
@@ -81,6 +77,14 @@ class Proposer:
     def ready(self, request: Request) -> bool:
         """Return whether it can draft for the request; after `start_tracking` that may take a few commits."""
         return True
+
+
+class EstimatingProposer(Proposer):
+    """One that knows how likely each of its drafts is to be accepted."""
+
+    def chances(self, request: Request) -> Sequence[float]:
+        """Return the probability of each node drafted last for the request to be accepted."""
+        raise NotImplementedError
 
 
 class NoProposer(Proposer):
