@@ -3,7 +3,11 @@
     python docs/images/draw.py chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
     python docs/images/draw.py terminal    # chat.svg, from what a command prints with colours, on standard input
 
-The chat: printf '<message>\\n' | python infer/chat.py color=always 2>&1 | python docs/images/draw.py terminal
+The chat, without the card at the start:
+
+    printf 'Write a Python function that returns the larger of two numbers.\\n/off\\n/regenerate\\n' |
+        python infer/chat.py color=always max_tokens=160 temperature=0 2>&1 | sed 1,14d |
+        python docs/images/draw.py terminal
 """
 
 import io
