@@ -14,7 +14,7 @@ from torch import Tensor
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.proposers.base import Proposer
+from infer.speculation.proposers.base import Needs, Proposer, Tracker
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
@@ -33,9 +33,18 @@ class CombinedProposer(Proposer):
         self._limits = {proposer: limit for proposer, limit in sources.values()}
         self._acceptance = PerTenant(AcceptanceModel)
         self._drafts: dict[str, list[tuple[Proposer, Budget, int, Drafted]]] = {}  # by request, the last to be measured
-        self.aux_layers = next((source.aux_layers for source in self.sources if source.aux_layers), ())
-        self.kv_layers = tuple(layer for source in self.sources for layer in source.kv_layers)
-        self.warm_up = max(source.warm_up for source in self.sources)
+        needs = [source.needs for source in self.sources]
+        self.needs = Needs(
+            next((need.aux_layers for need in needs if need.aux_layers), ()),
+            tuple(layer for need in needs for layer in need.kv_layers),
+            max(need.warm_up for need in needs),
+        )
+        trackers = [source.tracker for source in self.sources if source.tracker is not None]
+        self._tracker = Trackers(trackers) if trackers else None
+
+    @property
+    def tracker(self) -> Tracker | None:
+        return self._tracker
 
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, *(source.places(self._within(source, budget)) for source in self.sources))
@@ -44,7 +53,7 @@ class CombinedProposer(Proposer):
         for request in requests:
             self._record(request)
         drafts: list[list[Drafted]] = [[] for _ in requests]
-        for source in sorted(self.sources, key=lambda source: source.keeps_state):
+        for source in sorted(self.sources, key=lambda source: source.tracker is not None):
             limits = [self._worthwhile(source, *each) for each in zip(requests, budgets, drafts, strict=True)]
             drafting = [index for index, limit in enumerate(limits) if limit.nodes]
             if not drafting:
@@ -74,7 +83,7 @@ class CombinedProposer(Proposer):
     def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
         """Return the source's budget beside what others have drafted."""
         allowed = self._within(source, budget)
-        if not source.keeps_state:
+        if source.tracker is None:
             return allowed
         sure = [draft.chances for draft in drafts if len(draft.chances) > budget.nodes]
         if any(chances[budget.nodes] >= 1 - chances[1] for chances in sure):
@@ -102,33 +111,40 @@ class CombinedProposer(Proposer):
                 request.request_id, source.name, outcome, 0.0, request.params.temperature > 0
             )
 
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        for source in self.sources:
-            source.commit(requests, counts, features)
-
-    def synced(self, request: Request) -> int:
-        return min(source.synced(request) for source in self.sources)
-
-    def resume(self, request: Request) -> None:
-        for source in self.sources:
-            source.resume(request)
-
     def release(self, request: Request) -> None:
         self._drafts.pop(request.request_id, None)
         self._acceptance.of(request).forget(request.request_id)
         for source in self.sources:
             source.release(request)
 
-    def catch_up(self, request: Request) -> None:
-        for source in self.sources:
-            source.catch_up(request)
+
+class Trackers(Tracker):
+    """Several proposers' trackers, at least one, as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def resume(self, request: Request) -> None:
+        for tracker in self._trackers:
+            tracker.resume(request)
 
     def start_tracking(self, request: Request) -> None:
-        for source in self.sources:
-            source.start_tracking(request)
+        for tracker in self._trackers:
+            tracker.start_tracking(request)
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        for tracker in self._trackers:
+            tracker.commit(requests, counts, features)
+
+    def catch_up(self, request: Request) -> None:
+        for tracker in self._trackers:
+            tracker.catch_up(request)
+
+    def synced(self, request: Request) -> int:
+        return min(tracker.synced(request) for tracker in self._trackers)
 
     def ready(self, request: Request) -> bool:
-        return all(source.ready(request) for source in self.sources)
+        return all(tracker.ready(request) for tracker in self._trackers)
 
 
 def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:
