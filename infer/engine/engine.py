@@ -24,6 +24,8 @@ from infer.engine.loading import load_parts, read_names
 from infer.engine.offline import generate
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Scheduler
+from infer.engine.startup.controller import ControllerState, make_controller
+from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.engine.stats import EngineStats
 from infer.engine.step import StepRunner
 from infer.engine.threads import plan_threads
@@ -49,10 +51,9 @@ from infer.sampling.params import as_ids, seed_source
 from infer.sampling.stopping import FinishReason, StopText
 from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.control.adaptive import ControllerState, make_controller
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
-from infer.speculation.control.profiled_engine import ProfiledEngine
+from infer.speculation.drafter import drafter_of
 from infer.speculation.proposers import build_proposers
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
@@ -189,13 +190,14 @@ class Engine:
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
-        request.rule = rule_for(request, self.speculator.name_for(request))
+        self.speculator.assign(request)
+        request.rule = rule_for(request, drafter_of(request).name)
         request.added = self._clock()
         if params.deadline_s is not None:
             request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # which need every row of the prompt
             secret, salt, size = self._pool.pages.secret, params.cache_salt, self.config.page_size
-            request.keys = BlockKeys(secret, salt, self.speculator.filled_by(request), size)
+            request.keys = BlockKeys(secret, salt, request.drafter.filled_by, size)
             request.plain_keys = BlockKeys(secret, salt, "", size)
         if params.stop:
             assert self.tokenizer is not None
@@ -347,7 +349,7 @@ class Engine:
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Add a custom proposer and make it the default. Only while idle; it must not keep KV layers."""
-        assert not proposer.kv_layers, "layers of the pool are laid out when the engine is made"
+        assert not proposer.needs.kv_layers, "layers of the pool are laid out when the engine is made"
         self.set_proposer("none")
         self._proposers[proposer.name] = (proposer, limit)
         self._draft_with(proposer.name)
@@ -420,7 +422,7 @@ class Engine:
         before, self._head = self._head, self._packed(head)
         # another head's acceptance does not apply to this one
         self._controller_state = ControllerState(AcceptanceModel())
-        if before is not None and before.kv_layers == self._head.kv_layers:
+        if before is not None and before.needs.kv_layers == self._head.needs.kv_layers:
             self._head = self._head.continuing(before, self._pool)
             self._pool.pages.clear_cache()  # cached pages hold the previous head's KV
             return
@@ -435,8 +437,8 @@ class Engine:
         self._draft_model = DraftModelProposer(model, self.proposer_config)
 
     def _make_pool(self) -> None:
-        head_layers = self._head.kv_layers if self._head else ()
-        draft_layers = self._draft_model.kv_layers if self._draft_model else ()
+        head_layers = self._head.needs.kv_layers if self._head else ()
+        draft_layers = self._draft_model.needs.kv_layers if self._draft_model else ()
         target_layers = self._shard.layer_shapes
         shapes = [*target_layers, *head_layers, *draft_layers]
         modules = [self.target, *(drafter.module for drafter in (self._head, self._draft_model) if drafter is not None)]

@@ -8,8 +8,7 @@ import torch
 
 from infer.request import Request
 from infer.sampling.params import SamplingParams
-from infer.speculation.lossy import DRAFTS
-from kernels.acceptance import stream
+from kernels.acceptance import DRAFTS, stream
 from kernels.choose import ChoiceParameters, Limits
 from kernels.noise import MASK32
 from kernels.upload import upload_columns

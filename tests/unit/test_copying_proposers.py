@@ -248,9 +248,10 @@ def test_an_response_is_remembered_once_though_two_proposers_draw_on_it():
     limits = {"suffix": (suffix, Budget(3, 3)), "ngram": (ngram, Budget(3, 3))}
     speculator = Speculator({**limits, "combined": (CombinedProposer(limits), Budget(3, 3))}, "combined", context=100)
     request = make_request([1, 2, 3, 2])
+    speculator.assign(request)
     speculator.propose([request], [Budget(3, 3)])
     request.finish_reason = "stop"
-    speculator.release(request)
+    speculator.forget(request)
     (generation,) = suffix._responses.of("")
     assert generation.responses == 1
     assert not suffix._sources

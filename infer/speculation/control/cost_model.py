@@ -1,6 +1,7 @@
 """Cost model of a step on this machine: verifying B requests of R rows in all, and drafting for them.
 
-A table, measured once by profiler.py, and corrections learnt from the steps since, as tables age. Pure arithmetic.
+A table, measured once (infer/engine/startup/profiler.py), and corrections learnt from the steps since, as tables age.
+Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CostTable:
-        def curves(written: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
-            return tuple(Curve(tuple(item["sizes"]), tuple(item["seconds"])) for item in written)
+        def curves(written: Sequence[dict[str, Sequence[float]]]) -> tuple[Curve, ...]:
+            return tuple(Curve(tuple(curve["sizes"]), tuple(curve["seconds"])) for curve in written)
 
-        drafts = {name: curves(item) for name, item in data["drafts"].items()}
+        drafts = {name: curves(written) for name, written in data["drafts"].items()}
         return cls(tuple(data["batches"]), curves(data["steps"]), drafts, data["reads"])
 
     def step(self, batch: int, rows: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.proposers.base import EstimatingProposer, Proposer
+from infer.speculation.proposers.base import EstimatingProposer, Needs, Proposer, Tracker
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
@@ -33,14 +33,23 @@ class CombinedProposer(Proposer):
     def __init__(self, sources: Mapping[str, tuple[Proposer, Budget]]) -> None:
         self.sources = tuple(proposer for proposer, _ in sources.values())
         estimates = {source: isinstance(source, EstimatingProposer) for source in self.sources}
-        self._ordered = sorted(self.sources, key=lambda source: (source.keeps_state, not estimates[source]))
+        self._ordered = sorted(self.sources, key=lambda source: (source.tracker is not None, not estimates[source]))
         self._limits = {proposer: limit for proposer, limit in sources.values()}
         self._acceptance = PerTenant(AcceptanceModel)
         # By request, the last to be measured: the name of their rates, their budget, tokens before them
         self._drafts: dict[str, list[tuple[str, Budget, int, Drafted]]] = {}
-        self.aux_layers = next((source.aux_layers for source in self.sources if source.aux_layers), ())
-        self.kv_layers = tuple(layer for source in self.sources for layer in source.kv_layers)
-        self.warm_up = max(source.warm_up for source in self.sources)
+        needs = [source.needs for source in self.sources]
+        self.needs = Needs(
+            next((need.aux_layers for need in needs if need.aux_layers), ()),
+            tuple(layer for need in needs for layer in need.kv_layers),
+            max(need.warm_up for need in needs),
+        )
+        trackers = [source.tracker for source in self.sources if source.tracker is not None]
+        self._tracker = Trackers(trackers) if trackers else None
+
+    @property
+    def tracker(self) -> Tracker | None:
+        return self._tracker
 
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, *(source.places(self._within(source, budget)) for source in self.sources))
@@ -77,7 +86,7 @@ class CombinedProposer(Proposer):
         """Return a row of the source's drafts with the probability of each node, estimated by it or measured here."""
         if isinstance(source, EstimatingProposer):
             return Drafted.of(tree, row, source.chances(request))
-        name = source.name if source.keeps_state or not others else CONTRADICTING
+        name = source.name if source.tracker is not None or not others else CONTRADICTING
         draft = Drafted.of(tree, row, self._measured(name, request, limit))
         self._drafts.setdefault(request.request_id, []).append((name, limit, len(request.tokens), draft))
         return draft
@@ -91,7 +100,7 @@ class CombinedProposer(Proposer):
     def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
         """Return the source's budget beside what others have drafted."""
         allowed = self._within(source, budget)
-        if not source.keeps_state:
+        if source.tracker is None:
             if not drafts or isinstance(source, EstimatingProposer):
                 return allowed
             right = self._measured(CONTRADICTING, request, allowed)[0]
@@ -118,38 +127,45 @@ class CombinedProposer(Proposer):
             outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
             self._acceptance.of(request).record(request.request_id, name, outcome, 0.0, request.params.temperature > 0)
 
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        for source in self.sources:
-            source.commit(requests, counts, features)
-
-    def synced(self, request: Request) -> int:
-        return min(source.synced(request) for source in self.sources)
-
-    def resume(self, request: Request) -> None:
-        for source in self.sources:
-            source.resume(request)
-
     def release(self, request: Request) -> None:
         self._drafts.pop(request.request_id, None)
         self._acceptance.of(request).forget(request.request_id)
         for source in self.sources:
             source.release(request)
 
-    def catch_up(self, request: Request) -> None:
-        for source in self.sources:
-            source.catch_up(request)
+
+class Trackers(Tracker):
+    """Several proposers' trackers, at least one, as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def resume(self, request: Request) -> None:
+        for tracker in self._trackers:
+            tracker.resume(request)
 
     def start_tracking(self, request: Request) -> None:
-        for source in self.sources:
-            source.start_tracking(request)
+        for tracker in self._trackers:
+            tracker.start_tracking(request)
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        for tracker in self._trackers:
+            tracker.commit(requests, counts, features)
+
+    def catch_up(self, request: Request) -> None:
+        for tracker in self._trackers:
+            tracker.catch_up(request)
+
+    def synced(self, request: Request) -> int:
+        return min(tracker.synced(request) for tracker in self._trackers)
 
     def ready(self, request: Request) -> bool:
-        return all(source.ready(request) for source in self.sources)
+        return all(tracker.ready(request) for tracker in self._trackers)
 
 
 def repeats(source: Proposer, tree: DraftTree, row: int, others: Sequence[Drafted]) -> bool:
     """Return whether a copy begins like a better one, from which it would differ only where that is likelier right."""
-    return not source.keeps_state and any(int(tree.token[row, 1]) == other.tokens[1] for other in others)
+    return source.tracker is None and any(int(tree.token[row, 1]) == other.tokens[1] for other in others)
 
 
 def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:
