@@ -85,7 +85,7 @@ class PublishedHeadConfig(HeadConfig):
 
 @dataclass
 class ProposerConfig(Schema):
-    """The proposer in serving. `auto` takes the exported head if there is one, else n-gram lookup."""
+    """The proposer in serving. `auto` takes the exported head if there is one, else suffix decoding."""
 
     name: str = choice(MISSING, *PROPOSERS)
     adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
@@ -176,7 +176,7 @@ class EngineConfig(Schema):
     prefill_chunk: int | None = number(None, low=1)  # prompt tokens of one request per step; null: 256
     max_rows: int | None = None  # rows of one target forward: drafts and prefill chunks together; null: 512
     prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
-    exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
+    exact: bool = True  # batch-invariant: the same bits for a row in any batch (docs/design.md)
     # the target's linear layers. same: as published, those of a GGUF file in their blocks, of GPTQ, AWQ and
     # compressed-tensors in their groups, where a kernel reads them (native: or an error), else in model.dtype, like all
     # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output

@@ -14,6 +14,7 @@ from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import MAX_SEED, SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
 from infer.sampling.token_counts import TokenCounts
+from infer.speculation.budget import Budget
 
 __all__ = [
     "MAX_SEED",
@@ -88,6 +89,26 @@ class DrafterState(Enum):
     PARTIAL = "partial"  # only tokens committed since tracking was started mid-sequence
 
 
+class DrafterView:
+    """What a request's drafter (infer/speculation/drafter.py) is to scheduler, pool and step; this one keeps no state.
+
+    `aux_layers`: hidden states of the target that it reads of the request now. `filled_by`: name of what fills KV
+    layers besides the target; requests with the same name fill the same layers of their pages, and may share them.
+    """
+
+    state: DrafterState = DrafterState.FULL
+    aux_layers: tuple[int, ...] = ()
+    filled_by: str = ""
+
+    def synced(self, request: Request) -> int:
+        """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
+        return request.computed
+
+    def places(self, budget: Budget) -> int:
+        """Return how many places past the root a draft under this budget takes in the pool."""
+        return budget.nodes
+
+
 class Phase(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -122,7 +143,7 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
-    drafter_state: DrafterState = DrafterState.FULL
+    drafter: DrafterView = field(default_factory=DrafterView)
     keys: PageKeys | None = None  # keys of its pages; None: they are not shared
     plain_keys: PageKeys | None = None  # keys of pages of which only the target's layers are filled
     published: int = 0  # positions whose pages were published or adopted
@@ -137,7 +158,6 @@ class Request:
     cached: int = 0  # positions of the prompt computed by another request
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    drafting_failed: bool = False
     rule: str = "exact"  # acceptance rule of its drafts (infer/speculation/verify.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
@@ -173,19 +193,19 @@ class Request:
     @property
     def lookup_keys(self) -> list[PageKeys]:
         """Return the keys under which pages that it can use may be cached."""
-        chains = [self.keys] if self.drafter_state is DrafterState.FULL else [self.keys, self.plain_keys]
+        chains = [self.keys] if self.drafter.state is DrafterState.FULL else [self.keys, self.plain_keys]
         return [keys for keys in chains if keys is not None]
 
     @property
     def publish_keys(self) -> PageKeys | None:
         """Return the keys that say which layers of its pages are filled; None if they are not shared."""
-        return self.keys if self.drafter_state is DrafterState.FULL else self.plain_keys
+        return self.keys if self.drafter.state is DrafterState.FULL else self.plain_keys
 
     def preempt(self) -> None:
         """Wait again, to be recomputed from its tokens. What a drafter keeps of a part of it is then worth nothing."""
         self.phase, self.computed = Phase.WAITING, 0
-        if self.drafter_state is DrafterState.PARTIAL:
-            self.drafter_state = DrafterState.NONE
+        if self.drafter.state is DrafterState.PARTIAL:
+            self.drafter.state = DrafterState.NONE
 
     def is_late(self, now: float) -> bool:
         """Return whether its deadline has passed at `now` on the engine's clock."""

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from infer.options.paths import REPO_ROOT
-from infer.speculation.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head, save_head
+from models.heads.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.targets import load_target
 from models.weights import fingerprint
 from scripts.errors import reports_errors

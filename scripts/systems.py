@@ -166,7 +166,7 @@ def engine_system(
 
     A system named after a head in `heads` drafts with that one. No head drafts beyond its maximal depth.
     """
-    from infer.speculation.measured_tree import resolve_tree
+    from infer.engine.loading import resolve_tree
 
     source, _, shape = name.partition(":")
     drafts = shaped(proposer, shape) if shape and source != "off" else proposer

@@ -35,6 +35,7 @@ from infer.sampling.grammar import Grammar
 from infer.sampling.params import as_ids, seed_source
 from infer.sampling.stopping import StopText
 from infer.speculation.budget import Budget
+from infer.speculation.drafter import drafter_of
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
@@ -125,12 +126,13 @@ class EngineCore:
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
-        request.rule = rule_for(request, self.speculator.name_for(request))
+        self.speculator.assign(request)
+        request.rule = rule_for(request, drafter_of(request).name)
         request.added = self._clock()
         if params.deadline_s is not None:
             request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # which need every row of the prompt
-            request.keys = self._pool.keys(params.cache_salt, self.speculator.filled_by(request))
+            request.keys = self._pool.keys(params.cache_salt, request.drafter.filled_by)
             request.plain_keys = self._pool.keys(params.cache_salt, "")
         if params.stop:
             assert self.tokenizer is not None
@@ -243,7 +245,7 @@ class EngineCore:
         """
         head, draft_model, target_layers = self._head, self._draft_model, self._shard.layer_shapes
         drafters = [drafter for drafter in (head, draft_model) if drafter is not None]
-        draft_layers = [layer for drafter in drafters for layer in drafter.kv_layers]
+        draft_layers = [layer for drafter in drafters for layer in drafter.needs.kv_layers]
         weights = weight_bytes(self.target, *(drafter.module for drafter in drafters))
         free = memory_left(self.config, self.device, self._shard.free(), weights)
         facts = DeviceFacts(self.device.type, free, workspace_bytes(1, self.target.config, self.dtype))
@@ -262,7 +264,7 @@ class EngineCore:
         if head is not None:
             head.attach(self._pool)
         if draft_model is not None:  # whose layers come last
-            draft_model.attach(self._pool, len(layers.caches) - len(draft_model.kv_layers))
+            draft_model.attach(self._pool, len(layers.caches) - len(draft_model.needs.kv_layers))
         self._runner = Runner(self._shard, self._pool)
         self._scheduler = Scheduler(
             self._pool,

@@ -16,6 +16,8 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import offline
 from infer.engine.core import EngineCore
 from infer.engine.loading import load_parts, read_names
+from infer.engine.startup.controller import ControllerState, make_controller
+from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
@@ -23,10 +25,8 @@ from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.control.adaptive import ControllerState, make_controller
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
-from infer.speculation.control.profiled_engine import ProfiledEngine
 from infer.speculation.proposers import build_proposers, pack_draft_model, pack_head
 from infer.speculation.proposers.base import NoProposer, Proposer
 from models.heads.base import Head
@@ -88,8 +88,8 @@ class Engine(EngineCore):
         """Load an engine from configs, or from names as on a command line.
 
         Names: a model as in `model=` (infer/options/model_names.py), a head or its folder, a proposer. `proposer=auto`
-        uses the exported head if there is one, else n-gram. With `engine.tensor_parallel` this process becomes rank 0;
-        `close` the engine, or drop it, to end the other ranks.
+        uses the exported head if there is one, else suffix decoding. With `engine.tensor_parallel` this process becomes
+        rank 0; `close` the engine, or drop it, to end the other ranks.
         """
         model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
         engine = engine or EngineConfig()
@@ -119,8 +119,8 @@ class Engine(EngineCore):
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Change the default proposer and, if passed, the head and the draft config.
 
-        "auto": the head if there is one, else n-gram. Raises ValueError for a proposer that this engine does not have,
-        and while requests are unfinished.
+        "auto": the head if there is one, else suffix decoding. Raises ValueError for a proposer that this engine does
+        not have, and while requests are unfinished.
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
@@ -136,7 +136,7 @@ class Engine(EngineCore):
             if config is not None and drafter is not None:
                 drafter.set_drafts(config)
         if name == "auto":
-            name = "ngram" if self._head is None else "head"
+            name = "suffix" if self._head is None else "head"
         if name == "head" and self._head is None:
             raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
         vocabulary = self.target.config.vocab_size
@@ -163,7 +163,7 @@ class Engine(EngineCore):
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Add a custom proposer and make it the default. Only while idle; it must not keep KV layers."""
-        assert not proposer.kv_layers, "layers of the pool are laid out when the engine is made"
+        assert not proposer.needs.kv_layers, "layers of the pool are laid out when the engine is made"
         self.set_proposer("none")
         self._proposers[proposer.name] = (proposer, limit)
         self._draft_with(proposer.name)
@@ -173,7 +173,7 @@ class Engine(EngineCore):
         before, self._head = self._head, pack_head(head, self.target, self.config, self.proposer_config)
         # another head's acceptance does not apply to this one
         self._controller_state = ControllerState(AcceptanceModel())
-        if before is not None and before.kv_layers == self._head.kv_layers:
+        if before is not None and before.needs.kv_layers == self._head.needs.kv_layers:
             self._head = self._head.continuing(before, self._pool)
             self._pool.pages.clear_cache()  # cached pages hold the previous head's KV
             return

@@ -1,4 +1,4 @@
-"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (DESIGN section 5)."""
+"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StepRunner:
         begin = self._timer()  # a step's cost includes planning
         decoding, load = self._scheduler.decoding, self._scheduler.load
         self.activity = ("scheduling", load, 0)
-        self._speculator.plan(decoding, load)
+        planned = self._speculator.plan(decoding, load)
         if self.overlap is not None:
             self.activity = ("overlapped round", len(decoding), self.overlap.most_rows)
             with cpu_threads(self._threads.count(self.overlap.most_rows)):
@@ -83,7 +83,8 @@ class StepRunner:
                     self._observe(*self.overlap.timed)
                 return outputs
         admissible = self._scheduler.admissible()
-        step = self._scheduler.schedule(self._speculator.grant(decoding, admissible, load), admissible)
+        budgets = self._speculator.track(decoding, planned, admissible, load)
+        step = self._scheduler.schedule(decoding, budgets, admissible)
         self._speculator.sync(step.admitted, step.preempted)
         outputs, drafting = list[StepOutput](), self._speculator.seconds
         with cpu_threads(self._threads.count(step.rows)):
@@ -188,14 +189,14 @@ class StepRunner:
         if aux:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
-            spans = [(end - count, end) for request, count, end in pairs if self._speculator.reads(request)]
+            spans = [(end - count, end) for request, count, end in pairs if request.drafter.aux_layers]
             features = select_rows(aux, [row for first, end in spans for row in kept_rows[first:end]])
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Commit `counts[b]` new positions of each request, with `features` `[n, F]` where the drafter reads them."""
         pairs = zip(requests, counts, strict=True)
-        reading = [(request, count) for request, count in pairs if self._speculator.reads(request)]
+        reading = [(request, count) for request, count in pairs if request.drafter.aux_layers]
         pieces = features.split([count for _, count in reading]) if reading else ()
         for (request, count), rows in zip(reading, pieces, strict=True):
             self._pool.keep_features(request, count, rows)
@@ -204,7 +205,7 @@ class StepRunner:
     def publish(self, requests: Sequence[Request]) -> None:
         """Publish to the prefix cache the positions that are verified and were read by the proposer too."""
         for request in requests:
-            self._pool.publish(request, self._speculator.synced(request))
+            self._pool.publish(request, request.drafter.synced(request))
 
     def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
         """Compute log-probabilities of the prompt tokens that follow this chunk's rows, for requests that want them."""

@@ -1,4 +1,4 @@
-"""Replays of captured decode steps, for the profiler of step costs (infer/speculation/control/profiler.py)."""
+"""Replays of captured decode steps, for the profiler of step costs (infer/engine/startup/profiler.py)."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 KEY_BYTES = 16
@@ -37,7 +37,7 @@ class BlockKeys:
 
 
 class Pages:
-    """Pages 1 .. `count`. The cost of all methods but `invariants` does not depend on the number of pages."""
+    """Pages 1 .. `count`. The cost of no method depends on the number of pages."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -101,16 +101,6 @@ class Pages:
         self._free += self._unheld
         for mapping in (self._unheld, self._page_of, self._key_of, self._value_of):
             mapping.clear()
-
-    def invariants(self, held: Iterator[int]) -> None:
-        """Assert that the accounting is consistent. `held`: every page of every running request, once per holder."""
-        holders = Counter(held)
-        assert all(self._holders[page] == holders[page] for page in range(1, self.count + 1)), "holders miscounted"
-        unheld = set(self._unheld)
-        assert not unheld & set(holders), "a held page could be taken"
-        assert sorted([*holders, *self._free, *unheld]) == list(range(1, self.count + 1)), "pages leaked"
-        assert unheld <= set(self._key_of) == set(self._value_of), "an unknown page is kept"
-        assert {page: key for key, page in self._page_of.items()} == self._key_of
 
     def _take(self) -> int:
         if self._free:

@@ -139,12 +139,6 @@ class KVPool:
         source, destination = upload(slots, self.device)
         return source, destination
 
-    def invariants(self, running: Sequence[Request]) -> None:
-        """Assert that every page is free, cached or held, and that block tables match. For tests: checks all pages."""
-        self.pages.invariants(page for request in running for page in request.pages)
-        for request in running:
-            assert self.table[request.slot, : len(request.pages)].tolist() == request.pages
-
     def rows(
         self,
         requests: Sequence[Request],

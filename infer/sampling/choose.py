@@ -14,9 +14,8 @@ from infer.sampling.isolation import isolated, together
 from infer.sampling.logits_processors import shape_rows
 from infer.sampling.logprobs import TokenLogprob, token_logprobs
 from infer.sampling.params import SamplingParams
-from infer.speculation.lossy import DRAFTS
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import stream
+from kernels.acceptance import DRAFTS, stream
 from kernels.choose import ChoiceParameters, Limits, choose, warped_log_probs
 from kernels.noise import MASK32
 from kernels.upload import upload, upload_columns

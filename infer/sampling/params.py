@@ -101,7 +101,7 @@ class SamplingParams:
     speculate: bool = True  # false: no drafts for this request
     proposer: str | None = None  # null: the engine's
     max_draft_tokens: int | None = None  # maximum draft depth; null: the engine's
-    # exact, also called rejection; block and typical relax a guarantee (infer/speculation/lossy.py); null: the engine's
+    # exact, also called rejection; block and typical relax a guarantee (kernels/acceptance.py); null: the engine's
     acceptance: AcceptanceRule | None = None
     posterior_threshold: float | None = (
         None  # of typical: a token more likely than this is accepted; null: the engine's

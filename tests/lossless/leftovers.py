@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from infer.engine import Engine
+from tests.pools import check_pool
 
 PREFIX = "request "  # of request ids in these tests, by which they are recognised wherever they are kept
 
@@ -15,7 +16,7 @@ def open_files() -> int:
 
 def kept(engine: Engine) -> set[str]:
     """Return the ids of requests of which a proposer keeps state."""
-    states = (value for keeper in engine.speculator._proposers.values() for value in vars(keeper).values())
+    states = (value for keeper, _ in engine.speculator._proposers.values() for value in vars(keeper).values())
     keys = (key for state in states if isinstance(state, (dict, set)) for key in state)
     return {key for key in keys if isinstance(key, str) and key.startswith(PREFIX)}
 
@@ -27,7 +28,7 @@ def assert_nothing_left(engine: Engine) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     assert sorted(scheduler._free_slots) == list(range(engine.config.max_batch))
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
     assert pages.free == pages.count
     assert not kept(engine)
     pages.clear_cache()

@@ -20,6 +20,7 @@ from infer.sampling.grammar import Grammar
 from infer.speculation.proposers.head import HeadProposer
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.test_controller import AtAnyPrice, AtRandom
+from tests.pools import check_pool
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=3, top_k=20)
@@ -103,7 +104,7 @@ def test_one_request_that_needs_the_host(make_small_engine, forwards, dtype, dra
             assert forwards["replays"] == (forwards["decodes"] if graphs == "on" else 0)
             if graphs == "on" and (need, drafts) != ("grammar", "chain") and drafts in ("chain", "tree"):
                 assert forwards["drafted"] == forwards["proposed"] > 2
-        engine._pool.invariants([])
+        check_pool(engine._pool, [])
     half = len(NEED_HOST)
     assert results[:half] == results[half:]
     assert all(answer.logprobs for answer in results[0][2:])
@@ -159,7 +160,7 @@ def test_budgets_at_random(make_small_engine, make_plain, forwards, drafts):
     assert ids(engine.generate(PROMPTS, params)) == wanted
     assert forwards["replays"] == forwards["decodes"] > 10
     assert forwards["chain"] + forwards["tree"] > 5
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.mark.parametrize("head", ["eagle", "mlp", "p-eagle, one layer", "dspark"])

@@ -18,6 +18,7 @@ from infer.sampling.grammar import Grammar
 from kernels.shape import unpacked
 from tests.drafts import checked_tree
 from tests.lossless.plain import Answer, answer_all
+from tests.pools import check_pool
 
 SCHEMA = {
     "type": "object",
@@ -102,7 +103,7 @@ def test_drafts_change_no_byte(make_engine, tiny_tokenizer, cases, expected, nam
     for case, answer, wanted in zip(cases, answers, expected, strict=True):
         assert answer == wanted, case
     assert engine.stats.speculation.accepted > 0
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_after_a_pre_emption(make_engine, tiny_tokenizer, cases, expected):
@@ -165,7 +166,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(make_engine, tin
     bad, good = answer_all(engine, [([1, 2], hostile), ([3, 4], other)])
     assert bad.finish_reason == "error"
     assert (good.finish_reason, len(good.token_ids)) == ("length", 8)
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.mark.parametrize(

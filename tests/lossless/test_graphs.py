@@ -25,6 +25,7 @@ from tests.heads import ONE_OF_EACH, make_head
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch
+from tests.pools import check_pool
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
@@ -101,7 +102,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, monkeypatch
     assert actual == wanted
     assert replays["step"] > 3
     assert replays["forward"] > 0  # while the last request runs
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_a_head_that_was_woken_late(make_small_engine, replays):
             switch.pays = True
             while engine.has_work:
                 engine.step()
-            assert [item.drafter_state for item in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
+            assert [item.drafter.state for item in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
             results[graphs, shape is None] = [item.output_ids for item in requests]
             assert (replays["step"] > 9) == (graphs == "on")
             replays.clear()

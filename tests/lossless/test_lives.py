@@ -31,6 +31,7 @@ from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_fil
 from tests.lossless.oracles import Thicket
 from tests.lossless.plain import Answer
 from tests.lossless.random_requests import VOCAB_SIZE, is_exact, random_params, random_prompt, singles
+from tests.pools import check_pages, check_pool
 
 DRAFTS = {
     "none": {},
@@ -212,11 +213,10 @@ class Lives(RuleBasedStateMachine):
     def adds_up(self):
         engine, scheduler, pool = self.engine, self.engine._scheduler, self.engine._pool
         running, waiting = scheduler.running, scheduler.waiting
-        pool.pages.invariants(
-            page for pages in (*(request.pages for request in running), self.hogged) for page in pages
-        )
+        held = (*(request.pages for request in running), self.hogged)
+        check_pages(pool.pages, [page for pages in held for page in pages])
         if not self.hogged:
-            pool.invariants(running)
+            check_pool(pool, running)
         assert sorted([*scheduler._free_slots, *(request.slot for request in running)]) == list(
             range(engine.config.max_batch)
         )

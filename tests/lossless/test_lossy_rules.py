@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
-from infer.speculation import lossy
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import coin, draw, stream, typical_mask, verify_block
+from kernels.acceptance import DRAFTS, coin, draw, stream, typical_mask, verify_block
 from kernels.noise import MASK32, gumbel_noise
 from kernels.verify import accept
 from tests.distributions import Z, chi_square_excess
 from tests.interpreted import scaled
+from tests.pools import check_pool
 
 TOKENS = scaled(30, 8)
 
@@ -22,7 +22,7 @@ TOKENS = scaled(30, 8)
 def drawn_chain(draft, root_token, seed, root, length):
     """Sample a chain as a drafter does for block verification: with this step's noise for drafts."""
     tokens, token = [], root_token
-    high = torch.tensor([(seed >> 32) ^ stream(lossy.DRAFTS, root)])
+    high = torch.tensor([(seed >> 32) ^ stream(DRAFTS, root)])
     for index in range(length):
         row = draft(token)
         noise = gumbel_noise(torch.tensor([seed & MASK32]), high, torch.tensor([root + index]), torch.arange(len(row)))
@@ -152,7 +152,7 @@ def test_through_the_engine(make_engine, prompts, rule):
     completions = engine.generate(prompts, greedy)
     assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     assert all(completion.acceptance == "exact" for completion in completions)
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_beside_other_requests_nothing_changes(make_engine, prompts):

@@ -7,6 +7,7 @@ import pytest
 from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
 from tests.lossless.plain import answer_all
+from tests.pools import check_pool
 
 A, B = 40, 41
 ENGINES = {
@@ -31,7 +32,7 @@ def test_a_row_without_a_token_ends_its_request(make_engine, prompts, name, rule
     ended, finished = answer_all(engine, [([A + 9], dead_end), (prompts[0], other)])
     assert (ended.token_ids, ended.finish_reason) == ([A] * 8, "error")
     assert (len(finished.token_ids), finished.finish_reason) == (12, "length")
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_the_error_says_which_masks(make_engine):

@@ -21,6 +21,7 @@ from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import Controller
 from tests.lossless.pairwise import pairwise
 from tests.lossless.plain import Answer, answer_all
+from tests.pools import check_pool
 
 TOKENS = 18
 CHOICES = {
@@ -124,7 +125,7 @@ def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, n
     if adaptive:  # some request got no drafts, though it allows them
         speculating = [c for (*_, params), c in zip(cases, completions, strict=True) if params.speculate]
         assert any(c.stats.drafted == 0 for c in speculating if c.stats.steps > 3)
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
     for (_, _, params), completion in zip(cases, completions, strict=True):
         if not params.speculate:
             assert completion.stats.drafted == 0
@@ -184,7 +185,7 @@ def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
         assert answer == Answer.of(expected[factors["dtype"]][index]), f"turn {turn}: {factors}: {cases[index]}"
     if factors["pages"] == "tight" and factors["max_batch"] == 16 and not scattered:
         assert engine.stats.preemptions > 0
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_the_combinations_cover_what_they_should():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
+from tests.pools import check_pool
 
 TOKENS = 24
 PAGE = 8
@@ -77,7 +78,7 @@ def test_hits_and_misses_answer_alike(make_engine, expected, name, dtype):
         rows = count_prefilled(engine)
         completions = engine.generate(prompts, params())
         assert [completion.token_ids for completion in completions] == expected[dtype]
-        engine._pool.invariants([])
+        check_pool(engine._pool, [])
     assert sum(rows) < 0.5 * sum(map(len, prompts))
     if "head" in name:
         first = sum(completion.stats.accepted for completion in completions)
@@ -104,7 +105,7 @@ def test_pre_empted_requests_take_up_what_they_had(make_engine, expected):
     completions = engine.generate(make_prompts(), params())
     assert [completion.token_ids for completion in completions] == expected[torch.float32]
     assert engine.stats.preemptions > 0
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.mark.parametrize("name", ["none", "head chain", "head tree", "draft model", "draft model tree"])
@@ -119,7 +120,7 @@ def test_answers_to_one_prompt_share_it(make_engine, name, length):
     for index, completion in enumerate(completions):
         assert completion.token_ids == plain.generate([prompt], params(seed=50 + index))[0].token_ids
     assert len({tuple(completion.token_ids) for completion in completions}) == 5
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_tenants_share_nothing(make_engine):

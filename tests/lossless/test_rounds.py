@@ -23,6 +23,7 @@ from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
 from tests.lossless.test_controller import AtAnyPrice, Switch
+from tests.pools import check_pool
 
 EAGLE3 = "eagle3, whole vocabulary"
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -71,7 +72,7 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     ahead = [(completion.token_ids, completion.stats) for completion in engine.generate(PROMPTS, PARAMS)]
     assert rounds["late"] > 10
     assert rounds["launched"] == rounds["read"]
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
     engine.config.graphs = "off"
     engine.set_proposer(proposer)
     rounds.clear()
@@ -93,7 +94,7 @@ def test_each_request_has_its_own_budget(make_small_engine, rounds, head, shape)
         results.append([(item.token_ids, item.stats.accepted_by_position) for item in completions] + drafted)
         assert (rounds["late"] > 10) == (graphs == "on")
         rounds.clear()
-        engine._pool.invariants([])
+        check_pool(engine._pool, [])
     assert results[0] == results[1]
     assert len({len(item.stats.drafted_by_position) for item in completions}) > 3
 
@@ -104,8 +105,9 @@ class Changing(Planner):
     def __init__(self) -> None:
         self.rng, self.depths = random.Random(3), dict[str, int]()
 
-    def plan(self, decoding, find_candidates) -> None:
+    def next_step(self, decoding) -> bool:
         self.depths = {name: self.rng.randrange(4) for name in decoding}
+        return False
 
     def budget(self, request_id, allowed):
         return allowed.within(self.depths.get(request_id, 0))
@@ -124,7 +126,7 @@ def test_budgets_change_between_rounds(make_small_engine, make_plain, rounds, mo
     assert rounds["late"] > 20
     assert len(loads) < 10  # rounds go on while budgets change
     assert all(len({nodes for nodes, *_ in of_request}) > 2 for of_request in drafts.values())
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
     assert rounds["launched"] == rounds["read"]  # before any page is allocated
     while engine.has_work:
         engine.step()
-        engine._pool.invariants(engine._scheduler.running)
+        check_pool(engine._pool, engine._scheduler.running)
         old_pages -= set(third.pages)
     assert old_pages != set(range(1, 17))
     oracle = make_plain(small=True)
@@ -292,9 +294,6 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
     records = []
 
     class Recorder(Switch):
-        def skips(self, request_id) -> bool:
-            return not self.pays
-
         def record_step(self, batch, rows, drafting, seconds) -> None:
             records.append((rounds["read"], batch, rows, drafting, seconds > 0))
 
@@ -315,7 +314,7 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
     assert [item.output_ids for item in requests] == [
         plain(item.prompt_ids, item.params).token_ids for item in requests
     ]
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rounds, monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from infer.request import SamplingParams
 from models.heads import HEADS
 from models.heads.config import HeadConfig
 from models.heads.files import save_head
+from tests.pools import check_pool
 from tests.unit.test_targets import randomise_biases_and_norms
 
 PAGE, TOKENS = 8, 16
@@ -50,7 +51,7 @@ def load(folder, dtype, ranks, proposer, head=None, **drafting):
 def generate_twice(engine):
     """Generate for all requests at once, twice: the second time prompts are in the prefix cache."""
     completions = [*engine.generate(*make_requests()), *engine.generate(*make_requests())]
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
     return [(a.token_ids, a.logprobs, a.prompt_logprobs) for a in completions]
 
 

@@ -13,6 +13,7 @@ from kernels.cpu.library import SWITCH, library
 from tests.heads import ONE_OF_EACH
 from tests.lossless.oracles import Thicket
 from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.pools import check_pool
 
 SHAPES = {
     "wide": {"tree": "beam:6x4"},
@@ -40,7 +41,7 @@ def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
         assert ids(completions) == expected[dtype, params][subset]
         stats = [completion.stats for completion in completions]
         assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_trees_of_every_head(make_engine, prompts, expected, head, shape, params
     assert ids(completions) == expected[torch.float32, params]
     stats = [completion.stats for completion in completions]
     assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_trees_under_memory_pressure(make_engine, prompts, expected):
@@ -87,7 +88,7 @@ def test_trees_under_memory_pressure(make_engine, prompts, expected):
     for params in (GREEDY, SAMPLED):
         assert ids(engine.generate(prompts, params)) == expected[torch.float32, params]
     assert engine.stats.preemptions > 0
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 def test_trees_at_the_end_of_the_context(make_engine):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from infer.request import SamplingParams
 from infer.sampling import choose
 from tests.lossless.plain import ids
+from tests.pools import check_pool
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9] * 17, list(range(10, 50)), [8], [5, 6, 7] * 4]
@@ -60,7 +61,7 @@ def test_rounds_write_pages_and_limits_as_arguments_of_launches(make_small_engin
         assert ids(engine.generate(PROMPTS, params)) == expected
     assert writes.counts["fill_"] > 20
     assert writes.counts["one element"] == 0
-    engine._pool.invariants([])
+    check_pool(engine._pool, [])
 
 
 @pytest.mark.parametrize("proposer", ["none", "head"])

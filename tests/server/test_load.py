@@ -12,6 +12,7 @@ import httpx
 
 from infer.config import EngineConfig
 from scripts.soak_server import SAMPLES, Report, soak
+from tests.pools import check_pool
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
 
 TOKENS = 24
@@ -71,7 +72,7 @@ def test_a_short_soak(make_server: MakeServer) -> None:
         assert statuses[400]
         assert hung_up
         wait_until(lambda: not server.engine.has_work)
-        server.engine._pool.invariants([])
+        check_pool(server.engine._pool, [])
 
 
 def test_a_leak_is_seen() -> None:

@@ -14,6 +14,7 @@ import pytest
 from infer.request import SamplingParams
 from infer.server.watchdog import Watchdog, is_compiling
 from tests.lossless.faults import Fault, PanicException
+from tests.pools import check_pool
 from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, wait_until
 
@@ -110,7 +111,7 @@ def test_what_a_request_raises_is_its_error_alone(
     assert tokens == alone
     wait_until(lambda: not server.engine.has_work)
     assert server.complete(**{**DOOMED, "max_tokens": 2}).status_code == 200
-    server.engine._pool.invariants([])
+    check_pool(server.engine._pool, [])
 
 
 def test_no_grammar_is_compiled_on_the_engine_s_thread(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,8 +155,8 @@ def test_files_stay_within_their_budgets() -> None:
         assert {name: lines for name, lines in files.items() if lines > most} == {}
 
 
-MOST_SPINE_LINES = 4_859
-MOST_PRODUCT_LINES = 57_788
+MOST_SPINE_LINES = 4_521
+MOST_PRODUCT_LINES = 57_887
 
 
 def test_the_engine_stays_small() -> None:
@@ -290,6 +290,7 @@ def test_no_paths_of_one_machine() -> None:
     files = [
         *sources(*PRODUCT, "tests"),
         *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "conf").rglob("*.yaml"),
         *ROOT.glob("scripts/*.sh"),
     ]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from infer.kvcache.blocks import BlockKeys, Pages
+from tests.pools import check_pages
 
 COUNT = 9
 
@@ -74,7 +75,7 @@ class Ledger(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self):
-        self.pages.invariants(page for group in self.held for page in group)
+        check_pages(self.pages, [page for group in self.held for page in group])
         held = {page for group in self.held for page in group}
         assert self.pages.free == COUNT - len(held)
         unheld = [page for page in self.content.values() if page not in held]

@@ -12,7 +12,8 @@ from infer.engine.scheduler import Scheduler
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import KVLayers, LayerShape
 from infer.request import Phase, Request, SamplingParams
-from infer.speculation.budget import Budget, Grant
+from infer.speculation.budget import Budget
+from tests.pools import check_pool
 
 CONTEXT = 64
 
@@ -33,9 +34,9 @@ def make(num_pages, max_batch, max_rows, chunk):
 
 def schedule(scheduler, drafts):
     """Schedule a step in which every request may draft chains of up to `drafts` tokens."""
-    limits = {request.request_id: max(0, min(drafts, request.remaining - 1)) for request in scheduler.decoding}
-    grants = {name: Grant(Budget(limit, limit), lambda budget: budget.nodes) for name, limit in limits.items()}
-    return scheduler.schedule(grants, scheduler.admissible())
+    limits = [max(0, min(drafts, request.remaining - 1)) for request in scheduler.decoding]
+    budgets = [Budget(limit, limit) for limit in limits]
+    return scheduler.schedule(scheduler.decoding, budgets, scheduler.admissible())
 
 
 def take_step(pool, scheduler, max_batch, max_rows, drafts, generator):
@@ -47,7 +48,7 @@ def take_step(pool, scheduler, max_batch, max_rows, drafts, generator):
     assert len(step.preempted) == scheduler.preemptions - preemptions
     assert all(request in scheduler.waiting or request in step.admitted for request in step.preempted)
     assert scheduler.running[: len(first)] == first, "the first in order had to go for another"
-    pool.invariants(scheduler.running)
+    check_pool(pool, scheduler.running)
     assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
     assert len(scheduler.running) <= max_batch
     assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
@@ -107,7 +108,7 @@ def test_every_request_ends_and_every_page_returns(
         ]
     assert not scheduler.running
     assert not scheduler.waiting
-    pool.invariants([])
+    check_pool(pool, [])
     assert pool.free_pages == num_pages
 
     assert set(finished) >= {str(i) for i in range(len(sizes))} - {str(i) for i in aborts}

@@ -14,8 +14,8 @@ from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.proposers.ngram import NgramProposer
-from infer.speculation.proposers.suffix_decoding.answers import AnswerFile, EarlierAnswers
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
+from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile
 from infer.speculation.proposers.synthetic import SyntheticProposer
 from infer.speculation.tree import MAX_NODES
 from models.heads.base import Head
@@ -72,9 +72,9 @@ def pack_draft_model(
 
 
 def suffix_proposer(config: ProposerConfig, vocab_size: int) -> SuffixProposer:
-    memory = None if config.memory is None else AnswerFile(config.memory, vocab_size)
+    memory = None if config.memory is None else ResponseFile(config.memory, vocab_size)
     return SuffixProposer(
-        EarlierAnswers(config.suffix_decoding_max_cached_requests, memory),
+        EarlierResponses(config.suffix_decoding_max_cached_requests, memory),
         max_depth=config.suffix_decoding_max_tree_depth,
         factor=config.suffix_decoding_max_spec_factor,
         min_probability=config.suffix_decoding_min_token_prob,
