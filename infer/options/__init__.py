@@ -1,1 +1,1 @@
-"""The meaning of command-line words: models, heads, trackers, texts."""
+"""The command line, and the meaning of its words: models, heads, trees, texts."""

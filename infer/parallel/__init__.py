@@ -1,1 +1,1 @@
-"""Tensor parallelism in serving: the ranks, their communication, and how their processes start and end."""
+"""The target as a shard, alone or one of several ranks: threads, exactness, communication, processes."""

@@ -111,7 +111,7 @@ def test_proposers(engine, tiny_target_folder):
         engine.set_proposer("nonsense")
     model = ModelConfig(name="tiny", path=str(tiny_target_folder))
     loaded = Engine.load(model, HeadConfig(name="eagle3"), None, ProposerConfig(name="auto"))
-    assert loaded.proposer_name == "ngram"
+    assert loaded.proposer_name == "suffix"
     with pytest.raises(ValueError, match=r"train/run\.py"):
         Engine.load(model, HeadConfig(name="eagle3"), None, ProposerConfig(name="head"))
 
