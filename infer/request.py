@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from torch import Tensor
 
-from infer.kvcache.blocks import BlockKeys
 from infer.sampling.constraint import Constraint
-from infer.sampling.logits_processors import TokenCounts
 from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import MAX_SEED, SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
+from infer.sampling.token_counts import TokenCounts
 from infer.speculation.budget import Budget
 
 __all__ = [
@@ -115,6 +116,14 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
+class PageKeys(Protocol):
+    """Under which a request's full pages are cached."""
+
+    def upto(self, tokens: Sequence[int], blocks: int) -> list[bytes]:
+        """Return the keys of the first `blocks` pages. `tokens` must extend those of the last call."""
+        ...
+
+
 @dataclass(eq=False)
 class Request:
     """One request inside the engine, compared by identity.
@@ -135,8 +144,8 @@ class Request:
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
     drafter: DrafterView = field(default_factory=DrafterView)
-    keys: BlockKeys | None = None  # keys of its pages; None: they are not shared
-    plain_keys: BlockKeys | None = None  # keys of pages of which only the target's layers are filled
+    keys: PageKeys | None = None  # keys of its pages; None: they are not shared
+    plain_keys: PageKeys | None = None  # keys of pages of which only the target's layers are filled
     published: int = 0  # positions whose pages were published or adopted
     block_ends: dict[int, Tensor] = field(
         default_factory=dict
@@ -153,7 +162,7 @@ class Request:
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
     constraint: Constraint | None = None  # for a grammar
-    failed: bool = False  # its work raised an exception (infer/engine/isolation.py); it ends in this step
+    failed: bool = False  # its work raised an exception (infer/sampling/isolation.py); it ends in this step
     error: str | None = None  # why no token can follow, with the finish reason "error"
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if requested
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
@@ -182,13 +191,13 @@ class Request:
         return self.params.max_tokens - self.output_length
 
     @property
-    def lookup_keys(self) -> list[BlockKeys]:
+    def lookup_keys(self) -> list[PageKeys]:
         """Return the keys under which pages that it can use may be cached."""
         chains = [self.keys] if self.drafter.state is DrafterState.FULL else [self.keys, self.plain_keys]
         return [keys for keys in chains if keys is not None]
 
     @property
-    def publish_keys(self) -> BlockKeys | None:
+    def publish_keys(self) -> PageKeys | None:
         """Return the keys that say which layers of its pages are filled; None if they are not shared."""
         return self.keys if self.drafter.state is DrafterState.FULL else self.plain_keys
 

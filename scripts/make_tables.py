@@ -15,7 +15,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from kernels.cpu.level import LEVELS
 from scripts.document import RESULTS, by_format, describe_level, markdown
 from scripts.errors import reports_errors

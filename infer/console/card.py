@@ -12,10 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 
 from infer.config import BLOCKS, ModelConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
-from infer.options.command_words import head_words, model_overrides, python_command
+from infer.console.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
+from infer.options.paths import REPO_ROOT
 from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable

@@ -119,7 +119,7 @@ class Scheduler:
                 continue  # it was pre-empted in this step
             cached = self._pool.cached_prefix(request)
             # The whole prompt must fit beside the running requests, or it would soon be pre-empted again.
-            if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.free_without(cached):
+            if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.pages.free_without(cached):
                 self._short = True
                 break
             self._short = False

@@ -1,4 +1,4 @@
-"""Statistics of an engine, for its caller and /metrics."""
+"""Statistics of an engine, for its caller and /metrics: counts, and what steps take with and without drafts."""
 
 from __future__ import annotations
 

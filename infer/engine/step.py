@@ -5,30 +5,40 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import INTERNAL, isolated, together
 from infer.engine.runner import Decoded, HostBatch, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
-from infer.engine.threads import Threads, cpu_threads
-from infer.kvcache.pool import KVPool
+from infer.parallel.threads import Threads, cpu_threads
 from infer.request import Phase, Request, StepOutput
 from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
-from infer.sampling.constraint import without_forbidden
+from infer.sampling.emission import cut, without_forbidden
+from infer.sampling.isolation import INTERNAL, isolated, together
 from infer.sampling.logprobs import token_logprobs
-from infer.sampling.stopping import cut
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 from kernels.gather import select_rows
 from kernels.upload import upload
 
-if TYPE_CHECKING:
-    from infer.graphs.overlap import Overlap
+
+class StepsAhead(Protocol):
+    """Runs steps one round ahead of what was read, where they can be captured (infer/graphs/overlap.py)."""
+
+    @property
+    def most_rows(self) -> int: ...
+
+    @property
+    def timed(self) -> tuple[int, int, None, float] | None:
+        """Requests, rows, None and seconds of the last round read, if it could be timed."""
+
+    def step(self) -> list[StepOutput] | None:
+        """Return None, with nothing done, if the host must run the step."""
+        ...
 
 
 class StepRunner:
@@ -41,7 +51,6 @@ class StepRunner:
     def __init__(
         self,
         runner: Runner,
-        pool: KVPool,
         scheduler: Scheduler,
         speculator: Speculator,
         stats: EngineStats,
@@ -52,10 +61,10 @@ class StepRunner:
         clock: Callable[[], float] = time.monotonic,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner, self._pool, self._scheduler, self._speculator = runner, pool, scheduler, speculator
+        self._runner, self._pool, self._scheduler, self._speculator = runner, runner.pool, scheduler, speculator
         self._stats, self._threads, self._context, self._rates = stats, threads, context, rates
         self._clock, self._timer = clock, timer
-        self.overlap: Overlap | None = None  # runs steps ahead, where they can be captured
+        self.overlap: StepsAhead | None = None
         self.rows = 0  # rows verified by the last decode
         self.activity = ("nothing", 0, 0)  # phase, requests, target rows
 
@@ -215,19 +224,17 @@ class StepRunner:
         self, requests: Sequence[Request], choices: Choices, rows: Sequence[Sequence[int]], outputs: list[StepOutput]
     ) -> list[StepOutput]:
         """Return the outputs, with log-probabilities of their tokens, sampled at `rows`, for requests that want any."""
+        if all(request.params.logprobs is None for request in requests):
+            return outputs
         emitted = [Emitted(r, at, output.token_ids) for r, at, output in zip(requests, rows, outputs, strict=True)]
         logprobs = together(requests, lambda group: choices.logprobs(emitted, set(group)))
         for b, (request, _, tokens) in enumerate(emitted):
-            if request.failed and tokens:
-                outputs[b] = self.fail(request)
+            if request.failed and tokens:  # even if it has just finished; its tokens of this step are discarded
+                request.finish_reason = "error"
+                outputs[b] = self.output(request, [], [])
             outputs[b].logprobs = logprobs.get(request.request_id, [])
             request.logprobs += outputs[b].logprobs
         return outputs
-
-    def fail(self, request: Request) -> StepOutput:
-        """End a failed request with an error, even if it has just finished; its tokens of this step are discarded."""
-        request.finish_reason = "error"
-        return self.output(request, [], [])
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append and return the tokens up to the first that ends the request; later ones are discarded, uncounted."""

@@ -6,6 +6,7 @@ import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from infer.sampling.grammar import Grammar
@@ -171,7 +172,7 @@ class SamplingParams:
             "bad_words": [token for word in self.bad_words for token in word],
         }
 
-    @property
+    @cached_property
     def shapes_logits(self) -> bool:
         """Whether any step before the temperature applies, the grammar aside."""
         return bool(

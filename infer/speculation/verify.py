@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import together
 from infer.request import Request
 from infer.sampling.choose import Choices
+from infer.sampling.isolation import together
 from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, synthetic, typical_mask
 from kernels.upload import sent

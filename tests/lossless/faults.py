@@ -74,8 +74,8 @@ class PanicException(BaseException):
 # Whether a call with these arguments, on behalf of one or of several requests, concerns the request.
 Concerns = Callable[[Request, tuple[Any, ...]], bool]
 FUNCTIONS: dict[str, tuple[str, Concerns]] = {
-    "penalty counts": ("infer.sampling.choose.count_tokens", lambda request, args: args[0] is request),
-    "shaping": ("infer.sampling.choose.shape_logits", lambda request, args: args[1] is request.params),
+    "penalty counts": ("infer.sampling.logits_processors.count_tokens", lambda request, args: args[0] is request),
+    "shaping": ("infer.sampling.choose.shape_rows", lambda request, args: args[0] is request),
     "log-probabilities": (
         "infer.sampling.choose.token_logprobs",
         lambda request, args: request.params.logprobs in args[2],

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from infer.engine.isolation import INTERNAL, is_panic, panics_as_errors, together
 from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
+from infer.sampling.isolation import INTERNAL, is_panic, panics_as_errors, together
 from tests.lossless import faults
 from tests.lossless.plain import Answer
 from tests.lossless.random_requests import random_prompt

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
+from infer.options.paths import REPO_ROOT
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json

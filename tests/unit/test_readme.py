@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from infer import config as infer_config
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.options.literal_text import literal_overrides
 from scripts import config as scripts_config
 from scripts.make_tables import PAGES, newest, rewrite

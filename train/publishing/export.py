@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.options.command_words import (
+from infer.console.command_words import (
     HEAD_FOLDER,
     OUTPUTS,
     TARGET_FOLDER,

@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from infer.engine.core import EngineCore
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.engine.startup.profiler import Unmeasured, kept_table, measure
 from infer.speculation.budget import Budget
@@ -20,9 +20,6 @@ from infer.speculation.control.cost_model import CostModel, CostTable, guessed_c
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import flags, processor
-
-if TYPE_CHECKING:
-    from infer.engine import Engine
 
 COSTLY = ("head", "draft_model")  # drafters that run a model; any other is measured only if it is the default
 
@@ -41,7 +38,7 @@ class ControllerState:
 
 
 def make_controller(
-    engine: Engine,
+    engine: EngineCore,
     profiled: ProfiledEngine,
     limits: Mapping[str, Budget],
     state: ControllerState,
@@ -94,7 +91,7 @@ def make_controller(
     return Controller(state.costs[name], state.acceptance, None if chains is None else state.confidence)
 
 
-def what_costs_depend_on(engine: Engine, drafters: Mapping[str, Budget]) -> dict[str, object]:
+def what_costs_depend_on(engine: EngineCore, drafters: Mapping[str, Budget]) -> dict[str, object]:
     """Return all that decides on the times of steps and drafts, in terms that the next start can compare."""
     target, on_gpu = engine.target, engine.device.type == "cuda"
     return {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from infer.engine.core import EngineCore
 from infer.engine.stats import EngineStats
 from infer.engine.step import StepRunner
-from infer.engine.threads import cpu_threads
 from infer.kvcache.pool import KVPool
+from infer.parallel.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
@@ -20,17 +20,14 @@ from infer.speculation.control.planner import NoDrafts, Planner
 from infer.speculation.drafter import drafter_of
 from infer.speculation.tree import DraftTree
 
-if TYPE_CHECKING:
-    from infer.engine import Engine
-
 
 class ProfiledEngine:
     """The part of an engine that the profiler times. It must be idle; `pool`, `steps` and `stats` are parts of it."""
 
-    def __init__(self, engine: Engine, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
+    def __init__(self, engine: EngineCore, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
         self._engine, self._pool, self._steps, self._stats = engine, pool, steps, stats
         self._speculator, self._threads = engine.speculator, engine.threads
-        self.overlap, self.step = steps.overlap, engine.step
+        self.overlap, self.step = engine.overlap, engine.step
 
     @contextmanager
     def decoding(

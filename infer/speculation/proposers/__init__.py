@@ -1,11 +1,13 @@
-"""Builds the proposers, which draft tokens for the engine, by name."""
+"""Builds the proposers, which draft tokens for the engine, by name, and packs what they draft with."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
-from infer.config import ProposerConfig
+from infer.config import EngineConfig, ProposerConfig
 from infer.options.draft_tree import Beam
+from infer.options.stored_weights import drafter_format
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.combined import CombinedProposer
@@ -16,6 +18,9 @@ from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile
 from infer.speculation.proposers.synthetic import SyntheticProposer
 from infer.speculation.tree import MAX_NODES
+from models.heads.base import Head
+from models.heads.draft_model.head import DraftModelHead
+from models.targets.llama import LlamaTarget
 
 
 def build_proposers(
@@ -42,6 +47,28 @@ def build_proposers(
         depth = max(limit.depth for _, limit in sources.values())
         proposers["combined"] = (CombinedProposer(sources), Budget(nodes, depth))
     return proposers
+
+
+def pack_head(head: Head, target: LlamaTarget, engine: EngineConfig, drafts: ProposerConfig) -> HeadProposer:
+    """Return the proposer that drafts with a copy of `head`, packed for serving beside the packed `target`."""
+    weight = target.norm.weight
+    packed = copy.deepcopy(head, {id(target.embed_tokens): target.embed_tokens})
+    packed.borrow(target)
+    packed.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
+    packed.stack_layers()
+    narrow = drafter_format(engine.head_weights, weight.dtype, weight.device)
+    packed.pack(exact=engine.exact, weight_format=narrow)
+    return HeadProposer(packed, target.config.num_layers, drafts)
+
+
+def pack_draft_model(
+    model: DraftModelHead, target: LlamaTarget, engine: EngineConfig, drafts: ProposerConfig
+) -> DraftModelProposer:
+    """Return the proposer that drafts with `model` itself, packed for serving."""
+    weight = target.norm.weight
+    narrow = drafter_format(engine.draft_weights, weight.dtype, weight.device)
+    model.pack(exact=engine.exact, weight_format=narrow)
+    return DraftModelProposer(model, drafts)
 
 
 def suffix_proposer(config: ProposerConfig, vocab_size: int) -> SuffixProposer:

@@ -21,7 +21,7 @@ from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import LayerShape
 from infer.options.stored_weights import why_widened
 from infer.request import Phase, Request
-from infer.sampling.batch import choice_parameters
+from infer.sampling.choose import choice_parameters
 from infer.speculation.budget import Budget
 from infer.speculation.draft_loop import TorchLoop, Unread
 from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker

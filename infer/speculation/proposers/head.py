@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import LayerShape
 from infer.request import Phase, Request
-from infer.sampling.batch import choice_parameters
-from infer.sampling.constraint import narrowed
+from infer.sampling.choose import choice_parameters
+from infer.sampling.emission import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
@@ -40,9 +40,6 @@ from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.heads.block import BlockHead
 from models.layers import Linear, copy_packed
-
-if TYPE_CHECKING:
-    from infer.graphs.step_graph import StepGraphs
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
@@ -65,6 +62,18 @@ class Pending:
 
     def rows(self) -> Tensor:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
+
+class CapturedDrafts(Protocol):
+    """Graphs in which the head drafts for steps that the host runs (infer/graphs/step_graph.py)."""
+
+    width: int  # most unread positions of a request that they can read
+
+    def draft(
+        self, requests: Sequence[Request], budgets: Sequence[Budget]
+    ) -> tuple[DraftTree, list[list[float]]] | None:
+        """Return the drafts, and of chains that may exit early the log-probabilities; None if they fit no graph."""
+        ...
 
 
 class HeadProposer(Proposer, Tracker):
@@ -90,7 +99,9 @@ class HeadProposer(Proposer, Tracker):
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
-        self.graphs: StepGraphs | None = None  # in which it drafts where they are captured and no draft needs the host
+        self.graphs: CapturedDrafts | None = (
+            None  # in which it drafts where they are captured and no draft needs the host
+        )
 
     @property
     def tracker(self) -> Tracker:
@@ -283,11 +294,12 @@ class HeadProposer(Proposer, Tracker):
         if drafted is None:
             return None
         self.was_read(requests)
+        tree, scores = drafted
         if self.confidence is not None and self.confidence.scoring:
-            for request, budget, log_probs in zip(requests, budgets, drafted.log_probs, strict=True):
+            for request, budget, log_probs in zip(requests, budgets, scores, strict=True):
                 if log_probs:
                     self.confidence.record(request, budget.depth, log_probs)
-        return drafted.tree
+        return tree
 
     def _needs_host(self, request: Request) -> bool:
         """Return whether the host reads or changes the logits that it drafts from."""
