@@ -156,7 +156,7 @@ def test_files_stay_within_their_budgets() -> None:
 
 
 MOST_SPINE_LINES = 4_521
-MOST_PRODUCT_LINES = 57_887
+MOST_PRODUCT_LINES = 57_775
 
 
 def test_the_engine_stays_small() -> None:
