@@ -14,6 +14,7 @@ from kernels.elementwise import add_rms_norm, silu_mul
 from kernels.groups import GroupedMatrix, GroupedRows
 from kernels.linear import PackedLinear
 from tests.device import BF16, DEVICE, FP16, FP32, ON_GPU, sized
+from tests.kernels.grouped import make_groups
 from tests.kernels.triton.test_linear import BOUND, DTYPES, ROWS
 
 GROUPS = {  # weight format, group (None: a row), with zero points, columns in another order
@@ -35,18 +36,10 @@ CASES += [
 
 def random_rows(name: str, shape: tuple[int, int]) -> BlockRows | GroupedRows:
     """Return a random matrix whose weights have about the size that weights of so many inputs have."""
-    return random_groups(name, shape) if name in GROUPS else random_blocks(name.removesuffix(" blocks"), shape)
-
-
-def random_groups(name: str, shape: tuple[int, int]) -> GroupedRows:
+    if name not in GROUPS:
+        return random_blocks(name.removesuffix(" blocks"), shape)
     (weight_format, group, zeros, ordered), (inputs, outputs) = GROUPS[name], shape
-    count, half = inputs // (group or inputs), 8 if weight_format == "int4" else 128
-    values = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8)
-    scales = (torch.rand(outputs, count) + 0.5) * inputs**-0.5 / half
-    zero = torch.randint(-half, half, (outputs, count), dtype=torch.int8) if zeros else None
-    stored = values.to(torch.float8_e4m3fn) if weight_format == "fp8" else values
-    order = torch.randperm(inputs) * count // inputs if ordered else None
-    return GroupedRows(weight_format, inputs, scales.half(), order, lambda: (stored, zero))
+    return make_groups(outputs, inputs, weight_format, group or inputs, torch.float16, zeros, ordered)
 
 
 def random_blocks(name: str, shape: tuple[int, int]) -> BlockRows:
