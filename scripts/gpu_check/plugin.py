@@ -83,6 +83,7 @@ class Worker:
         self.index, self.count = orders.get("index", 0), orders.get("count", 1)
         self.document = reports.read(self.path) if self.path.exists() else reports.empty()
         self._begun, self._left_out = 0.0, False
+        self._unmade = set[str]()  # errors of fixtures
 
     def label(self, item: pytest.Item) -> str:
         label = item.nodeid.removeprefix("tests/")
@@ -150,9 +151,11 @@ class Worker:
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         outcome, label = (yield), self.label(item)
         if call.excinfo is not None and outcome.skipped:
-            self._left_out = True
-            self.document["left_out"].append({"what": label, "why": str(call.excinfo.value)})
+            self.leave_out(label, str(call.excinfo.value))
+        elif call.excinfo is not None and (text := describe(call.excinfo.value)) in self._unmade:
+            self.leave_out(label, f"what it needs could not be made: {text}")
         elif call.excinfo is not None:
+            self._unmade |= {text} if outcome.when == "setup" else set()
             self.fault(label, call.excinfo.value)
         if outcome.when == "teardown":
             for place, line in item.user_properties:
@@ -164,6 +167,10 @@ class Worker:
             self.save()
             self.leave_if_spoilt()
         return outcome
+
+    def leave_out(self, label: str, reason: str) -> None:
+        self._left_out = True
+        self.document["left_out"].append({"what": label, "why": reason})
 
     def add(self, place: str, line: dict[str, Any]) -> None:
         if place == "kernels/timings":

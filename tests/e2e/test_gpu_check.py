@@ -149,6 +149,13 @@ def test_large():
 def test_without():
     pytest.skip("not installed: hydra")
 
+@pytest.fixture(scope="module")
+def engine():
+    raise RuntimeError("out of memory")
+
+@pytest.mark.parametrize("way", "ab")
+def test_engine(engine, way): ...
+
 @pytest.mark.gpu(seconds=1e6)
 def test_long():
     raise AssertionError("begun")
@@ -175,7 +182,8 @@ def job(tmp_path):
 def test_a_report_survives_what_tests_do(job):
     """A wrong result, an error, a process that ends, a kernel that does not compile, and what cannot run."""
     found = job(TESTS)
-    wrong, died = found["failures"]
+    wrong, died, unmade = found["failures"]
+    assert unmade.endswith("test_engine[a]: RuntimeError: out of memory")
     assert "test_wrong: AssertionError" in wrong
     assert died.endswith("test_dies: its process ended with exit code 11")
     (label,) = found["compile_failures"]
@@ -184,11 +192,12 @@ def test_a_report_survives_what_tests_do(job):
     names = [label.rpartition("/")[2] for label in found["done"]]
     assert names[0] == "test_first"
     ran = ["test_first", "test_sorted[torch.bfloat16]", "test_sorted[torch.float32]", "test_wrong", "test_dies"]
-    assert sorted(names) == sorted([*ran, "test_large"])
+    assert sorted(names) == sorted([*ran, "test_large", "test_engine[a]"])
     assert names.index("test_sorted[torch.bfloat16]") < names.index("test_sorted[torch.float32]")
-    without, long = sorted((entry["why"], entry["what"]) for entry in found["left_out"])[::-1]
-    assert without[0] == "not installed: hydra"
-    assert long[0].startswith("it takes up to 1000000 s, and ")
+    unmade, without, long = sorted((entry["why"] for entry in found["left_out"]), reverse=True)
+    assert unmade == "what it needs could not be made: RuntimeError: out of memory"
+    assert without == "not installed: hydra"
+    assert long.startswith("it takes up to 1000000 s, and ")
     assert [line["ok"] for line in found["exact"]].count(False) == 1
     said = report.card(found)
     assert f"FAILED {died}" in said
