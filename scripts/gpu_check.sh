@@ -4,8 +4,7 @@
 #   ./scripts/gpu_check.sh --dry-run      what would run, and how long it takes at most
 #   ./scripts/gpu_check.sh --interpret    without a GPU, in Triton's interpreter
 # Uses .venv's Python if there is one, else python3 (or PYTHON=...). Needs no network; --help lists the options, and
-# scripts/README.md says what the report contains. A machine needs torch, triton and transformers, and to train a head
-# hydra-core, omegaconf, antlr4-python3-runtime, gguf and accelerate as well.
+# scripts/README.md says what the report contains, and which packages a machine needs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z "${PYTHON:-}" ]]; then

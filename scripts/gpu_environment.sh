@@ -10,7 +10,7 @@ set -euo pipefail
 
 PACKAGES=(
     torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy==2.5.2 tokenizers==0.23.2 safetensors==0.8.0
-    huggingface-hub==1.33.0 accelerate==1.15.0
+    huggingface-hub==1.33.0 accelerate==1.15.0 pytest hypothesis
 )
 FOLDER="${GPU_ENVIRONMENT:-${XDG_CACHE_HOME:-$HOME/.cache}/headway/gpu-machine}"
 STAMP="$FOLDER/.headway-packages"

@@ -1,4 +1,4 @@
-"""The report: a JSON file that is complete after every check, whenever the process is killed."""
+"""The report: a JSON document. Each process of a run has one of its own, which the run's is made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,140 +18,65 @@ from typing import Any
 import torch
 
 from scripts.doctor import ROOT, check_package, installed_version, requirements
-from scripts.gpu_check.plan import Check
 from scripts.gpu_check.ptxas import version_in_use
 from train.publishing.provenance import git_state, versions
 
+Document = dict[str, Any]
 
-@dataclass
-class Report:
-    """`document` is what the file at `path` holds after each method that changes it.
 
-    `done` lists the checks that ran and their seconds, `running` the one that has begun. Wrong results and errors are
-    `failures`, kernels that do not compile `compile.failures`, the labels of both `failed`, and what was not begun
-    `left_out`, with the reason. A group of checks has a report of its own, which `merge` adds to that of the run.
+def empty() -> Document:
+    """Return a report in which nothing has run.
+
+    `done` holds the tests that ran with their seconds, `running` the one that has begun. Wrong results and errors are
+    `failures`, kernels that do not compile `compile_failures` by test, what was not run `left_out`, with the reason.
     """
-
-    path: Path
-    document: dict[str, Any]
-
-    @classmethod
-    def new(cls, path: Path, facts: dict[str, Any]) -> Report:
-        state = {"compile": {}, "failures": [], "failed": [], "left_out": [], "done": {}, "running": None}
-        report = cls(path, {"what": "gpu_check", **facts, **state, "seconds": {}})
-        report.save()
-        return report
-
-    @classmethod
-    def read(cls, path: Path) -> Report:
-        return cls(path, json.loads(path.read_text(encoding="utf-8")))
-
-    def save(self) -> None:
-        """Replace the file in one step."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        staging = self.path.with_name(f".{self.path.name}.new")
-        staging.write_text(json.dumps(self.document, indent=1) + "\n", encoding="utf-8")
-        os.replace(staging, self.path)
-
-    def begin(self, check: Check) -> None:
-        self.document["running"] = {"label": check.label, "seconds": check.seconds}
-        self.save()
-
-    def end(self, check: Check, seconds: float, lines: list[dict[str, Any]]) -> None:
-        """Add the lines of the check that has begun, and a failure for each that is not ok."""
-        *parents, last = check.place
-        place = self.document
-        for key in parents:
-            place = place.setdefault(key, {})
-        place.setdefault(last, []).extend(lines)
-        self.failures.extend(f"{check.label}: {wrong(line)}" for line in lines if not line.get("ok", True))
-        self._finish(check.label, seconds)
-
-    def fail(self, label: str, reason: str, seconds: float = 0.0) -> None:
-        self.failures.append(f"{label}: {reason}")
-        self.document["failed"].append(label)
-        self._finish(label, seconds)
-
-    def fail_to_compile(self, label: str, reason: str, seconds: float = 0.0) -> None:
-        """Note a check whose kernels do not compile, once: its own run repeats what compiling in parallel found."""
-        failures = self.document["compile"].setdefault("failures", [])
-        if not any(failure.startswith(f"{label}: ") for failure in failures):
-            failures.append(f"{label}: {reason}")
-        self.document["failed"].append(label)
-        self._finish(label, seconds)
-
-    def leave_out(self, label: str, reason: str) -> None:
-        self.document["left_out"].append({"what": label, "why": reason})
-        self.document["running"] = None
-        self.save()
-
-    def part_path(self, name: str) -> Path:
-        """Return where the report of the group of this name grows until it is merged."""
-        return self.path.with_name(f"{self.path.stem}.{re.sub(r'[^a-z0-9]+', '-', name.lower())}.json")
-
-    def merge(self, part: Report) -> None:
-        """Add the report of a group; what it says of compiling lies under the group's name."""
-        compiled = part.document.pop("compile")
-        if compiled:
-            name = part.path.stem.removeprefix(f"{self.path.stem}.")
-            self.document["compile"][name] = compiled
-        of_parts = {"what", "seconds", "running"}
-        add_to(self.document, {key: value for key, value in part.document.items() if key not in of_parts})
-        self.save()
-
-    def _finish(self, label: str, seconds: float) -> None:
-        self.document["done"][label] = round(seconds, 2)
-        self.document["running"] = None
-        self.save()
-
-    @property
-    def failures(self) -> list[str]:
-        return self.document["failures"]
-
-    @property
-    def compile_failures(self) -> list[str]:
-        return [failure for group in self.document["compile"].values() for failure in group["failures"]]
-
-    @property
-    def settled(self) -> set[str]:
-        """Labels of checks that need not be begun."""
-        return {*self.document["done"], *(entry["what"] for entry in self.document["left_out"])}
+    return {"failures": [], "compile_failures": {}, "left_out": [], "done": {}, "running": None}
 
 
-def add_to(document: dict[str, Any], other: dict[str, Any]) -> None:
+def settled(document: Document) -> set[str]:
+    """Return the tests that need not be begun."""
+    return {*document["done"], *(entry["what"] for entry in document["left_out"])}
+
+
+def read(path: Path) -> Document:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def save(path: Path, document: Document) -> None:
+    """Replace the file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.new")
+    staging.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(staging, path)
+
+
+def add_to(document: Document, other: Document) -> None:
     """Add to lists and dicts of `document` what those of `other` hold; anything else is replaced."""
     for key, value in other.items():
         if isinstance(value, dict) and isinstance(document.get(key), dict):
             add_to(document[key], value)
-        elif isinstance(value, list) and isinstance(document.get(key), list):
-            document[key].extend(value)
+        elif isinstance(value, list):
+            document[key] = [*document.get(key, ()), *value]
         else:
             document[key] = value
 
 
-def wrong(line: dict[str, Any]) -> str:
-    """Return what is not ok in a line."""
-    if "error" in line:
-        return f"{line['kernel']}, {line['case']}: error {line['error']} > {line['bound']}"
-    if "why" in line:
-        return line["why"]
-    if line.get("different"):
-        return f"{line['different']} of {line['prompts']} prompts have other token ids"
-    if line.get("proposer_failures"):
-        return f"drafting failed in {line['proposer_failures']} requests, which went on without"
-    if "accepted_drafts" in line:
-        return "no drafted token was accepted"
-    return "other token ids than plain decoding"
+def add_line(document: Document, place: str, line: dict[str, Any]) -> None:
+    """Add a line of results at `place`, keys joined by slashes, as in `kernels/timings`."""
+    inner: Any = [line]
+    for key in reversed(place.split("/")):
+        inner = {key: inner}
+    add_to(document, inner)
 
 
-def circumstances(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Return what was checked, where and with which packages; `commit` is what a copy of the tree was made of."""
+def circumstances(device: torch.device, commit: str | None) -> Document:
+    """Return what is checked, where and with which packages; `commit` is what a copy of the tree was made of."""
     git = git_state() if commit is None else {"commit": commit, "dirty": None}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     packages = versions() | {"triton": importlib.import_module("triton").__version__, "cuda": torch.version.cuda}
-    created = datetime.now(UTC).isoformat(timespec="seconds")
     packages["ptxas"] = version_in_use()
     machine = {"hardware": name, "cores": os.cpu_count(), "system": platform.platform(), "python": sys.version}
+    created = datetime.now(UTC).isoformat(timespec="seconds")
     return {**machine, "created": created, "git": git, "versions": packages, "packages": packages_amiss()}
 
 
@@ -173,7 +97,7 @@ def file_name(hardware: str, name: str) -> str:
     return f"gpu-check-{name}_{hardware}_{time.strftime('%Y-%m-%d')}.json"
 
 
-def card(document: dict[str, Any]) -> str:
+def card(document: Document) -> str:
     """Return the report as text, what matters most at the end."""
     lines = []
     for line in document.get("kernels", {}).get("timings", ()):
@@ -187,20 +111,17 @@ def card(document: dict[str, Any]) -> str:
     lines.append(f"{document['hardware']}: a copy moves {document.get('copy_gb_s')} GB/s")
     for name, correct in document.get("kernels", {}).items():
         if name != "timings":
-            made = (
-                f" as {name} makes them"
-                if name.startswith("ptxas")
-                else f", {document.get('versions', {}).get('ptxas')}"
-            )
+            ptxas = document.get("versions", {}).get("ptxas")
+            made = f" as {name} makes them" if name.startswith("ptxas") else f", {ptxas}"
             lines.append(f"kernels{made}: {sum(line['ok'] for line in correct)} of {len(correct)} comparisons hold")
     if tried := document.get("exact"):
         same = sum(line["ok"] for line in tried)
         lines.append(f"exactness: {same} of {len(tried)} ways of drafting give the ids of plain decoding")
     lines += [f"not as Headway wants it: {package}" for package in document["packages"]]
     lines += [f"left out: {entry['what']} ({entry['why']})" for entry in document["left_out"]]
-    compiled = document["compile"].values()
-    lines += [f"compiling did not end: {text}" for group in compiled for text in group.get("unfinished", ())]
-    lines += [f"DOES NOT COMPILE {failure}" for group in compiled for failure in group["failures"]]
+    compiled = document.get("compile", {}).values()
+    lines += [f"compiling did not end: {text}" for group in compiled for text in group["unfinished"]]
+    lines += [f"DOES NOT COMPILE {label}: {reason}" for label, reason in document["compile_failures"].items()]
     lines += [f"FAILED {failure}" for failure in document["failures"]]
     return "\n".join(lines)
 

@@ -1,246 +1,313 @@
-"""Runs groups of checks in processes of their own, started anew after a check that ended them, until time is up."""
+"""Runs processes of pytest side by side, started anew after a test that ended them, until time is up."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 
-from infer.graphs import warm_up
 from infer.options.paths import REPO_ROOT
 from kernels.triton import in_use
-from scripts.gpu_check import ENDS, EXTRA, STAGES, compiling, plan
-from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms
-from scripts.gpu_check.plan import Check, Group, LeftOut
-from scripts.gpu_check.report import Report, card, circumstances, file_name
+from scripts.gpu_check.plugin import SPOILT, share
+from scripts.gpu_check.ptxas import other_ptxas
+from scripts.gpu_check.report import Document, add_to, card, circumstances, empty, file_name, read, save, settled
 
-SPOILT = 75  # exit code of a process whose GPU context no longer works
-STALLED = 60  # seconds beyond four times those of a check after which it hangs, and beyond a part's limit its process
+STALLED = 60  # seconds beyond four times those of a test after which it hangs, and beyond a stage's end its process
+COMPILING = 120  # seconds that compiling may take on a GPU, and a third of the first stage's
+COMPILED = 40  # seconds that it takes with 16 cores
+POLL = 1.0  # seconds between looks at the processes
+COMPLETE = (0, 1, 5)  # exit codes of pytest: all passed, some failed, none was left to run
+KEPT = 1500  # characters of what a process printed last
+TRITON = "tests/kernels/triton"  # where measure_*.py are collected only when they are named
+LIBRARIES = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run the parts and return the exit code: 0 if nothing failed. `argv` is the command line that `args` come from.
+class Part(NamedTuple):
+    """A part of the check: the files of its tests, and how many processes share them on a GPU."""
+
+    files: Sequence[str]
+    processes: int = 1
+    compiled: bool = False  # in processes of their own, before the tests run
+    times: bool = False  # measures a copy first
+
+
+def marked_files(folder: str) -> list[str]:
+    """Return the test files in which a test is marked `gpu`: the only ones worth importing."""
+    files = sorted((REPO_ROOT / folder).rglob("test_*.py"))
+    return [str(file.relative_to(REPO_ROOT)) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
+
+
+EXACT, TRAIN = (f"{TRITON}/test_{name}.py" for name in ("engine", "training_run"))
+PARTS = {
+    "kernels": Part([file for file in marked_files("tests/kernels") if file not in (EXACT, TRAIN)], 4, compiled=True),
+    "exact": Part([EXACT], 6),
+    "train": Part([TRAIN]),
+    "bench": Part([f"{TRITON}/measure_engines.py"]),
+    "timings": Part([f"{TRITON}/measure_kernels.py"], compiled=True, times=True),
+    "tiles": Part([f"{TRITON}/measure_tiles.py"], compiled=True),
+}
+# The parts of the first stage only ask whether results are right, so they run side by side; what is timed runs alone.
+# Each stage ends after a share of all seconds; what it does not use is left to the next.
+STAGES = ((("kernels", "exact", "train"), 0.5), (("bench",), 0.8), (("timings",), 1.0), (("tiles",), 1.0))
+
+
+@dataclass
+class Job:
+    """A process that works through tests, `orders` (see `plugin.Worker`) telling it which, and its report in `folder`.
+
+    One that `compiles` ends when it ends; another is started again after a test that ended it. Either is killed after
+    `until`, or when a test hangs; with None it is waited for.
+    """
+
+    name: str
+    files: Sequence[str]
+    folder: Path
+    orders: dict[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    until: float | None = None
+    options: Sequence[str] = ()
+    ended: bool = False
+    process: subprocess.Popen[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        self.report = self.folder / f"{self.name}.json"
+        save(self.report, empty())
+
+    def start(self) -> None:
+        orders = json.dumps(self.orders | {"report": str(self.report)})
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.gpu_check.plugin", "-p", "no:cacheprovider"]
+        command += ["-m", "gpu", "-o", "python_functions=test measure", "--continue-on-collection-errors"]
+        command += ["--tb=short", "--gpu-orders", orders, *self.options, *self.files]
+        with self.report.with_suffix(".log").open("ab") as log:
+            environment = {**os.environ, **LIBRARIES, **self.environment}
+            self.process = subprocess.Popen(command, cwd=REPO_ROOT, env=environment, stdout=log, stderr=log)
+
+    def said(self) -> str:
+        return self.report.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-KEPT:]
+
+    def look(self) -> None:
+        """See whether the process has ended, and end it if it hangs; what is running when it ends has failed."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is None:
+            if self.hangs():
+                self.process.kill()
+            return
+        document = read(self.report)
+        running, complete = document["running"], document.get("ended") and code in COMPLETE
+        if self.orders.get("compiles") and not complete:
+            label = running["label"] if running else "not in a test"
+            document["unfinished"] = [f"{label} (exit code {code}): {self.said() if code > 0 else ''}"]
+        if complete or self.orders.get("compiles"):
+            self.ended = True
+        elif running:
+            document["failures"].append(f"{running['label']}: its process ended with exit code {code}")
+            document["done"][running["label"]], document["running"] = 0.0, None
+            self.ended = self.overdue()
+        elif code != SPOILT:  # not in a test, so it would end the same way again
+            document["failures"].append(f"{self.name}: its process ended with exit code {code}: {self.said()}")
+            self.ended = True
+        if self.ended:
+            left = [label for label in document.pop("planned", ()) if label not in settled(document)]
+            document["left_out"] += [{"what": label, "why": "its process had ended"} for label in left]
+        save(self.report, document)
+        if not self.ended:
+            self.start()
+
+    def overdue(self) -> bool:
+        """Return whether it should have ended by itself."""
+        spare = 0 if self.orders.get("compiles") else STALLED
+        return self.until is not None and time.monotonic() > self.until + spare
+
+    def hangs(self) -> bool:
+        """Return whether its time is up, or its test began too long ago; the report is written when one begins."""
+        since, running = time.time() - self.report.stat().st_mtime, read(self.report)["running"]
+        stalls = running is not None and since > STALLED + 4 * running["seconds"]
+        return self.until is not None and (stalls or self.overdue())
+
+
+def run_jobs(jobs: Sequence[Job], publish: Callable[[], None] = lambda: None) -> None:
+    """Run jobs side by side until each has ended; `publish` is called after every look at them."""
+    for job in jobs:
+        job.start()
+    while not all(job.ended for job in jobs):
+        time.sleep(POLL)
+        for job in jobs:
+            if not job.ended:
+                job.look()
+        publish()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the parts and return the exit code: 0 if nothing failed.
 
     Raises ValueError if a GPU is needed and there is none.
     """
     begin, device = time.monotonic(), device_of(args.interpret)
     facts = circumstances(device, args.commit)
-    name = "all" if args.only == [part for stage in STAGES for part in stage] else "-".join(args.only)
-    report = Report.new(args.out.resolve() / file_name(facts["hardware"], name), facts)
-    with ExitStack() as stack:
-        work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = [sys.executable, "-m", "scripts.gpu_check", *argv, "--work", str(work)]
+    whole = [part for stage, _ in STAGES[:-1] for part in stage]
+    path = args.out.resolve() / file_name(facts["hardware"], "all" if args.only == whole else "-".join(args.only))
+    document = {"what": "gpu_check", **facts, **empty(), "compile": {}, "seconds": {}}
+    save(path, document)
+    with tempfile.TemporaryDirectory() as folder:
+        make = Jobs(args, device, Path(folder))
+        limit = None if args.interpret else begin + min(COMPILING, args.seconds * stages(args.only)[0][1] / 3)
+        compiling = make.compiling(limit)
+        run_jobs(compiling)
+        add_compiled(document, compiling, round(time.monotonic() - begin, 1))
         for stage, end in stages(args.only):
-            until = None if args.interpret else begin + args.seconds * end
-            started = time.monotonic()
-            run_stage(Stage(command, report, plan.groups(stage, device, args), until, device))
-            report.document["seconds"][", ".join(stage)] = round(time.monotonic() - started, 1)
-            report.save()
-    print(card(report.document))
-    wrong = {"failures": report.failures, "compile_failures": report.compile_failures}
-    print(json.dumps({"report": str(report.path), **wrong, "left_out": len(report.document["left_out"])}))
+            until = None if args.seconds is None else begin + args.seconds * end
+            started, jobs = time.monotonic(), make.testing(stage, until)
+            run_jobs(jobs, lambda before=document, jobs=jobs: save(path, merged(before, jobs)))
+            document = merged(document, jobs)
+            document["seconds"][", ".join(stage)] = round(time.monotonic() - started, 1)
+            save(path, document)
+    print(card(document))
+    wrong = {"failures": document["failures"], "compile_failures": list(document["compile_failures"])}
+    print(json.dumps({"report": str(path), **wrong, "left_out": len(document["left_out"])}))
     return 1 if any(wrong.values()) else 0
-
-
-def stages(parts: Sequence[str]) -> list[tuple[list[str], float]]:
-    """Return the stages of these parts, and the share of all seconds after which each must end."""
-    chosen = [
-        ([part for part in stage if part in parts], end)
-        for stage, end in zip((*STAGES, EXTRA), (*ENDS, 1.0), strict=True)
-    ]
-    chosen = [(stage, end) for stage, end in chosen if stage]
-    return [*chosen[:-1], (chosen[-1][0], 1.0)]
 
 
 def device_of(interpret: bool) -> torch.device:
     device = torch.device("cpu" if interpret else "cuda")
-    if not interpret and not torch.cuda.is_available():
-        raise ValueError("this machine has no usable GPU; --interpret runs the kernels in Triton's interpreter")
+    if not interpret:
+        if not torch.cuda.is_available():
+            raise ValueError("this machine has no usable GPU; --interpret runs the kernels in Triton's interpreter")
+        torch.zeros(1, device=device)  # raises here if the driver does not work
     assert in_use(device), "what is checked is Triton"
     return device
 
 
+def stages(parts: Sequence[str]) -> list[tuple[list[str], float]]:
+    """Return the stages of these parts, and the share of all seconds after which each must end."""
+    chosen = [([part for part in stage if part in parts], end) for stage, end in STAGES]
+    chosen = [(stage, end) for stage, end in chosen if stage]
+    return [*chosen[:-1], (chosen[-1][0], 1.0)]
+
+
 @dataclass(frozen=True)
-class Stage:
-    """Groups that run side by side until `until`, each in a process and a report of its own, merged into `report`."""
+class Jobs:
+    """Makes the jobs of a run; reports and what is trained lie in `folder`."""
 
-    command: Sequence[str]
-    report: Report
-    groups: Sequence[Group]
-    until: float | None
+    args: argparse.Namespace
     device: torch.device
+    folder: Path
 
+    def job(self, name: str, files: Sequence[str], until: float | None, threads: int, **options: Any) -> Job:
+        args, environment = self.args, options.pop("environment", {})
+        orders = {"minutes": args.minutes, "head": args.head and str(args.head), "work": str(self.folder)}
+        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **environment}
+        patient = self.device.type != "cuda"  # how long a test takes in the interpreter is not known
+        orders |= {**options, "until": until}
+        return Job(name, files, self.folder, orders, environment, None if patient else until)
 
-def run_stage(stage: Stage) -> None:
-    """Compile the kernels of all groups on all cores, then work through the groups side by side."""
-    parts = {group.name: Report.new(stage.report.part_path(group.name), {}) for group in stage.groups}
-    at_once = max(1, len(stage.groups))
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        compiling_groups = [group for group in stage.groups if group.compiled]
-        for done in [pool.submit(compile_group, stage, group, parts[group.name]) for group in compiling_groups]:
-            done.result()
-        running = {
-            group.name: pool.submit(run_group, stage, group, parts[group.name].path)
-            for group in stage.groups
-            if group.checks
+    def assemblers(self) -> dict[str, dict[str, str]]:
+        """Return the environments in which kernels are made by another ptxas of this machine, by its name."""
+        if self.device.type != "cuda" or self.args.bundled_ptxas or "kernels" not in self.args.only:
+            return {}
+        cache = f"{tempfile.gettempdir()}/headway-ptxas-"
+        return {
+            each.name: {"TRITON_PTXAS_PATH": each.path, "TRITON_CACHE_DIR": cache + each.version}
+            for each in other_ptxas()
         }
-        for name, part in parts.items():
-            stage.report.merge(running[name].result() if name in running else part)
-            part.path.unlink(missing_ok=True)
+
+    def compiling(self, until: float | None) -> list[Job]:
+        """Return processes, one for each core, that launch all kernels that are compared or timed.
+
+        The interpreter compiles nothing: one of them shows that this works.
+        """
+        files = [file for part in self.args.only if PARTS[part].compiled for file in PARTS[part].files]
+        pools: dict[str, tuple[Sequence[str], dict[str, Any]]] = {"kernels": (files, {})} if files else {}
+        for name, environment in self.assemblers().items():
+            pools[name] = (PARTS["kernels"].files, {"ptxas": name, "environment": environment})
+        processes, count = 1, 60
+        if self.device.type == "cuda":
+            processes = count = max(1, (os.cpu_count() or 1) // max(1, len(pools)))
+        return [
+            self.job(f"compile {name} {index}", files, until, 1, compiles=name, index=index, count=count, **options)
+            for name, (files, options) in pools.items()
+            for index in range(processes)
+        ]
+
+    def testing(self, parts: Sequence[str], until: float | None) -> list[Job]:
+        made = list[tuple[str, str, dict[str, Any]]]()
+        for part in parts:
+            if part == "train" and (self.device.type != "cuda" or self.args.minutes <= 0):
+                continue
+            count = PARTS[part].processes if self.device.type == "cuda" else 1
+            for index in range(count):
+                options = {"index": index, "count": count, "times": PARTS[part].times}
+                made.append((part if count == 1 else f"{part} {index + 1}", part, options))
+        if "kernels" in parts:
+            for name, environment in self.assemblers().items():
+                made.append((f"kernels, {name}", "kernels", {"ptxas": name, "environment": environment}))
+        threads = max(1, (os.cpu_count() or 1) // max(1, len(made)))
+        return [self.job(name, PARTS[part].files, until, threads, **options) for name, part, options in made]
 
 
-def compile_group(stage: Stage, group: Group, report: Report) -> None:
-    """Compile the group's kernels in processes, as many as its share of all that is to be compiled allows."""
-    limit, workers = None, 1
-    if stage.until is not None:
-        limit = min(compiling.SECONDS, (stage.until - time.monotonic()) / 3)
-        everything = sum(len(each.compiled) for each in stage.groups)
-        workers = max(1, round((os.cpu_count() or 1) * len(group.compiled) / everything))
-    command = [*stage.command, "--group", group.name]
-    report.document["compile"] = compiling.compile_kernels(command, workers, limit, environment_of(group, threads=1))
-    report.save()
+def merged(document: Document, jobs: Sequence[Job]) -> Document:
+    """Return the report with what those of the jobs hold, and what is running in each."""
+    whole, running = copy.deepcopy(document), {}
+    for job in jobs:
+        part = read(job.report)
+        if part["running"]:
+            running[job.name] = part["running"]["label"]
+        add_to(whole, {key: value for key, value in part.items() if key not in ("running", "ended", "planned")})
+    return whole | {"running": running or None}
 
 
-def environment_of(group: Group, threads: int) -> dict[str, str]:
-    """`threads`: of the process on the CPU, unless the user has said; those of many processes wait for each other."""
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **group.environment}
-
-
-def run_group(stage: Stage, group: Group, file: Path) -> Report:
-    """Work through the checks of a group; return its report, which grows in `file`."""
-    command = [*stage.command, "--group", group.name, "--report", str(file), "--until", str(stage.until or "inf")]
-    threads = max(1, (os.cpu_count() or 1) // len(stage.groups))
-    return run_process(group.name, command, file, stage.until, environment_of(group, threads))
-
-
-def run_process(
-    name: str, command: Sequence[str], file: Path, until: float | None, environment: Mapping[str, str] | None = None
-) -> Report:
-    """Run `command`, which works through a group, until it has; what is running when it ends has failed.
-
-    Returns the report of `file`, to which the command writes.
-    """
-    while True:
-        code = watch(command, file, until, environment)
-        report = Report.read(file)
-        if code == 0:
-            return report
-        if running := report.document["running"]:
-            report.fail(running["label"], f"its process ended with exit code {code}")
-        elif code != SPOILT:  # not in a check, so it would end the same way again
-            report.fail(name, f"its process ended with exit code {code}")
-            return report
-
-
-def watch(command: Sequence[str], file: Path, until: float | None, environment: Mapping[str, str] | None = None) -> int:
-    """Return the command's exit code; with `until` it is killed when a check hangs, or long after that time."""
-    process = subprocess.Popen(command, cwd=REPO_ROOT, env=environment)
-    while True:
-        try:
-            return process.wait(None if until is None else 1)
-        except subprocess.TimeoutExpired:
-            if until is not None and (time.monotonic() > until + STALLED or hangs(file)):
-                process.kill()
-                return process.wait()
-
-
-def hangs(file: Path) -> bool:
-    """Return whether the check that is running began too long ago; the file is written when it begins."""
-    since = time.time() - file.stat().st_mtime
-    if since < STALLED:
-        return False
-    running = Report.read(file).document["running"]
-    return running is not None and since > STALLED + 4 * running["seconds"]
-
-
-def work(args: argparse.Namespace) -> int:
-    """Work through one group, continuing its report; return 0 when done, or SPOILT."""
-    device = device_of(args.interpret)
-    report = Report.read(args.report)
-    (group,) = [group for group in plan.groups(args.only, device, args) if group.name == args.group]
-    if group.part in ("bench", "timings") and "copy_gb_s" not in report.document:
-        report.document["copy_gb_s"] = round(copy_bandwidth(device), 1)
-        report.document["shortest_ms"] = shortest_ms(device)
-        report.save()
-    with nullcontext() if group.warms_up else patch.object(warm_up, "compiles", lambda device: False):
-        return 0 if work_through(group, report, device, args.until) else SPOILT
-
-
-def work_through(group: Group, report: Report, device: torch.device, until: float) -> bool:
-    """Run the group's checks that are not settled and for which there is time; return whether the GPU still works."""
-    for check in group.checks:
-        if check.label in report.settled:
-            continue
-        left = until - time.monotonic()
-        if check.needs in report.document["failed"]:
-            report.leave_out(check.label, f"{check.needs} failed")
-        elif device.type == "cuda" and left < check.seconds:
-            report.leave_out(check.label, f"it takes up to {check.seconds:.0f} s, and {max(0, left):.0f} s were left")
-        else:
-            attempt(check, report)
-            if device.type == "cuda" and not usable(device):
-                return False
-    group.close()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return True
-
-
-def attempt(check: Check, report: Report) -> None:
-    """Run a check and put into the report what came of it."""
-    report.begin(check)
-    begin = time.monotonic()
-    try:
-        lines = check.run()
-    except LeftOut as reason:
-        report.leave_out(check.label, str(reason))
-    except Exception as error:
-        traceback.print_exc()
-        fail = report.fail_to_compile if compiling.is_compile_failure(error) else report.fail
-        fail(check.label, compiling.describe(error), time.monotonic() - begin)
-    else:
-        if check.place[-1] == "timings":
-            lines = [rated(line, report.document["copy_gb_s"]) for line in lines]
-        report.end(check, time.monotonic() - begin, lines)
-
-
-def usable(device: torch.device) -> bool:
-    """Return whether this process can still use the GPU: an illegal access spoils its context for good."""
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
+def add_compiled(document: Document, jobs: Sequence[Job], seconds: float) -> None:
+    """Add what the processes that compiled say: variants by kernel, what does not compile and what did not end."""
+    for name in dict.fromkeys(job.orders["compiles"] for job in jobs):
+        parts = [read(job.report) for job in jobs if job.orders["compiles"] == name]
+        variants = {variant for part in parts for variant in part.get("variants", ())}
+        document["compile"][name] = {
+            "processes": len(parts),
+            "seconds": seconds,
+            "variants": dict(Counter(variant.split()[0] for variant in sorted(variants))),
+            "unfinished": [text for part in parts for text in part.get("unfinished", ())],
+        }
+        for part in parts:
+            document["compile_failures"].update(part["compile_failures"])
 
 
 def dry_run(args: argparse.Namespace) -> int:
     """Print what each part would run on a GPU, how long that takes at most, and what its time does not suffice for."""
+    files = [file for part in args.only for file in PARTS[part].files]
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job("plan", files, Path(folder), {}, {"HEADWAY_TEST_DEVICE": "cuda"}, options=["--collect-only"])
+        run_jobs([job])
+        plan = read(job.report)
+    if plan["failures"]:
+        raise ValueError("; ".join(plan["failures"]))
     document, begin = {}, 0.0
     for stage, end in stages(args.only):
         longest = begin
-        for group in plan.groups(stage, torch.device("cuda"), args):
-            now, left_out = begin + (compiling.EXPECTED if group.compiled else 0.0), []
-            print(f"{group.part}, {group.name}: {len(group.checks)} checks")
-            for check in group.checks:
-                fits = now + check.seconds <= args.seconds * end
-                now += check.seconds if fits else 0.0
-                print(f"  {check.seconds:6.1f} s  {check.label}{'' if fits else ' (no time)'}")
-                left_out += [] if fits else [check.label]
-            document[group.name] = {"checks": len(group.checks), "until": round(now, 1), "left_out": left_out}
-            longest = max(longest, now)
+        for part in stage:
+            tests = [test for test in plan["plan"] if test["file"] in PARTS[part].files]
+            for index in range(PARTS[part].processes):
+                now, left_out = begin + (COMPILED if part == "kernels" else 0.0), []
+                places = share([test["unit"] for test in tests], index, PARTS[part].processes)
+                print(f"{part} {index + 1}: {len(places)} tests")
+                for test in (tests[place] for place in places):
+                    fits = now + test["seconds"] <= args.seconds * end
+                    now += test["seconds"] if fits else 0.0
+                    print(f"  {test['seconds']:6.1f} s  {test['label']}{'' if fits else ' (no time)'}")
+                    left_out += [] if fits else [test["label"]]
+                document[f"{part} {index + 1}"] = {"tests": len(places), "until": round(now, 1), "left_out": left_out}
+                longest = max(longest, now)
         begin = longest
     print(json.dumps(document))
     return 0

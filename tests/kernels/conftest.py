@@ -1,16 +1,22 @@
-"""The C kernels, compiled for other processors than this one."""
+"""The C kernels, compiled for other processors than this one; comparisons and times of kernels on any device."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
 from kernels.cpu import library as building
 from kernels.cpu.level import LEVELS, level
 from kernels.cpu.library import library
+from scripts.gpu_check.measure import timing
+from tests.device import DEVICE, orders
+from tests.kernels.comparing import Comparisons
 
 Compile = Callable[..., ctypes.CDLL]
 NEEDS = {"x86-64": "baseline", "x86-64-v3": "avx2", "skylake-avx512": "avx512"}  # the level that runs an architecture
@@ -41,3 +47,36 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
     yield compile_with
     library.cache_clear()
+
+
+@pytest.fixture
+def compare(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Comparisons:
+    """Compares, and once the test has ended fails if something differed: see `pytest_pyfunc_call`."""
+    return Comparisons(record_property, compiles=bool(orders(request.config).get("compiles")))
+
+
+@pytest.fixture
+def timed(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Callable[..., None]:
+    """`timed(kernel, case, bytes, call, *args, capture=True)`: one line of times (scripts/gpu_check)."""
+    compiles = orders(request.config).get("compiles")
+
+    def measure(kernel: str, case: str, moved: int, call: Callable[..., Any], *args: Any, capture: bool = True) -> None:
+        launch = partial(call, *args)
+        if compiles:
+            launch()
+        else:
+            record_property("kernels/timings", timing(kernel, case, DEVICE, moved, launch, capture=capture))
+
+    return measure
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    result = yield
+    if isinstance(compared := pyfuncitem.funcargs.get("compare"), Comparisons):
+        compared.check()
+    return result
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype | tuple) else None

@@ -78,11 +78,6 @@ def test_any_shape(form_: str, shape: Any, packed: bool, seed: int) -> None:
         compare(*shape, packed=packed, seed=seed)
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-def test_head_sizes(form: str, dim: int) -> None:
-    compare(1, 40, 35, (2, 1), dim, 2)
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
 def test_narrow_dtypes(form: str, dtype: torch.dtype, bound: float) -> None:
     """With more than one tile of keys and more than one block of rows."""

@@ -7,11 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from infer.sampling.params import SamplingParams
 from kernels import acceptance
 from kernels.triton import SWITCH
 from kernels.triton import acceptance as gpu
+from tests.device import DEVICE, sized
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 V, BLOCK = 150, 64
 
 
@@ -102,3 +103,57 @@ def test_coins_are_those_of_the_kernel(seed):
         expected = acceptance.verify_block(target, draft, [4], seed, 7)
         assert gpu.block(target.to(DEVICE), [[4]], [draft.to(DEVICE)], [seed], [7], block=BLOCK) == [expected]
         assert expected[0] == accepted or value * factor > 1
+
+
+CHAINS = sized((4, 3, 150), (32, 5, 128256))  # requests, drafted tokens, vocabulary
+
+
+def chains():
+    """Return target probabilities, tokens, draft probabilities, seeds and positions; every fourth chain has no draft
+    probabilities (a deterministic draft).
+    """
+    batch, drafted, size = CHAINS
+    generator = torch.Generator().manual_seed(batch)
+    target_probs = (torch.randn(batch, drafted + 1, size, generator=generator) * 2).softmax(-1)
+    others = (torch.randn(batch, drafted, size, generator=generator) * 2).softmax(-1)
+    draft_probs = 0.7 * target_probs[:, :-1] + 0.3 * others
+    tokens = draft_probs.flatten(0, 1).multinomial(1, generator=generator).view(batch, drafted).tolist()
+    proposals = [None if b % 4 == 3 else probs for b, probs in enumerate(draft_probs.to(DEVICE))]
+    seeds = [b * 7919 + (b << 33) for b in range(batch)]
+    return target_probs.flatten(0, 1).to(DEVICE), tokens, proposals, seeds, [100 + b for b in range(batch)]
+
+
+def typical(probs):
+    """Return inputs of `typical_mask` with two tokens per row of `probs`, likely ones for every other row."""
+    above = torch.arange(2 * len(probs), device=probs.device) // 2
+    tokens = torch.where(above % 2 == 0, probs.argmax(-1)[above], above % probs.shape[1])
+    limits = [torch.full_like(tokens, limit, dtype=torch.float64) for limit in SamplingParams().typical]
+    return probs, above, tokens, *limits
+
+
+@pytest.mark.gpu(seconds=8)
+def test_chains_of_a_models_vocabulary(in_triton, compare):
+    batch, drafted, size = CHAINS
+    target_probs, tokens, draft_probs, *rest = chains()
+    case = f"{batch} chains of {drafted}, vocabulary {size}"
+
+    def true():
+        parts = target_probs.cpu().split(drafted + 1)
+        cpu_probs = [None if chain is None else chain.cpu() for chain in draft_probs]
+        verified = zip(parts, cpu_probs, tokens, *rest, strict=True)
+        return torch.tensor([acceptance.verify_block(*chain) for chain in verified])
+
+    accepted = acceptance.block(target_probs, tokens, draft_probs, *rest)
+    compare.same("block verification", case, torch.tensor(accepted), true)
+    inputs = typical(target_probs)
+
+    def likely():
+        entropy, above, ids = acceptance.entropy_of(target_probs.cpu()), inputs[1].cpu(), inputs[2].cpu()
+        threshold, alpha = SamplingParams().typical
+        thresholds = (alpha * torch.exp(-entropy)).clamp(max=threshold)
+        return target_probs.cpu()[above, ids].double() > thresholds[above]
+
+    compare.same("typical acceptance", case, acceptance.typical_mask(*inputs), likely)
+    compare.close(
+        "entropies", case, gpu.entropy(target_probs), lambda: acceptance.entropy_of(target_probs.cpu()), 1e-12
+    )

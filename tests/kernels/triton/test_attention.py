@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
+from infer.speculation.tree import DraftTree
 from kernels.attention import plan_attention
 from kernels.move import read_slots
 from kernels.reference import attention as oracle
@@ -15,9 +17,9 @@ from kernels.tiles import TiledAttention
 from kernels.triton import attention, device
 from kernels.triton.attention import TritonAttention
 from kernels.triton.attention_tiles import Blocking
+from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.drafts import checked_tree
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = Blocking(lines=16, tile=16, split=32, warps=4, stages=2)  # so that short texts have many tiles and splits
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
@@ -91,14 +93,6 @@ def test_trees_match_the_oracle(whole, first, window):
     options = {"first": first, "window": window}
     actual = run(case, committed, counts, tree_mask=tree_mask_of(TREE), whole=whole, **options)
     assert error(actual, case, committed, counts, ancestors=TREE.ancestors, **options) < TOLERANCE[torch.float32]
-
-
-def test_the_shape_that_a_gpu_is_given_matches_the_oracle_across_a_split():
-    committed, counts = [508], [7]
-    case = make_case(committed, counts, dtype=torch.float16)
-    for tree_mask, ancestors in ((None, None), (tree_mask_of(TREE)[:7], TREE.ancestors[:1])):
-        actual = run(case, committed, counts, tree_mask=tree_mask, shape=None, whole=None)
-        assert error(actual, case, committed, counts, ancestors=ancestors) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 37)])
@@ -202,3 +196,119 @@ def test_blocks_hold_rows_of_one_request_each(counts):
     ends = set(itertools.accumulate(counts))
     assert all(1 <= len(block) <= 3 and not ends & set(block[1:]) for block in rows)
     assert len(blocks) == sum(-(-count // 3) for count in counts)
+
+
+PAGE = 16
+BOUND = {FP32: 1e-5, FP16: 5e-3, BF16: 2e-2}
+LLAMA = sized((4, 2, 64), (32, 8, 128))  # query heads, KV heads, head size of Llama-3.1-8B
+OTHERS = ((7, 1, 64), (8, 4, 80), (8, 2, 96), (4, 1, 256))
+NODES, START = sized((5, 29), (24, 1019))  # of a draft, close to the end of a split
+STEPS = sized([(2, 3)], [(16, 5), (16, 8), (64, 4)])  # requests and rows of each: 80, 128 and 256 rows together
+HEADS = sized(
+    [(LLAMA, FP32)],
+    [
+        (served if (sizes, dtype) == (LLAMA, BF16) else pytest.param)(sizes, dtype)
+        for dtype in (BF16, FP16, FP32)
+        for sizes in (LLAMA, *OTHERS)
+    ],
+)
+STEP_DTYPE = sized(FP32, BF16)
+
+
+def filled(lengths, heads, kv_heads, dim, dtype):
+    """Return q, k and v of every position, a full KV cache pool and a page table with scattered pages."""
+    generator = torch.Generator(DEVICE).manual_seed(sum(lengths))
+    pages = [-(-length // PAGE) for length in lengths]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int64)
+    for b, row_pages in enumerate(order.split(pages)):
+        table[b, : len(row_pages)] = row_pages
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+    cache = random(2, kv_heads, (sum(pages) + 1) * PAGE, dim)
+    return *(random(sum(lengths), count, dim) for count in (heads, kv_heads, kv_heads)), cache, table.to(DEVICE)
+
+
+def planned(case, starts, counts, tree_mask=None):
+    q, _, _, cache, table = case
+    rows = AttentionRows.blocks(table, starts, counts, page_size=PAGE, tree_mask=tree_mask)
+    return plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], q.dtype, cache.dtype)
+
+
+def random_tree(nodes):
+    generator = torch.Generator().manual_seed(nodes)
+    parents = [-1, *(int(torch.randint(max(0, n - 4), n, (), generator=generator)) for n in range(1, nodes))]
+    return DraftTree.assemble(torch.arange(nodes)[None], torch.tensor([parents]), torch.tensor([nodes]))
+
+
+def in_float64(q, cache, table, ancestors=None):
+    wide = cache.cpu().float() if cache.dtype == torch.float8_e4m3fn else cache.cpu()
+    options = {"page_size": PAGE, "scale": q.shape[-1] ** -0.5, "ancestors": ancestors}
+    return oracle.paged_attention(q.cpu(), wide, table.cpu(), [START], [len(q)], **options)
+
+
+def named(sizes, dtype):
+    heads, kv_heads, dim = sizes
+    return f"{heads} and {kv_heads} heads of {dim}, {dtype}"
+
+
+@pytest.mark.gpu(seconds=2)
+@pytest.mark.parametrize(("sizes", "dtype"), HEADS)
+def test_a_draft_of_a_model(in_triton, compare, sizes, dtype):
+    """A chain, a tree, and a chain over an fp8 KV cache, which is compared with float64 on the stored values."""
+    tree, scale = random_tree(NODES), sizes[2] ** -0.5
+    q, k, v, cache, table = filled([START + NODES], *sizes, dtype)
+    new, narrow = (q[:NODES], k[:NODES], v[:NODES]), cache.to(torch.float8_e4m3fn)
+    kinds = {
+        "chain": (cache, None, None),
+        "tree": (cache, tree.ancestors[0].to(DEVICE), tree.ancestors),
+        "chain, fp8 cache": (narrow, None, None),
+    }
+    for kind, (pool, tree_mask, ancestors) in kinds.items():
+        actual = planned((*new, pool, table), [START], [NODES], tree_mask)(*new, pool, scale)
+        true = partial(in_float64, new[0], pool, table, ancestors)
+        compare.close("attention", f"{kind} of {NODES} at {START}, {named(sizes, dtype)}", actual, true, BOUND[dtype])
+
+
+@pytest.mark.gpu(seconds=2)
+@pytest.mark.parametrize(("requests", "rows"), [served(*step) for step in STEPS])
+def test_rows_of_a_step_have_the_bits_of_each_request_alone(in_triton, compare, requests, rows):
+    q, k, v, cache, table = filled([START + rows] * requests, *LLAMA, STEP_DTYPE)
+    q, k, v = (x[: requests * rows] for x in (q, k, v))
+    scale = LLAMA[2] ** -0.5
+    together = planned((q, k, v, cache, table), [START] * requests, [rows] * requests)(q, k, v, cache.clone(), scale)
+    alone = []
+    for request, part in enumerate(zip(q.split(rows), k.split(rows), v.split(rows), strict=True)):
+        case = (*part, cache, table[request : request + 1])
+        alone.append(planned(case, [START], [rows])(*part, cache.clone(), scale))
+    label = f"{requests} x {rows} rows together and alone, {named(LLAMA, STEP_DTYPE)}"
+    compare.same("attention, bits", label, together, torch.cat(alone))
+
+
+@pytest.mark.gpu(seconds=2)
+@pytest.mark.parametrize(("sizes", "dtype"), HEADS)
+def test_rows_have_the_same_bits_in_a_prompt_in_chains_and_in_a_tree(in_triton, compare, sizes, dtype):
+    name, tree, scale = named(sizes, dtype), random_tree(NODES), sizes[2] ** -0.5
+    q, k, v, cache, _ = case = filled([START + NODES], *sizes, dtype)
+    end = START + NODES
+    whole = planned(case, [0], [end])(q, k, v, cache, scale)
+    for width in [1, *(width for width in (NODES, 80, 128, 256) if width <= end)]:
+        first_row, rows = min(START, end - width), []
+        for first in range(first_row, end, width):
+            span = slice(first, first + width)
+            rows.append(planned(case, [first], [width])(q[span], k[span], v[span], cache, scale))
+        label = f"rows of a prompt and in chains of {width}, {name}"
+        compare.same("attention, bits", label, torch.cat(rows), whole[first_row:])
+    span = slice(START, end)
+    tree_mask = tree.ancestors[0].to(DEVICE)
+    together = planned(case, [START], [NODES], tree_mask)(q[span], k[span], v[span], cache.clone(), scale)
+    alone = []
+    for node in range(NODES):
+        plain = cache.clone()
+        for depth, step in enumerate(START + ancestor for ancestor in tree.path(0, node)):
+            row = slice(step, step + 1)
+            output = planned(case, [START + depth], [1])(q[row], k[row], v[row], plain, scale)
+        alone.append(output)
+    compare.same("attention, bits", f"rows of a tree and alone, {name}", together, torch.cat(alone))

@@ -57,18 +57,6 @@ def test_every_weight_is_exactly_the_packages(in_triton, name, dtype):
     assert torch.equal(dequantise(rows), weight)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(in_triton, name):
-    """Both kinds of tile, at both ends of the batch; the input is a slice of wider rows."""
-    columns, dtype = inputs_of(name), torch.float16
-    rows, weight = make(name, 72, columns)
-    linear, x = pack([rows], dtype), states(40, 2 * columns, dtype)[:, columns:]
-    expected = linear(x)
-    assert error(expected, x, weight) < TOLERANCE[dtype]
-    for some in (slice(0, 1), slice(39, 40), slice(20, 37)):
-        assert torch.equal(linear(x[some]), expected[some]), some
-
-
 def test_a_tile_fits_and_has_no_more_than_two_kinds():
     """Rows of one kind share its instructions; two stages at least hide the reads."""
     meta = torch.device("meta")
@@ -79,16 +67,6 @@ def test_a_tile_fits_and_has_no_more_than_two_kinds():
                 tiles = {block_tile_for(rows, dtype, part, limits)._replace(stages=0) for rows in range(1, 513)}
                 assert len(tiles) == 2
                 assert min(block_tile_for(rows, dtype, part, limits).stages for rows in (1, 17, 512)) >= 2
-
-
-@pytest.mark.parametrize(("name", "dtype"), list(zip(FORMATS, 4 * [torch.float32, torch.bfloat16], strict=True)))
-def test_rows_of_other_dtypes_and_a_bias(in_triton, name, dtype):
-    """Sizes that fill all tiles."""
-    rows, weight = make(name, 40, 256)
-    bias, x = states(1, 40, dtype)[0], states(18, 256, dtype)
-    linear = pack([rows], dtype, bias)
-    assert error(linear(x), x, weight, bias) < TOLERANCE[dtype]
-    assert torch.equal(linear(x[3]), linear(x)[3])
 
 
 @pytest.mark.parametrize("names", [("Q8_0",), ("Q4_1", "Q8_0", "Q6_K")])

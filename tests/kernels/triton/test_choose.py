@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.fixed_point import FRACTION_BITS, exp_weights
 from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
+from kernels.shape import Shaping, packed, shape, shape_in_torch
 from kernels.triton import choose as gpu
+from tests.device import BF16, DEVICE, FP32, served, sized
 from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked
 from tests.operations import counted
 
@@ -197,3 +200,79 @@ def test_a_vocabulary_of_gemmas_size():
     thresholds = gpu.find_thresholds(logits[3:], restricted, SIZE // 8)  # larger blocks, since the interpreter is slow
     scaled = logits[3:].float() / restricted.temperature[:, None]
     assert torch.equal(scaled >= thresholds[:, None], keys[3:] > -torch.inf)
+
+
+LLAMA = 128256  # vocabulary of Llama-3.1-8B
+CPU = torch.device("cpu")
+SECONDS = 6e-7  # that the torch form takes on a CPU for one logit, in all kinds
+KINDS = {  # of sampling: what differs from plain sampling
+    "greedy": None,
+    "sampled": {},
+    "top-k and min-p": {"top_k": 50, "min_p": 0.01},
+    "top-p": {"top_p": 0.9},
+}
+
+
+def row_case(rows, size, dtype):
+    """Return logits and positions."""
+    generator = torch.Generator().manual_seed(rows * size)
+    logits = (4 * torch.randn(rows, size, generator=generator)).to(dtype).to(DEVICE)
+    return logits, torch.arange(rows, device=DEVICE) * 31 + 1000
+
+
+def sampling_of(kind, rows, device=DEVICE):
+    if KINDS[kind] is None:
+        return None
+    seeds = torch.arange(rows, device=device) * 7919 + 11
+    values = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | KINDS[kind]
+    values = {key: torch.full((rows,), value, device=device) for key, value in values.items()}
+    limits = Limits() if KINDS[kind] else NO_LIMITS
+    return ChoiceParameters(**values, seed_low=seeds, seed_high=seeds + 1, limits=limits, repeat=1)
+
+
+def shaping_of(rows, size, device=DEVICE):
+    """Return all logits processing that precedes the temperature, for the rows of a draft."""
+    generator = torch.Generator().manual_seed(size)
+    output = torch.randint(0, 3, (size,), generator=generator).float()
+    prompt, allowed = torch.rand(size, generator=generator) < 0.1, torch.rand(rows, size, generator=generator) < 0.5
+    drafted = torch.randint(-1, size, (rows, 4), generator=generator)
+    bias = torch.randn(size, generator=generator)
+    return Shaping(1.2, 0.3, -0.2, *(x.to(device) for x in (prompt, output, drafted, bias, packed(allowed))))
+
+
+ROW_CASES = sized(
+    [(2, 150, FP32), (3, 2300, BF16)],
+    [
+        *(served(rows, LLAMA, BF16, seconds=1 + rows * LLAMA * SECONDS) for rows in (1, 7, 64)),
+        *((rows, size, BF16) for size in (32000, 2048, 262144) for rows in (1, 7, 64)),
+        (16, LLAMA, FP32),
+    ],
+)
+
+
+@pytest.mark.gpu(seconds=11)
+@pytest.mark.parametrize(("rows", "size", "dtype"), ROW_CASES)
+def test_rows_of_a_models_vocabulary(in_triton, compare, rows, size, dtype):
+    """What is shaped, chosen and drafted is what the rule written out gives on a CPU."""
+    logits, positions = row_case(rows, size, dtype)
+    shape_case = f"{rows} x {size}, {dtype}"
+    plain = shaping_of(rows, size, CPU)
+    shaped = shape(logits, shaping_of(rows, size))
+    compare.same("penalties, bias and mask", shape_case, shaped, lambda: shape_in_torch(logits.cpu(), plain))
+    for kind in KINDS:
+        case = f"{kind}, {shape_case}"
+
+        @cache
+        def keys(kind=kind):
+            return choice_keys(logits.cpu(), sampling_of(kind, rows, CPU), positions.cpu())
+
+        def best(keys=keys):
+            values, columns = keys().double().sort(dim=-1, descending=True, stable=True)
+            return values[:, :8] - keys().double().logsumexp(-1, keepdim=True), columns[:, :8]
+
+        sampling = sampling_of(kind, rows)
+        compare.same("choose", case, choose(logits, sampling, positions), lambda keys=keys: keys().argmax(-1))
+        if kind != "top-p":
+            columns, values = choose_best(logits, sampling, positions, None, 8)
+            compare.same("draft top-m", case, columns, lambda best=best: best()[1])
+            compare.close("draft top-m log-probabilities", case, values, lambda best=best: best()[0], 1e-5)

@@ -11,8 +11,8 @@ from kernels.gather import gather_rows
 from kernels.move import move_slots, read_slots
 from kernels.residual import residual_silu
 from kernels.rotary import QKNorm, rotate_and_write
+from tests.device import BF16, DEVICE, FP16, FP32, ON_GPU, served, sized
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("in_triton")
 
@@ -55,26 +55,6 @@ def test_centred_norms(dtype):
     assert close(elementwise.rms_norm(x, weight, 1e-6, centred=True), expected, dtype)
     normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-6, centred=True)
     assert torch.equal(elementwise.rms_norm(total, weight, 1e-6, centred=True), normed)
-
-
-@torch.no_grad()
-def test_norms_beside_each_other(dtype):
-    x, y = random(3, 100, dtype=dtype), random(3, 200, dtype=dtype, seed=1)[:, 100:]
-    weights = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
-    parts = [elementwise.rms_norm(part, weight, 1e-5) for part, weight in zip((x, y), weights, strict=True)]
-    assert torch.equal(elementwise.norm_beside(x, y, *weights, 1e-5), torch.cat(parts, dim=-1))
-
-
-@torch.no_grad()
-def test_embed_norm_gelu(dtype):
-    x, table = random(3, 100, dtype=dtype), random(9, 100, dtype=dtype, seed=1)
-    weight, bias = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
-    ids = torch.tensor([8, 0, 3], device=DEVICE)
-    total = x.double() + 0.3 * table[ids].double()
-    expected = F.gelu(F.rms_norm(total, (100,), weight.double(), 1e-6) + bias.double())
-    actual = elementwise.embed_norm_gelu(x, ids, table, 0.3, weight, bias, 1e-6)
-    assert close(actual, expected, dtype)
-    assert torch.equal(elementwise.embed_norm_gelu(x[2:], ids[2:], table, 0.3, weight, bias, 1e-6), actual[2:])
 
 
 @torch.no_grad()
@@ -173,3 +153,98 @@ def test_moves_read_everything_before_they_write(count):
     expected[:, :, :, destination] = stack[:, :, :, source]
     move_slots(stack, source.to(DEVICE), destination.to(DEVICE))
     assert torch.equal(stack, expected)
+
+
+BOUND = {FP32: 1e-5, FP16: 3e-3, BF16: 2e-2}
+HEADS = 5  # of Medusa
+SIZES = sized((64, 96, 4, 2, 16), (4096, 14336, 32, 8, 128))  # hidden and inner size, query and KV heads, head size
+ROWS = sized(3, 37)
+DTYPES = [served(BF16) if ON_GPU else BF16, FP16, FP32]
+
+
+def mlp_case(rows, dtype):
+    """Return x, delta, a norm's weight, and gate and up in one tensor."""
+    hidden, inner, *_ = SIZES
+    shapes = (rows, hidden), (rows, hidden), (hidden,), (rows, 2 * inner)
+    return [random(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes)]
+
+
+def attention_case(rows, dtype):
+    """Return qkv, cos, sin, norm and cache."""
+    *_, heads, kv_heads, dim = SIZES
+    qkv, angles = random(rows, heads + 2 * kv_heads, dim, dtype=dtype), random(rows, 1, dim, dtype=FP32)
+    norm = QKNorm(random(dim, dtype=dtype), random(dim, dtype=dtype, seed=1), 1e-5)
+    cache = torch.zeros(2, kv_heads, 2 * rows, dim, dtype=dtype, device=DEVICE)
+    return qkv, angles.cos().to(dtype), angles.sin().to(dtype), norm, cache
+
+
+def head_case(rows, dtype):
+    """Return states, ids, embedding table, a norm's scale and shift, and weights and biases of five residual blocks."""
+    hidden = SIZES[0]
+    shapes = (rows, hidden), (257, hidden), (hidden,), (hidden,), (HEADS, hidden, hidden), (HEADS, hidden)
+    x, table, scale, shift, weight, bias = (random(*shape, dtype=dtype, seed=n) for n, shape in enumerate(shapes))
+    return x, torch.arange(rows, device=DEVICE) * 7 % 257, table, scale, shift, weight * hidden**-0.5, bias
+
+
+@pytest.mark.gpu(seconds=3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_the_operations_of_a_models_layer(compare, dtype):
+    heads = SIZES[2]
+    x, delta, weight, gate_up = mlp_case(ROWS, dtype)
+    normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-5)
+    true = F.rms_norm(total.double(), weight.shape, weight.double(), 1e-5)
+    compare.close("add and RMSNorm", str(dtype), normed, true, BOUND[dtype])
+    if ON_GPU:
+        compare.same("add and RMSNorm", f"its sum, {dtype}", total, x + delta)
+    else:  # the interpreter truncates to bf16
+        compare.close("add and RMSNorm", f"its sum, {dtype}", total, x.double() + delta.double(), BOUND[dtype])
+    compare.same("RMSNorm", f"of that sum, {dtype}", elementwise.rms_norm(total, weight, 1e-5), normed)
+    gate, up = gate_up.double().chunk(2, -1)
+    compare.close("SiLU and product", str(dtype), elementwise.silu_mul(gate_up), F.silu(gate) * up, BOUND[dtype])
+    qkv, cos, sin, norm, cache = attention_case(ROWS, dtype)
+    slots = torch.arange(ROWS, device=DEVICE) * 2
+    q = rotate_and_write(qkv, cos, sin, norm, slots, cache, heads)
+    plain = torch.zeros(cache.shape, dtype=FP32)
+    on_cpu = QKNorm(norm.q.cpu().float(), norm.k.cpu().float(), norm.eps)
+    inputs = [x.cpu().float() for x in (qkv, cos, sin)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEADWAY_KERNELS", "torch")
+        expected = rotate_and_write(*inputs, on_cpu, slots.cpu(), plain, heads)
+    compare.close("rotary, QK norm, write", f"q, {dtype}", q, expected, BOUND[dtype])
+    compare.close("rotary, QK norm, write", f"cache, {dtype}", cache, plain, BOUND[dtype])
+    narrow = torch.zeros(cache.shape, device=DEVICE).to(torch.float8_e4m3fn)
+    rotate_and_write(qkv, cos, sin, norm, slots, narrow, heads)
+    compare.close("rotary, QK norm, write", f"cache in fp8, {dtype}", narrow, plain, 0.07)
+    stack, source = random(2, 2, 3, 128, 20, dtype=dtype), torch.arange(3, 60, 5, device=DEVICE)
+    moved = stack.clone()
+    moved[:, :, :, : len(source)] = stack[:, :, :, source]
+    move_slots(stack, source, torch.arange(len(source), device=DEVICE))
+    compare.same("move", str(dtype), stack, moved)
+
+
+@pytest.mark.gpu(seconds=2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_the_operations_of_heads(compare, dtype):
+    """Besides a decoder layer: an MLP speculator's step, Medusa's residual blocks, fused features."""
+    x, ids, table, scale, shift, weight, bias = head_case(ROWS, dtype)
+    step = (0.3, scale, shift, 1e-6)
+    total = x.double() + 0.3 * table[ids].double()
+    true = F.gelu(F.rms_norm(total, scale.shape, scale.double(), 1e-6) + shift.double())
+    actual = elementwise.embed_norm_gelu(x, ids, table, *step)
+    compare.close("MLP head step", str(dtype), actual, true, BOUND[dtype])
+    alone = elementwise.embed_norm_gelu(x[2:], ids[2:], table, *step)
+    compare.same("MLP head step, bits", f"without the first rows, {dtype}", alone, actual[2:])
+    true = x.double() + F.silu(x.double() @ weight.double().transpose(1, 2) + bias[:, None].double())
+    actual = residual_silu(x[None], weight, bias)
+    compare.close("Medusa's residual blocks", f"{HEADS} heads, {dtype}", actual, true, BOUND[dtype])
+    alone = residual_silu(x[None, -1:], weight, bias)
+    compare.same("Medusa's residual blocks, bits", f"the last row alone, {dtype}", alone, actual[:, -1:])
+    wide = random(ROWS, 2 * x.shape[1], dtype=dtype, seed=9)[:, x.shape[1] :]  # a slice of wider rows
+    fused = elementwise.norm_beside(x, wide, scale, shift, 1e-6)
+    separate = [elementwise.rms_norm(hidden, each, 1e-6) for hidden, each in ((x, scale), (wide, shift))]
+    compare.same("norms beside each other", str(dtype), fused, torch.cat(separate, dim=-1))
+    parts, index = (x, x.flip(0), x.neg()), torch.arange(0, ROWS, 2, device=DEVICE)
+    expected = torch.cat([part[index] for part in parts], dim=-1)
+    compare.same("gather of features", str(dtype), gather_rows(parts, index), expected)

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
-from kernels.linear import PackedLinear, assert_row_invariant
+from kernels.linear import PackedLinear
 from kernels.quantise import quantise, widen
 from kernels.triton import device
+from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.kernels.narrow import ERROR
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (BF16, FP16, FP32)
 SCALES = {"int8": 1, "fp8": 1, "int4": 8}  # of an output with 256 inputs; int4 has groups of 32 for 160 inputs
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -21,27 +22,6 @@ def make(inputs, outputs, dtype, bias=True, **options):
     weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(DEVICE, dtype)
     offset = torch.randn(outputs, generator=generator).to(DEVICE, dtype) if bias else None
     return weight, offset, PackedLinear(weight, offset, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(64, 130, True), (200, 64, False)])
-def test_it_matches_float64_for_any_number_of_rows(in_triton, dtype, inputs, outputs, bias):
-    weight, offset, linear = make(inputs, outputs, dtype, bias)
-    for shape in [(1,), (17,), (2, 35)]:
-        x = torch.randn(*shape, inputs, device=DEVICE).to(dtype)
-        expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
-        actual = linear(x)
-        assert actual.shape == (*shape, outputs)
-        assert actual.dtype == dtype
-        assert (actual.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "weight_format"), [(torch.float32, "same"), (torch.float16, "int8"), (torch.float16, "int4")]
-)
-def test_a_row_has_the_same_bits_alone_and_in_a_prompt(in_triton, dtype, weight_format):
-    _, _, linear = make(96, 128, dtype, weight_format=weight_format)
-    assert_row_invariant(linear, dtype, DEVICE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to have another device")
@@ -69,36 +49,58 @@ def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
     assert linear.bytes == padded // (2 if weight_format == "int4" else 1) + 4 * 64 * SCALES[weight_format]
 
 
-FORMATS = [*((dtype, "same") for dtype in TOLERANCE), *((torch.float16, weight_format) for weight_format in ERROR)]
+FORMATS = ("same", *ERROR)
+ROWS = sized((1, 17, 65), (1, 2, 15, 16, 17, 33, 64, 65, 80, 128, 200, 256))  # on both sides of every change of tile
+LAYERS = {  # of Llama-3.1-8B: inputs and outputs
+    "qkv": (4096, 6144),
+    "o": (4096, 4096),
+    "gate and up": (4096, 28672),
+    "down": (14336, 4096),
+    "LM head": (4096, 128256),
+}
+ODD = sized((96, 40), (4096, 1000))
+APART = sized(75, 0)  # the residual stream is a slice of wider rows
+BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+CASES = [("odd sizes", dtype, weight_format) for dtype in DTYPES for weight_format in FORMATS]
+CASES += sized(
+    [], [served(name, BF16, form) for name in LAYERS for form in FORMATS if "LM" not in name or form == "same"]
+)
 
 
-@pytest.mark.parametrize(("dtype", "weight_format"), FORMATS)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.gpu(seconds=1)
+@pytest.mark.parametrize(("layer", "dtype", "weight_format"), CASES)
 @torch.no_grad()
-def test_a_sum_has_the_bits_of_the_separate_operations(in_triton, dtype, weight_format, bias):
-    """The residual stream is a slice of wider rows."""
-    _, _, linear = make(96, 72, dtype, bias, weight_format=weight_format)
-    x, residual = torch.randn(19, 96, device=DEVICE).to(dtype), torch.randn(19, 150, device=DEVICE).to(dtype)[:, 75:147]
-    assert torch.equal(linear.add(residual, x), _sum(residual, linear(x)))
-    assert torch.equal(linear.add(residual[3:4], x[3:4]), linear.add(residual, x)[3:4])
+def test_rows_and_fused_operations(in_triton, compare, layer, dtype, weight_format):
+    """Rows match float64, few of them have the bits of many, and fused operations those of separate ones."""
+    inputs, outputs = LAYERS.get(layer, ODD)
+    most = sized(70, 300 if layer in LAYERS else 700)
+    weight = (torch.randn(outputs, inputs, device=DEVICE) * inputs**-0.5).to(dtype)
+    x, bias = torch.randn(most, inputs, device=DEVICE).to(dtype), torch.randn(outputs, device=DEVICE).to(dtype)
+    case = f"{inputs} x {outputs}, {dtype}, weights {weight_format}"
+    linear = PackedLinear(weight, bias, weight_format=weight_format)
+
+    def true():
+        wide = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
+        return x.double() @ wide.double().T + bias.double()
+
+    output = linear(x)
+    compare.close("linear", case, output, true, BOUND[dtype])
+    residual = torch.randn(most, outputs + APART, device=DEVICE).to(dtype)[:, APART:]
+    total = _sum(residual, output) if layer in ("o", "down", "odd sizes") else None
+    gates = {"silu": silu_mul, "gelu": gelu_mul} if layer in ("gate and up", "odd sizes") else {}
+    gated = {gate: separate(output) for gate, separate in gates.items()}
+    for count in (*ROWS, most):
+        few, rows = f"{count} rows of {most}, {case}", x[-count:]
+        compare.same("linear, bits", few, linear(rows), output[-count:])
+        if total is not None:
+            compare.same("linear and sum, bits", few, linear.add(residual[-count:], rows), total[-count:])
+        for gate in gates:
+            compare.same(f"linear and {gate}, bits", few, linear.gated(rows, gate), gated[gate][-count:])
 
 
 def _sum(x, y):
     """x + y, as kernels/triton/elementwise.py rounds it: Triton's interpreter truncates to bf16."""
     return add_rms_norm(x, y, torch.ones_like(x[0]), 1e-5)[1]
-
-
-@pytest.mark.parametrize(("dtype", "weight_format"), FORMATS)
-@pytest.mark.parametrize(("gate", "separate"), [("silu", silu_mul), ("gelu", gelu_mul)])
-@torch.no_grad()
-def test_a_gated_layer_has_the_bits_of_the_separate_operations(in_triton, dtype, weight_format, gate, separate):
-    """Outputs that fill no tile: 52 of each half."""
-    _, _, linear = make(96, 104, dtype, gate == "gelu", weight_format=weight_format)
-    x = 4 * torch.randn(2, 10, 96, device=DEVICE).to(dtype)
-    gated = linear.gated(x, gate)
-    assert gated.shape == (2, 10, 52)
-    assert torch.equal(gated, separate(linear(x)))
-    assert torch.equal(linear.gated(x[1, 3], gate), gated[1, 3])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to have another device")

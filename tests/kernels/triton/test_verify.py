@@ -7,7 +7,9 @@ import torch
 
 from infer.speculation.tree import MAX_NODES, DraftTree
 from kernels.verify import accept
+from tests.device import DEVICE, served, sized
 from tests.drafts import checked_tree
+from tests.kernels.test_verify import walk
 
 
 def random_trees(lengths, seed):
@@ -46,3 +48,23 @@ def test_accept_equals_the_torch_form(monkeypatch, lengths, seed):
     assert torch.equal(*outputs)
     if seed == 0:
         assert outputs[0].tolist() == [length - 1 for length in lengths]
+
+
+TREES = sized([(3, 16), (2, 64)], [(64, 64), (256, 17), (3, 1)])
+
+
+def tree_case(batch, nodes):
+    """Return random trees of up to so many nodes, with choices, as `accept` takes them."""
+    lengths = torch.randint(1, nodes + 1, (batch,), generator=torch.Generator().manual_seed(nodes)).tolist()
+    tree, generator = random_trees(lengths, nodes)
+    choice = torch.randint(0, 2, tree.token.shape, generator=generator)
+    return tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "nodes"), [served(*case) for case in TREES])
+def test_accept_equals_the_walk(in_triton, compare, batch, nodes):
+    token, parent, _, _, length, choice = case = tree_case(batch, nodes)
+    trees = zip(token.tolist(), parent.tolist(), length.tolist(), choice.tolist(), strict=True)
+    last = accept(*(x.to(DEVICE) for x in case))
+    compare.same("accept", f"{batch} trees of up to {nodes}", last, torch.tensor([walk(*tree) for tree in trees]))

@@ -1,15 +1,25 @@
-"""The command line of gpu_check. Imports no torch."""
+"""The command line of gpu_check. Imports torch and what it runs only when all that this needs is there."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from pathlib import Path
 
-from scripts.gpu_check import EXTRA, PARTS
+import infer.options.environment  # noqa: F401
 
+# isort: split
+
+from scripts.errors import reports_errors
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 OUT = os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "results"
-SECONDS = 540  # of all parts together: a call of ten minutes, less one to start and to end
+SECONDS = 540.0  # of all parts together: a call of ten minutes, less one to start and to end
+PARTS = ("kernels", "exact", "train", "bench", "timings")
+EXTRA = ("tiles",)  # parts that run only where they are named
+NEEDED = ("torch", "triton", "transformers", "pytest", "hypothesis")  # to run anything
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -24,7 +34,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=OUT, metavar="FOLDER", help="where the JSON report grows; default: $OUT if set"
     )
-    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"of all parts together; default: {SECONDS}")
+    parser.add_argument("--seconds", type=float, help=f"of all parts together; default: {SECONDS:.0f} on a GPU")
     parser.add_argument("--dry-run", action="store_true", help="list what would run, and how long it takes at most")
     parser.add_argument("--interpret", action="store_true", help="on a CPU, in Triton's interpreter, with tiny shapes")
     parser.add_argument(
@@ -35,10 +45,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--bundled-ptxas", action="store_true", help="check kernels as Triton's own ptxas makes them, and by no other"
     )
     parser.add_argument("--commit", help="what is checked, where the tree is a copy without its history")
-    # What the command starts itself with: a share of the kernels to compile, or a group of checks to add to a report.
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    for option, kind in (("--share", str), ("--group", str), ("--report", Path), ("--until", float)):
-        parser.add_argument(option, type=kind, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.only = [part for part in (*PARTS, *EXTRA) if part in (args.only or PARTS)]
+    if args.seconds is None and not args.interpret:
+        args.seconds = SECONDS
+    if args.head is not None:
+        args.head = args.head.resolve()
+        if not (args.head / "config.json").is_file():
+            raise ValueError(f"--head {args.head}: no head lies there; give the folder with its config.json")
     return args
+
+
+@reports_errors
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"not installed: {', '.join(missing)}; scripts/README.md says which wheels to bring along")
+    if args.interpret:  # read when triton is imported
+        os.environ.update(TRITON_INTERPRET="1", HEADWAY_KERNELS="triton")
+    from scripts.gpu_check import runner
+
+    return runner.dry_run(args) if args.dry_run else runner.run(args)

@@ -1,10 +1,9 @@
-"""Targets and heads for the checks: the demo target, random ones of a large model's shape, and tiny ones."""
+"""Targets and heads to check and measure with: the demo target, and random ones of a large or a tiny shape."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,20 +17,24 @@ from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
-from scripts.inflation import SHAPES, Shape
-from scripts.inflation.shapes import enlarged
 
 Module = TypeVar("Module", bound=nn.Module)
 DEMO = REPO_ROOT / "models" / "demo"
-TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 2}
-TINY |= {"num_kv_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
-WIDE = Shape(340, 48, 64, 4, 4, 2, 16, 128, tie_word_embeddings=True, draft_vocab_size=320)  # TINY, enlarged
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 2,
+        "num_kv_heads": 1, "head_dim": 16, "max_position_embeddings": 128,
+    },
+    "llama3.1-8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32,
+        "num_kv_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 
 
 def config_of(shape: str) -> TargetConfig:
-    """Return the config of `tiny`, or of one of SHAPES with the demo target's constants."""
-    demo = TargetConfig.from_json(read_json(DEMO / "config.json"))
-    return replace(demo, **TINY) if shape == "tiny" else enlarged(demo, SHAPES[shape])
+    """Return the config of one of SHAPES, with the demo target's constants."""
+    return replace(TargetConfig.from_json(read_json(DEMO / "config.json")), **SHAPES[shape])
 
 
 def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> LlamaTarget:
@@ -80,16 +83,3 @@ def randomised(kind: Callable[[Any], Module], config: Any, dtype: torch.dtype, d
     if isinstance(module, LlamaTarget) and module.config.tie_word_embeddings:
         module.lm_head.weight = module.embed_tokens.weight
     return module.eval().requires_grad_(False)
-
-
-def write_tiny(folder: Path) -> None:
-    """Write a random checkpoint of TINY's sizes in Hugging Face's layout."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    names = {"layers": "hidden_layers", "heads": "attention_heads", "kv_heads": "key_value_heads"}
-    options: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
-    options["initializer_range"] = 0.1
-    options.update({"num_" + names[key[4:]] if key.startswith("num_") else key: value for key, value in TINY.items()})
-    config = LlamaConfig(**options)
-    LlamaForCausalLM(config).save_pretrained(folder)
