@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kernels.cpu.level import machine_level
-from scripts import make_tables
-from scripts.document import describe_level, describe_machine, generation, result_file
+from scripts.benchmarks import tables
+from scripts.benchmarks.document import describe_level, describe_machine, generation, result_file
 
 EPYC = "vendor_id\t: AuthenticAMD\ncpu family\t: {}\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 {}\n"
 
@@ -64,12 +64,12 @@ def write(folder: Path, name: str, speed: float, **machine: Any) -> None:
 
 def speeds(page: Path) -> list[str]:
     """Return the captions and speeds of a page's tables."""
-    lines = make_tables.rewrite(page).splitlines()
+    lines = tables.rewrite(page).splitlines()
     return [line for line in lines if line.startswith(("AVX", "| plain"))]
 
 
 def test_a_table_has_a_block_for_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     page = tmp_path / "README.md"
     page.write_text("<!-- table few -->\n<!-- end -->\n")
     write(tmp_path, "few-demo_2-core-cpu_2026-11-20", 10)
@@ -85,14 +85,14 @@ def test_a_table_has_a_block_for_each_level(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_several_results_are_of_one_level_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     page = tmp_path / "README.md"
     page.write_text("<!-- table few many -->\n<!-- end -->\n")
     write(tmp_path, "few-demo_2-core-avx512_2026-11-20", 40, level="avx512", lowered=False)
     write(tmp_path, "few-demo_2-core-avx2_2026-11-20", 20, level="avx2", lowered=False)
     write(tmp_path, "many-demo_2-core-cpu_2026-11-20", 10)
     with pytest.raises(ValueError, match="table few many: no level of processors has results of all of them"):
-        make_tables.rewrite(page)
+        tables.rewrite(page)
     write(tmp_path, "many-demo_2-core-avx2_2026-11-21", 30, level="avx2", lowered=False)
     assert speeds(page)[0] == "AVX2: EPYC, 2 cores"
-    assert make_tables.newest("few").name == "few-demo_2-core-avx512_2026-11-20.json"
+    assert tables.newest("few").name == "few-demo_2-core-avx512_2026-11-20.json"
