@@ -22,7 +22,6 @@ EXCEPTIONS = {
     "train/objectives/dspark.py": "an objective",
     "train/objectives/dflash2.py": "an objective",
     "train/objectives/registry.py": "the objectives by name",
-    "scripts/inflation/head.py": "enlarges an EAGLE-3 head",
     "scripts/gpu_check/speculation.py": "measures with an EAGLE-3 head",
     "scripts/gpu_check/training_run.py": "trains an EAGLE-3 head",
     "scripts/gpu_check/targets.py": "makes an EAGLE-3 head",
