@@ -207,8 +207,7 @@ def check_cache(folder: Path, temporary: str) -> Check:
 def check_demo(folder: Path) -> Check:
     missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
-        fix = "git checkout models/demo, or make it anew: python scripts/pretrain_demo.py"
-        return Check("demo target", "broken", f"models/demo lacks {', '.join(missing)}", fix)
+        return Check("demo target", "broken", f"models/demo lacks {', '.join(missing)}", "git checkout models/demo")
     size = (folder / "model.safetensors").stat().st_size / 2**20
     return Check("demo target", "ok", f"models/demo, {size:.1f} MiB of weights")
 
