@@ -4,6 +4,8 @@ Compares installed versions with the bounds of pyproject.toml, lists devices, tr
 checks for known pitfalls. Changes nothing. The exit code is 1 if something is broken, and 0 if there are only warnings.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 

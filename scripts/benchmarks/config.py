@@ -18,7 +18,7 @@ from models.heads.config import HeadConfig
 
 # systems of a comparison, by the first part of their names; scripts/benchmarks/systems.py defines them
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
-TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
+TRANSFORMERS = ("hf", "hf_lookup")
 MAY_BE_EMPTY = ("files", "runs")
 
 

@@ -1,4 +1,4 @@
-"""Evaluates an exported head by data set, temperature, chat template, draft shape and prompt length.
+"""Evaluates an exported head by data set, temperature, chat template and draft shape.
 
     python scripts/bench.py evaluate model=demo head=eagle3
     python scripts/bench.py evaluate model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}'
@@ -6,8 +6,8 @@
 
 `files` takes what data.path of training takes; without it, held-out prompts of the demo corpus are used. Speed is a
 ratio to plain decoding of the same prompts in the same round. A verify counts as cut short by the draft vocabulary if
-it ended at a token outside it, which the head cannot draft. Tables, plots and a few responses with their accepted
-drafts marked are written to <output_dir>/eval/<model>-<head>/, and to the tracker with tracker=wandb or tensorboard.
+it ended at a token outside it, which the head cannot draft. With tracker=wandb or tensorboard the figures are logged
+there too; the tracker's files are in <output_dir>/eval/<model>-<head>/.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from scripts.benchmarks.rounds import OFF, run_round
 from scripts.benchmarks.systems import System, engine_system
 
 DEMO = "demo corpus"
-BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # upper bounds of prompt lengths, in tokens
 
 PromptSet = tuple[str, bool, list[list[int]]]  # name, whether the chat template is used, prompts
 
@@ -47,7 +46,6 @@ class Cell:
     prompts: int
     acceptance_length: float
     by_position: list[float]
-    by_context: dict[str, dict[str, float]]  # `about`, by the upper bound of the prompt length in tokens
     coverage: float  # share of the emitted tokens that the draft vocabulary holds
     cut_short: float  # share of the verifies that ended at a token outside it: an upper bound of what it costs
     tokens_per_s: float
@@ -102,7 +100,6 @@ def measure(
             rounds = [
                 run_round(systems, group, temperature, together, number, bar) for number, group in enumerate(groups)
             ]
-            lengths = [max(len(task.prompt) for task in group) for group in groups]
             for shape in config.shapes:
                 pairs = [Pair(runs[OFF], runs[shape]) for runs in rounds]
                 comparison = Comparison(pairs)
@@ -114,7 +111,6 @@ def measure(
                     concurrency=together,
                     prompts=len(prompts),
                     by_position=comparison.speculation.acceptance_by_position,
-                    by_context=by_context(lengths, pairs, target_ids),
                     tokens_per_s=comparison.on_tokens_per_s,
                     ratio=comparison.ratio.median,
                     identical=comparison.identical,
@@ -145,47 +141,6 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> dict[str, float]:
     }
 
 
-def by_context(lengths: Sequence[int], pairs: Sequence[Pair], target_ids: Any) -> dict[str, dict[str, float]]:
-    """Group the results by prompt length; prompts that run together count with the length of the longest."""
-    groups: dict[int, list[Pair]] = {}
-    for length, pair in zip(lengths, pairs, strict=True):
-        bucket = next((limit for limit in BUCKETS if length <= limit), 2 * BUCKETS[-1])
-        groups.setdefault(bucket, []).append(pair)
-    return {str(bucket): about(groups[bucket], target_ids) for bucket in sorted(groups)}
-
-
-def tables(cells: Sequence[Cell]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows of the report's tables: what was measured, and the same by the length of the prompt."""
-    rows = [asdict(cell) for cell in cells]
-    contexts = [row.pop("by_context") for row in rows]
-    places = [dict(itertools.islice(row.items(), 5)) for row in rows]
-    lengths = [
-        {**place, "prompt tokens": f"up to {limit}", **context}
-        for place, by_limit in zip(places, contexts, strict=True)
-        for limit, context in by_limit.items()
-    ]
-    return rows, lengths
-
-
-def plot(cells: Sequence[Cell], folder: Path) -> list[Path]:
-    """Plot acceptance by position for every shape, one curve per data set and temperature; with several concurrencies
-    also speed over concurrency, one curve per shape too. Returns no paths without matplotlib.
-    """
-    from train.publishing.plots import PLAIN_SPEED, Panel, by_position, draw
-
-    panels, speeds = dict[str, Panel](), dict[str, list[tuple[float, float]]]()
-    for shape in dict.fromkeys(cell.shape for cell in cells):
-        chosen = [cell for cell in cells if cell.shape == shape and cell.concurrency == cells[0].concurrency]
-        curves = {cell.label: list(enumerate(cell.by_position, start=1)) for cell in chosen}
-        panels[f"acceptance_{shape}.png"] = by_position(curves, shape)
-    if len({cell.concurrency for cell in cells}) > 1:
-        for cell in sorted(cells, key=lambda cell: cell.concurrency):
-            speeds.setdefault(f"{cell.label}, {cell.shape}", []).append((cell.concurrency, cell.ratio))
-        panels["speed.png"] = Panel(speeds, "requests at once", PLAIN_SPEED, level=1)
-    written = [draw(folder / name, panel) for name, panel in panels.items()]
-    return [path for path in written if path is not None]
-
-
 def metrics(cells: Sequence[Cell]) -> dict[str, float]:
     """Return scalars for a tracker, named like `eval/<data>, T = 0/chain5 at 1/tau`."""
     scalars: dict[str, float] = {}
@@ -197,48 +152,26 @@ def metrics(cells: Sequence[Cell]) -> dict[str, float]:
     return scalars
 
 
-def show(config: EvaluateConfig, cells: Sequence[Cell], samples: Sequence[Any], folder: Path, head: Path) -> Path:
-    """Write the report, log it to the tracker, and return its path. Raises ValueError if the disk is full."""
-    from train.publishing.report import REPORT, texts
-    from train.publishing.trackers import Results, make_trackers
-    from train.storage import atomic
-
-    plots = plot(cells, folder)
-    title = f"# {config.head.name} for {config.model.name}"
-    parts = [title, *map(table, tables(cells)), *(f"![{plot.stem}]({plot.name})" for plot in plots), texts(samples)]
-    atomic.write_text(folder / REPORT, "\n\n".join(parts) + "\n")
-    trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
-    trackers.log(1, metrics(cells))
-    trackers.publish(Results(plots, samples, head, ("evaluated",)))
-    trackers.finish()
-    return folder / REPORT
-
-
 @engine_entry_point("evaluate", EvaluateConfig)
 def main(config: EvaluateConfig) -> None:
     from infer.engine import Engine
-    from train.publishing.samples import how_many, marked_responses
-    from train.publishing.trackers import check_tracker
-    from train.storage.atomic import free_disk, make_folder
+    from train.publishing.trackers import check_tracker, make_trackers
+    from train.storage.atomic import make_folder
 
     check_tracker(config.tracker)
     folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
-    free_disk(folder)  # refuses a place that cannot be written, before anything is measured
+    make_folder(folder)  # refuses a place that cannot be written, before anything is measured
     # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
     cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head")
     engine = Engine.load(config.model, config.head, cold, drafts, output_dir=config.output_dir)
     assert engine.head is not None
-    sets = list(prompt_sets(config, engine))
     names = {OFF: OFF, **{shape: f"head:{shape}" for shape in config.shapes}}
     systems = {shape: engine_system(name, config, drafts, engine, {}) for shape, name in names.items()}
-    cells = measure(config, systems, sets, engine.head.target_ids.cpu())
-    prompts = sets[0][2]
-    systems[config.shapes[0]]([Task(prompts[0], 1)], 0.0, 1)  # the head drafts in this shape from here on
-    samples = marked_responses(engine, prompts[: how_many(config.tracker)], config.max_tokens)
-    make_folder(folder)
-    head = head_folder(config.head, config.output_dir, config.model.name)
-    report = show(config, cells, samples, folder, head)
-    print(table(tables(cells)[0], pad=True), end="")
-    print(f"written: {report}")
+    cells = measure(config, systems, list(prompt_sets(config, engine)), engine.head.target_ids.cpu())
+    trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
+    trackers.log(1, metrics(cells))
+    trackers.finish()
     results = [asdict(cell) for cell in cells]
-    publish(document(config, engine.target, {config.head.name: head}, results), config.save, config.model.name)
+    print(table(results, pad=True), end="")
+    heads = {config.head.name: head_folder(config.head, config.output_dir, config.model.name)}
+    publish(document(config, engine.target, heads, results), config.save, config.model.name)

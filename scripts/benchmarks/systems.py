@@ -6,8 +6,8 @@
     head:chain5  medusa:tree16  ...        the same with another draft shape
     head:auto5  ngram:auto3  ...           adaptive chains of up to that many tokens
     head:auto-tree16  ...                  adaptive trees: at most the 16 best nodes of a beam search
-    hf  hf_lookup  hf_assisted             transformers' generate: plain (in batches of prompts), with prompt lookup
-                                           and with proposer.draft_model as the assistant (one prompt at a time)
+    hf  hf_lookup                          transformers' generate: plain (in batches of prompts), with prompt lookup
+                                           (one prompt at a time)
     llama.cpp  llama.cpp:ngram  vllm:head:chain3  ...      other programs' servers (scripts/benchmarks/servers.py)
 
 All systems of our engine share one Engine; its proposer is set before the clock starts. An adaptive system keeps its
@@ -145,14 +145,8 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
     wanted = [name for name in TRANSFORMERS if name in config.systems]
     if not wanted:
         return {}
-    assistant = config.proposer.draft_model
-    if "hf_assisted" in wanted and assistant is None:
-        raise ValueError("systems: hf_assisted: needs proposer.draft_model=<folder or hub id of a smaller target>")
-
-    def load(folder: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype_name(config.model))).eval()
-
-    model = load(str(target_folder(config)))
+    dtype, folder = getattr(torch, dtype_name(config.model)), str(target_folder(config))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
     def generate(tasks: list[Task], temperature: float, **options: Any) -> list[list[int]]:
         """Generate as many tokens for every task as for the longest, then drop those beyond each task's length."""
@@ -183,8 +177,6 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
         return run
 
     systems = {"hf": system(None), "hf_lookup": system(1, prompt_lookup_num_tokens=config.proposer.max_draft_tokens)}
-    if assistant is not None and "hf_assisted" in wanted:
-        systems["hf_assisted"] = system(1, assistant_model=load(assistant))
     return {name: systems[name] for name in wanted}
 
 

@@ -6,8 +6,8 @@
 A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
 Several names, with spaces between, are comparisons in one table, of one target at other numbers of requests. Results of
 several levels of processors become a table each, whose caption names the level, and whether it was lowered by
-HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. The files in PAGES are rewritten. The plots of tables are
-redrawn too, next to the result files.
+HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`, selects its
+table. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGES = (
     *(REPO_ROOT / folder / "README.md" for folder in FOLDERS),
     REPO_ROOT / "docs" / "benchmarks-from-scripts.md",
 )
-BLOCK = re.compile(r"(<!-- table ([\w-]+(?: [\w-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table ([\w-]+(?: [\w-]+)*(?::\w+)?) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "off": "plain",
     "ngram": "n-gram lookup",
@@ -38,7 +38,6 @@ NAMES = {
     "draft_model": "draft model",
     "hf": "transformers",
     "hf_lookup": "transformers, prompt lookup",
-    "hf_assisted": "transformers, assisted",
     "vllm": "vLLM",
 }
 PLOTTED = ("smollm2-heads", "smollm2-budget")
@@ -270,21 +269,24 @@ def rewrite(page: Path) -> str:
     """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}{blocks(match[2].split(), page.parent)}{match[3]}"
+        names, _, level = match[2].partition(":")
+        return f"{match[1]}{blocks(names.split(), page.parent, level)}{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 
 
-def blocks(names: list[str], folder: Path) -> str:
+def blocks(names: list[str], folder: Path, level: str = "") -> str:
     """Return a table of the results of these names for every level that all have, with links from `folder`.
 
-    Raises ValueError for a name without a file, and if they have no level in common.
+    With `level` only that one's. Raises ValueError for a name without a file, and if they have no level in common.
     """
     files = [newest_by_level(name) for name in names]
-    levels = [level for level in files[0] if all(level in of_name for of_name in files)]
+    common = [name for name in files[0] if all(name in of_name for of_name in files)]
+    levels = [name for name in common if level in ("", name)]
     if not levels:
-        raise ValueError(f"table {' '.join(names)}: no level of processors has results of all of them")
-    return "\n".join(block([of_name[level] for of_name in files], folder) for level in levels)
+        which = f"level {level} has no" if level else "no level of processors has"
+        raise ValueError(f"table {' '.join(names)}: {which} results of all of them")
+    return "\n".join(block([of_name[name] for of_name in files], folder) for name in levels)
 
 
 def block(files: list[Path], folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""bench.py evaluate as a user runs it on the tiny target: cells, report, plots and the document printed last."""
+"""bench.py evaluate as a user runs it on the tiny target: cells, what is tracked, the document printed last."""
 
 from __future__ import annotations
 
@@ -52,23 +52,12 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     assert all(cell["identical"] for cell in cells)
     assert all(1 <= cell["acceptance_length"] <= 7 and 0 < cell["coverage"] <= 1 for cell in cells)
     assert all(1 <= len(cell["by_position"]) <= (2 if cell["shape"] == "chain2" else 5) for cell in cells)
-    chats = [cell for cell in cells if cell["data"] == "own" and cell["template"]]
-    assert all(set(cell["by_context"]) == {"32", "64", "128"} for cell in chats if cell["concurrency"] == 1)
     for cell in cells:
         # a token outside the draft vocabulary ends a verify step; the head has 128 of 384 tokens, and is random
         assert 0 < cell["cut_short"] <= 1
         assert (cell["cut_short"] == 0) == (cell["coverage"] == 1)
-        coverages = [context["coverage"] for context in cell["by_context"].values()]
-        assert min(coverages) - 1e-9 <= cell["coverage"] <= max(coverages) + 1e-9
     folder = tmp_path / "eval" / "demo-eagle3"
-    report = (folder / "report.md").read_text()
-    assert "| own | yes | 0 | chain2 | 1 |" in report
-    assert report.count("say 0") == 1  # the first prompt, among the texts
     (logged,) = read_metrics(folder)
     first = next(cell for cell in cells if cell["data"] == "own" and cell["template"])
     assert logged["eval/own, T = 0/chain2 at 1/tau"] == first["acceptance_length"]
     assert list((folder / "tensorboard").iterdir())
-    assert (folder / "speed.png").stat().st_size > 1000
-    for shape in ("chain2", "tree6"):
-        assert (folder / f"acceptance_{shape}.png").stat().st_size > 1000
-        assert f"(acceptance_{shape}.png)" in report
