@@ -65,7 +65,6 @@ class Server:
     endpoint: ClassVar[str] = "/v1/completions"
 
     def __post_init__(self) -> None:
-        self.drafts = ":" in self.name
         self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._counted = [0, 0]  # verifies and accepted drafted tokens at the last look
@@ -74,9 +73,14 @@ class Server:
     def __enter__(self) -> Server:
         """Start the process and wait until it is ready. Raises ValueError with the end of its log if it fails."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:  # a process group, because vLLM's engine is a separate process
-            options: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": REPO_ROOT, "start_new_session": True}
-            self._process = subprocess.Popen(self.command, **options)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=log,
+                cwd=REPO_ROOT,
+                start_new_session=True,  # a process group, because vLLM's engine is a separate process
+            )
         try:
             self._wait_until_ready()
         except BaseException:
@@ -155,7 +159,7 @@ class Server:
             with ThreadPoolExecutor(max_concurrency) as pool:
                 responses = list(pool.map(ask, tasks))
             seconds = time.perf_counter() - begin
-            verifies, accepted = self._drafted(responses) if self.drafts else (0, 0)
+            verifies, accepted = self._drafted(responses)
         stats = SpeculationStats(steps=verifies, emitted=verifies + accepted, accepted=accepted)
         return Run([self.ids(response) for response in responses], seconds, stats)
 
@@ -183,6 +187,8 @@ class LlamaServer(Server):
 
     def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
         """Return the same counts; llama.cpp does not report the number of verifies, so every step counts as one."""
+        if ":" not in self.name:
+            return 0, 0
         accepted = sum(response["timings"].get("draft_n_accepted", 0) for response in responses)
         return sum(len(self.ids(response)) for response in responses) - accepted, accepted
 

@@ -6,8 +6,8 @@
 A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
 Several names, with spaces between, are comparisons in one table, of one target at other numbers of requests. Results of
 several levels of processors become a table each, whose caption names the level, and whether it was lowered by
-HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`, selects its
-table. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
+HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`, selects
+its table. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
 """
 
 from __future__ import annotations

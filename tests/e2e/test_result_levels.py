@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kernels.cpu.level import machine_level
+from scripts import bench
 from scripts.benchmarks import tables
 from scripts.benchmarks.document import describe_level, describe_machine, generation, result_file
 
@@ -101,3 +103,21 @@ def test_several_results_are_of_one_level_in_a_table(tmp_path: Path, monkeypatch
     write(tmp_path, "many-demo_2-core-avx2_2026-11-21", 30, level="avx2", lowered=False)
     assert speeds(page)[0] == "AVX2: EPYC, 2 cores"
     assert tables.newest("few").name == "few-demo_2-core-avx512_2026-11-20.json"
+
+
+@pytest.mark.parametrize(("speed", "changed"), [(40, 0), (50, 1)])
+def test_the_command_says_whether_a_page_would_change(
+    speed: float, changed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "README.md"
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", [page])
+    monkeypatch.setattr(sys, "argv", ["scripts/bench.py", "tables", "check=true"])
+    page.write_text("<!-- table few -->\n<!-- end -->\n")
+    write(tmp_path, "few-demo_2-core-avx512_2026-11-20", 40, level="avx512", lowered=False)
+    text = tables.rewrite(page)
+    page.write_text(text)
+    write(tmp_path, "few-demo_2-core-avx512_2026-11-20", speed, level="avx512", lowered=False)
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert (end.value.code, page.read_text()) == (changed, text)

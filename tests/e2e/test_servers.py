@@ -144,14 +144,14 @@ def test_a_comparison_with_a_server_of_the_users_command(tiny_target_folder: Pat
     """Our own server stands for another program: it answers with the ids that the engine in the process has."""
     words = [sys.executable, "infer/serve.py", f"model={tiny_target_folder}", "model.name=demo", "model.device=cpu"]
     serve = shlex.join(words) + " model.dtype=$dtype head=none server.port=$port engine.max_batch=$slots"
-    draft = "proposer=ngram proposer.adaptive=false proposer.max_draft_tokens=$depth"
-    servers = {"plain": f"{serve} proposer=none", "mine": serve, "mine:ngram": draft}
+    draft = f"{serve} proposer=ngram proposer.adaptive=false proposer.max_draft_tokens=$depth"
     command = [sys.executable, "scripts/bench.py", f"model.path={tiny_target_folder}", "head=none", "rounds=1"]
-    command += ["systems=[off,plain,mine:ngram:chain2]", "num_prompts=2", "prompt_tokens=16", "max_tokens=8"]
-    command += ["concurrency=[2]", f"output_dir={tmp_path}", f"servers={json.dumps(servers)}"]
+    command += ["systems=[off,plain,drafting]", "num_prompts=2", "prompt_tokens=16", "max_tokens=8"]
+    command += ["concurrency=[2]", f"output_dir={tmp_path}"]
+    command += [f'+servers.plain="{serve} proposer=none"', f'+servers.drafting="{draft}"']
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     cells = json.loads(ran.stdout.splitlines()[-1])["results"]["0"]["2"]
-    assert [cells[name]["agreement"] for name in ("plain", "mine:ngram:chain2")] == [[2, 2], [2, 2]]
+    assert [cells[name]["agreement"] for name in ("plain", "drafting")] == [[2, 2], [2, 2]]
     assert cells["plain"]["acceptance_length"] is None
-    assert cells["mine:ngram:chain2"]["acceptance_length"] >= 1
+    assert cells["drafting"]["acceptance_length"] >= 1
