@@ -13,12 +13,12 @@ and with all. Needs an idle machine.
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from infer.cli import entry_point
 from infer.config import QUANTISED
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
-WIDE = "bf16"
+WIDE, READ = "bf16", "plain read"
 FINITE = 0xBF  # mask of a random byte: without this bit, the exponent of an fp16 scale is not that of infinity
 
 Speeds = dict[str, float]  # GB/s by number of threads
@@ -61,57 +61,40 @@ def gb_per_s(size: int, run: Callable[[], object]) -> float:
     return size / (time.perf_counter() - begin) / 1e9
 
 
-def read_once(buffer: Tensor) -> float:
-    """Return the GB/s of the fastest plain read."""
-    halves = buffer.chunk(2)
-    reads = (buffer.sum, buffer.amax, lambda: torch.dot(*halves))
-    return max(gb_per_s(buffer.nbytes, read) for read in reads)
-
-
-def measure(
-    layers: dict[str, list[PackedLinear]], buffer: Tensor, threads: Sequence[int], rounds: int
-) -> tuple[Speeds, dict[str, Speeds]]:
-    """Return the machine's GB/s and each format's: the best of the rounds."""
-    machine, formats = dict[str, float](), {name: dict[str, float]() for name in layers}
+def measure(layers: dict[str, list[PackedLinear]], cold: int, rounds: int) -> dict[str, Speeds]:
+    """Return the best GB/s of the rounds with one thread and with all: of each format, and under READ of memory."""
+    buffer = torch.ones(cold)  # in fp32: four times as many bytes
+    plain = (buffer.sum, buffer.amax, lambda: torch.dot(*buffer.chunk(2)))
     row = torch.randn(1, next(iter(layers.values()))[0].in_features).to(DTYPE)
-
-    def keep(best: Speeds, count: int, value: float) -> None:
-        best[str(count)] = max(value, best.get(str(count), 0.0))
-
-    for _ in range(rounds):
-        for count in threads:
-            torch.set_num_threads(count)
-            keep(machine, count, read_once(buffer))
-            for name, group in layers.items():
-                size = sum(layer.bytes for layer in group)
-                keep(formats[name], count, gb_per_s(size, lambda group=group: [layer(row) for layer in group]))
-    return machine, formats
-
-
-def format_names(config: BandwidthConfig) -> list[str]:
-    """Return the formats to measure. Raises ValueError for one that this processor has no kernel for."""
-    available = [WIDE, *QUANTISED, *(name for name in FORMATS if reads_blocks(name, DTYPE, CPU))]
-    if unknown := [name for name in config.formats or () if name not in available]:
-        raise ValueError(f"formats={unknown[0]}: not here; there are {', '.join(available)}")
-    return config.formats or available
+    best: dict[str, Speeds] = {READ: {}, **{name: {} for name in layers}}
+    for _, threads in itertools.product(range(rounds), sorted({1, torch.get_num_threads()})):
+        torch.set_num_threads(threads)
+        speeds = {READ: max(gb_per_s(buffer.nbytes, read) for read in plain)}
+        for name, group in layers.items():
+            size = sum(layer.bytes for layer in group)
+            speeds[name] = gb_per_s(size, lambda group=group: [layer(row) for layer in group])
+        for name, speed in speeds.items():
+            best[name][str(threads)] = max(speed, best[name].get(str(threads), 0.0))
+    return best
 
 
 @entry_point("bandwidth", BandwidthConfig)
 def main(config: BandwidthConfig) -> None:
+    available = [WIDE, *QUANTISED, *(name for name in FORMATS if reads_blocks(name, DTYPE, CPU))]
+    if unknown := [name for name in config.formats or () if name not in available]:
+        raise ValueError(f"formats={unknown[0]}: not here; there are {', '.join(available)}")
     torch.manual_seed(0)
-    cores, machine_state = torch.get_num_threads(), describe_machine()
-    shape = (config.outputs, config.inputs)
-    layers = {name: layers_of(name, *shape, config.cold_mb * MIB) for name in format_names(config)}
-    buffer = torch.ones(config.cold_mb * MIB)  # in fp32: four times as many bytes
-    machine, formats = measure(layers, buffer, sorted({1, cores}), config.rounds)
+    machine, cold = describe_machine(), config.cold_mb * MIB
+    layers = {name: layers_of(name, config.outputs, config.inputs, cold) for name in config.formats or available}
+    speeds = measure(layers, cold, config.rounds)
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": machine_state,
-        "read_gb_s": machine,
-        "shape": list(shape),
+        "machine": machine,
+        "read_gb_s": speeds[READ],
+        "shape": [config.outputs, config.inputs],
         "formats": {
-            name: {"bits": 8 * layers[name][0].bytes / (config.outputs * config.inputs), "gb_s": speeds}
-            for name, speeds in formats.items()
+            name: {"bits": 8 * group[0].bytes / (config.outputs * config.inputs), "gb_s": speeds[name]}
+            for name, group in layers.items()
         },
     }
     print(by_format(report), end="")
