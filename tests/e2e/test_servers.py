@@ -140,15 +140,18 @@ def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_comparison_with_a_server_of_the_users_command(tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_a_comparison_with_a_server_of_the_users_command(
+    tiny_target_folder: Path, tiny_head_folder: Path, tmp_path: Path
+) -> None:
     """Our own server stands for another program: it answers with the ids that the engine in the process has."""
     words = [sys.executable, "infer/serve.py", f"model={tiny_target_folder}", "model.name=demo", "model.device=cpu"]
-    serve = shlex.join(words) + " model.dtype=$dtype head=none server.port=$port engine.max_batch=$slots"
-    draft = f"{serve} proposer=ngram proposer.adaptive=false proposer.max_draft_tokens=$depth"
+    serve = shlex.join(words) + " model.dtype=$dtype server.port=$port engine.max_batch=$slots"
+    draft = f"{serve} head=eagle3 head.path={tiny_head_folder} proposer=head proposer.max_draft_tokens=$depth"
+    draft += " proposer.adaptive=false"
     command = [sys.executable, "scripts/bench.py", f"model.path={tiny_target_folder}", "head=none", "rounds=1"]
     command += ["systems=[off,plain,drafting]", "num_prompts=2", "prompt_tokens=16", "max_tokens=8"]
     command += ["concurrency=[2]", f"output_dir={tmp_path}"]
-    command += [f'+servers.plain="{serve} proposer=none"', f'+servers.drafting="{draft}"']
+    command += [f'+servers.plain="{serve} head=none proposer=none"', f'+servers.drafting="{draft}"']
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     cells = json.loads(ran.stdout.splitlines()[-1])["results"]["0"]["2"]
