@@ -39,7 +39,7 @@ class Schema:
         names = [field.name for field in fields(cast(Any, cls))]
         for key in keys:
             if key not in names:
-                from infer.options.removed_keys import elsewhere
+                from infer.options.other_names import elsewhere
 
                 here = elsewhere(key)
                 hint = f"here {here}" if here else f"known: {', '.join(names)}"

@@ -41,7 +41,7 @@ from models.formats.verifier import find_verifier, weights_of
 from models.gguf import SUFFIX, is_gguf
 from models.heads.files import fetch_head
 from models.hub import is_hub_id
-from scripts.errors import reports_errors
+from scripts.errors import command_line, reports_errors
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
 
@@ -50,13 +50,7 @@ DTYPES = ("f32", "bf16", "f16", *BLOCK_FORMATS)
 
 def parser() -> argparse.ArgumentParser:
     heads = "\n".join(f"  {form.name:<18}{', '.join(form.heads)}" for form in FORMATS.values())
-    options = argparse.ArgumentParser(
-        prog="python scripts/convert.py",
-        description=(__doc__ or "").partition("\n\n")[0],
-        epilog=f"formats and the heads that they hold:\n{heads}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    options = command_line("convert.py", __doc__, f"formats and the heads that they hold:\n{heads}")
     options.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
     options.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
     options.add_argument(

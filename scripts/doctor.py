@@ -4,6 +4,8 @@ Compares installed versions with the bounds of pyproject.toml, lists devices, tr
 checks for known pitfalls. Changes nothing. The exit code is 1 if something is broken, and 0 if there are only warnings.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 
@@ -13,21 +15,25 @@ import infer.options.environment  # noqa: F401
 
 # isort: split
 
-import argparse
 import importlib.util
 import json
 import platform
 import shutil
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from kernels.cache import VARIABLE, writable_folder
+from scripts.errors import command_line
+
+if TYPE_CHECKING:
+    from kernels.trials import Trial
 
 ROOT = Path(HERE).parent
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
@@ -203,8 +209,7 @@ def check_cache(folder: Path, temporary: str) -> Check:
 def check_demo(folder: Path) -> Check:
     missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / name).is_file()]
     if missing:
-        fix = "git checkout models/demo, or make it anew: python scripts/pretrain_demo.py"
-        return Check("demo target", "broken", f"models/demo lacks {', '.join(missing)}", fix)
+        return Check("demo target", "broken", f"models/demo lacks {', '.join(missing)}", "git checkout models/demo")
     size = (folder / "model.safetensors").stat().st_size / 2**20
     return Check("demo target", "ok", f"models/demo, {size:.1f} MiB of weights")
 
@@ -273,17 +278,41 @@ def run_checks() -> list[Check]:
 
     checks.append(check_cpu_kernels(library(), compiler(), os.environ.get(SWITCH)))
     checks.append(check_threads(usable_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
-    from scripts.layer_checks import check_layers
+    from kernels.trials import try_all
 
-    return checks + [check() for check in torch_checks] + [Check(*row) for row in check_layers()]
+    with torch.no_grad():
+        return [*checks, *(check() for check in torch_checks), *check_layers(try_all())]
+
+
+def check_layers(trials: Iterable[Trial]) -> list[Check]:
+    """Say of every kind of layer what computes it and how fast, and which are slow."""
+    from kernels.cpu.library import library
+
+    return [check_layer(trial, has_kernels=library() is not None) for trial in trials]
+
+
+def check_layer(trial: Trial, *, has_kernels: bool) -> Check:
+    """A wrong layer is broken; a slow one is a warning where C kernels should serve it.
+
+    Without C kernels all are slow for the one reason that another check names. fp16 has none anywhere.
+    """
+    from kernels.cpu.level import level
+    from kernels.trials import IN_C
+
+    name = f"layer: {trial.name}"
+    if trial.fault:
+        fix = "HEADWAY_CPU_KERNELS=torch serves without it; report this processor"
+        return Check(name, "broken", f"{trial.kernel or 'nothing'}: {trial.fault}", fix)
+    detail = trial.detail.replace(IN_C, f"C, {level()}", 1)
+    if not trial.slower:
+        return Check(name, "ok", detail)
+    if has_kernels and "float16" not in trial.name.split():
+        return Check(name, "warning", f"{detail}, slow", trial.slower)
+    return Check(name, "ok", f"{detail}, slow ({trial.slower})")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python scripts/doctor.py",
-        description="Checks this machine for problems and prints a one-line fix for each. Changes nothing.",
-        allow_abbrev=False,
-    )
+    parser = command_line("doctor.py", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     as_json = parser.parse_args(argv).json
     checks = run_checks()

@@ -1,7 +1,8 @@
-"""How a script reports a user's error."""
+"""What the scripts with options share: how these are read, and how a user's error is reported."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -9,6 +10,17 @@ from typing import ParamSpec
 
 USER_ERROR, INTERRUPTED = 2, 130
 P = ParamSpec("P")
+
+
+def command_line(script: str, doc: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of scripts/`script`, whose --help shows its docstring; options are not abbreviated."""
+    return argparse.ArgumentParser(
+        prog=f"python scripts/{script}",
+        description=doc,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def reports_errors(main: Callable[P, int]) -> Callable[P, int]:

@@ -20,15 +20,11 @@ import argparse
 from pathlib import Path
 
 from models.fetching import MODELS, bring, fetch, place_of
-from scripts.errors import reports_errors
+from scripts.errors import command_line, reports_errors
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python scripts/fetch_model.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = command_line("fetch_model.py", __doc__)
     options.add_argument("name", nargs="?", choices=sorted(MODELS), help="the model")
     options.add_argument("--from", dest="file", type=Path, metavar="FILE", help="take this file instead of a download")
     options.add_argument("--list", action="store_true", help="which models there are, and where they are kept")
@@ -36,9 +32,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 @reports_errors
-def main() -> int:
+def main(argv: list[str]) -> int:
     options = parser()
-    args = options.parse_args()
+    args = options.parse_args(argv)
     if args.list:
         for name, model in MODELS.items():
             state = "is there" if place_of(name).is_file() else "not fetched"
@@ -51,4 +47,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

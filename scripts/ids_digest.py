@@ -21,7 +21,6 @@ import infer.options.environment  # noqa: F401
 
 # isort: split
 
-import argparse
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from infer.engine import Engine
 from infer.options.model_names import read_model
 from infer.request import Completion, SamplingParams
 from models.heads import DEFAULT_HEAD
-from scripts.errors import reports_errors
+from scripts.errors import command_line, reports_errors
 from train.storage.atomic import free_disk
 
 PROMPTS = (
@@ -119,9 +118,7 @@ def differing(before: Mapping[str, Mapping[str, str]], after: Mapping[str, Mappi
 def main(argv: list[str]) -> int:
     from tqdm import tqdm
 
-    parser = argparse.ArgumentParser(
-        prog="python scripts/ids_digest.py", description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
-    )
+    parser = command_line("ids_digest.py", __doc__)
     parser.add_argument("--model", default="smollm2-135m", help="as in model= (default: %(default)s)")
     parser.add_argument("--head", default=DEFAULT_HEAD, help="as in head=, or a folder (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, help="of every answer (default: %(default)s)")

@@ -60,7 +60,7 @@ build_llama_cpp() {
 make_llama_cpp() {
     local level="${HEADWAY_CPU_LEVEL:-}" folder="$PEERS/llama.cpp" source built stamp
     stamp="$folder/.llama.cpp-$LLAMA_CPP-relocatable" built="$folder/build"
-    if [ ! -e "$stamp" ] || [ ! -x "$built/bin/llama-quantize" ]; then
+    if [ ! -e "$stamp" ]; then
         command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
         source="$folder/source/vendor/llama.cpp"
         if [ ! -d "$source" ]; then
@@ -69,10 +69,8 @@ make_llama_cpp() {
             "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary llama-cpp-python -d "$folder" "llama-cpp-python==$LLAMA_CPP"
             tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
         fi
-        # The converter imports sentencepiece, which Headway does not depend on.
-        "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
-        say "building llama-server and llama-quantize (six minutes on two cores)"
-        build_llama_cpp "$built" "" llama-server llama-quantize
+        say "building llama-server (six minutes on two cores)"
+        build_llama_cpp "$built" "" llama-server
         touch "$stamp"
     fi
     [ -z "$level" ] || [ -e "$stamp-$level" ] && return

@@ -27,10 +27,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from infer.config import REGISTERED, RESOLVERS
 from infer.options.exported_heads import with_head
-from infer.options.literal_text import encode_all, literal_overrides, restore_missing
+from infer.options.literal_text import encode_all, literal_overrides
 from infer.options.model_choices import OPTION, PROVIDER, named_choices
+from infer.options.other_names import full_keys, unknown
 from infer.options.paths import REPO_ROOT, resolve_path
-from infer.options.removed_keys import drop_constants, full_keys, removal
 from infer.parallel.launched import launched_rank
 from models.heads.config import HeadConfig
 
@@ -50,7 +50,7 @@ def to_config(config: DictConfig, schema: type[T]) -> T:
         key = error.full_key
         raise ValueError(f"{key}: must be given, as {key}=...") from None
     assert isinstance(result, schema)
-    return restore_missing(result)
+    return result
 
 
 def store_schemas() -> None:
@@ -146,8 +146,9 @@ def groups_of(command: str) -> dict[str, list[str]]:
 def help_text(command: str, schema: type) -> str:
     groups, config = groups_of(command), compose(command, schema)
     keys = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in groups}
-    width = max(map(len, groups))
-    lines = ["usage: key=value ...", "", "groups, as group=option; their keys as group.key=value:"]
+    width = max(map(len, groups), default=0)
+    lines = ["usage: key=value ..."]
+    lines += ["", "groups, as group=option; their keys as group.key=value:"] if groups else []
     lines += [f"  {group:<{width}}  {' | '.join(options)}" for group, options in groups.items()]
     also = [f"{group}=" for group in groups if group == "model" or (group == "head" and command != "train")]
     takes = "take" if len(also) > 1 else "takes"
@@ -222,7 +223,7 @@ def _wrong_option(error: MissingConfigException) -> str:
 
 
 def _unknown_key(key: str, names: Iterable[str]) -> str:
-    return removal(key) or f"{key}: unknown key; {_one_of(key.rpartition('.')[2], names)}"
+    return unknown(key) or f"{key}: unknown key; {_one_of(key.rpartition('.')[2], names)}"
 
 
 def _one_of(word: str, choices: Iterable[str]) -> str:
@@ -249,9 +250,8 @@ def schema_of(values: Collection[str], options: Mapping[str, type]) -> type:
 
 
 def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]) -> T:
-    """Read back what `save_config` wrote, in this version or an earlier one, as strictly as the command line."""
+    """Read back what `save_config` wrote, as strictly as the command line."""
     plain = cast(DictConfig, OmegaConf.load(path))
-    drop_constants(plain, path)
     try:
         typed = OmegaConf.structured(schema)
         groups = {field.name for field in fields(cast(Any, schema))} & set(plain)

@@ -1,9 +1,10 @@
 """Keeps text on a command line and in a written config literal, whatever it contains.
 
 Two languages would interpret it: Hydra's grammar of overrides (quotes, commas, braces, numbers) and OmegaConf's
-interpolation (`${...}`, with significant backslashes). Neither is escaped case by case. Text that could be read as
-anything but itself is written as `${text:x<its bytes in hexadecimal>}`, which both pass on, and which the resolver
-below decodes before a schema sees it. Knows dataclasses and no command.
+interpolation (`${...}`, with significant backslashes). A shell has taken the user's quotes away, so a prompt with a
+comma would need two layers of them. Neither language is escaped case by case. Text that could be read as anything but
+itself is written as `${text:x<its bytes in hexadecimal>}`, which both pass on, and which the resolver below decodes
+before a schema sees it. Only `null` and `???`, which mean no value, cannot be texts. Knows dataclasses and no command.
 """
 
 from __future__ import annotations
@@ -12,18 +13,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from omegaconf import OmegaConf
 
-from models.checks import MISSING
-
-T = TypeVar("T")
 _hints = functools.cache(get_type_hints)
 TEXT, NULL = (str, str | None), "null"
-# no interpolation, backslash, control character or surrogate, and not `???` alone, which means a missing value
-PLAIN = re.compile(r"(?!\?\?\?$)(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
-STANDS_FOR_MISSING = "\ue000???"  # OmegaConf takes even a resolved ??? for a missing value
+# no interpolation, backslash, control character or surrogate
+PLAIN = re.compile(r"(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
 SWEEP = re.compile(r",|\$\{|^(?:choice|range|interval|glob|sort|shuffle)\(")
 
 
@@ -38,8 +35,7 @@ def _in_hexadecimal(text: str) -> str:
 
 
 def _decode(encoded: str) -> str:
-    text = bytes.fromhex(encoded.removeprefix("x")).decode("utf-8", "surrogateescape")
-    return STANDS_FOR_MISSING if text == MISSING else text
+    return bytes.fromhex(encoded.removeprefix("x")).decode("utf-8", "surrogateescape")
 
 
 OmegaConf.register_new_resolver("text", _decode, replace=True)
@@ -54,18 +50,6 @@ def encode_all(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encode_all(item) for item in value]
     return encode(value) if isinstance(value, str) else value
-
-
-def restore_missing(value: T) -> T:
-    """Replace the stand-in for `???` by `???`, after OmegaConf has run. Dataclasses are changed in place."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            setattr(value, field.name, restore_missing(getattr(value, field.name)))
-    if isinstance(value, dict):
-        return cast(T, {key: restore_missing(item) for key, item in value.items()})
-    if isinstance(value, list):
-        return cast(T, [restore_missing(item) for item in value])
-    return cast(T, MISSING) if value == STANDS_FOR_MISSING else value
 
 
 def literal_overrides(words: Sequence[str], schema: type) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.document import markdown
+from scripts.benchmarks.document import markdown
 from tests.clients.setting import FOLDER, HERE, MODEL, NODE
 
 CHECKS = ("plain", "stream", "tools", "structured")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.peer_servers import Server, free_port
+from scripts.benchmarks.servers import Server, free_port
 from tests.clients.target import make_target
 
 HERE = Path(__file__).resolve().parent
@@ -66,5 +66,5 @@ def serving() -> Iterator[str]:
     port = free_port()
     options = ["model=demo", f"model.name={MODEL}", f"model.path={target}", "head=none", "proposer=ngram"]
     command = [sys.executable, "infer/serve.py", *options, f"server.port={port}"]
-    with Server("server", MODEL, command, port, {}, FOLDER / "server.log") as server:
+    with Server("server", MODEL, command, port, FOLDER / "server.log") as server:
         yield server.url

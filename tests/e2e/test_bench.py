@@ -18,11 +18,12 @@ from infer.config import HeadConfig, ProposerConfig
 from infer.console.compare import Pair, Run
 from infer.engine import Engine
 from infer.options.cli import compose
-from scripts.bench import measure, slower_than_plain
-from scripts.config import BenchConfig
-from scripts.document import without_folders
-from scripts.harness import Cell, order_of
-from scripts.systems import System, make_systems, shaped
+from scripts import bench
+from scripts.benchmarks.compare import measure, slower_than_plain
+from scripts.benchmarks.config import CompareConfig
+from scripts.benchmarks.document import without_folders
+from scripts.benchmarks.rounds import Cell, order_of
+from scripts.benchmarks.systems import System, make_systems, shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,7 +84,7 @@ def system_of(*seconds: float) -> System:
 def test_what_seems_slower_than_plain_is_measured_again(capsys, seconds, rounds) -> None:
     systems = {"off": system_of(1.0), "off:again": system_of(1.0), "head:auto5": system_of(*seconds)}
     parts = {"head": HeadConfig(name="none"), "proposer": ProposerConfig(name="none")}
-    config = BenchConfig(**parts, concurrency=[1], rounds=3, never_slower=0.02)
+    config = CompareConfig(**parts, concurrency=[1], rounds=3, never_slower=0.02)
     results = measure(config, systems, [object()], ())
     assert results["0"]["1"]["head:auto5"]["rounds"] == rounds
     assert bool(slower_than_plain(results, 0.02)) == (seconds == (2.0,))
@@ -146,9 +147,28 @@ def test_a_bench_compares_and_ends_with_a_document(
             assert cells["hf"]["steps"] is None
 
 
+def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, key in (
+        (["--help"], "systems"),
+        (["compare", "-h"], "never_slower"),
+        (["evaluate", "-h"], "shapes"),
+        (["perplexity", "-h"], "ways"),
+        (["bandwidth", "-h"], "cold_mb"),
+        (["runs", "-h"], "save"),
+        (["tables", "-h"], "check"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *words])
+        bench.main()
+        assert f"\n  {key}:" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["scripts/bench.py", "perplexty"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert capsys.readouterr().err.startswith("error: perplexty: no such subcommand; there are compare, evaluate, ")
+
+
 def test_a_system_that_this_engine_lacks_is_named(tiny_target_folder: Path) -> None:
     overrides = ["model=demo", f"model.path={tiny_target_folder}", "head=none", "systems=[off,head]"]
-    config = compose("bench", BenchConfig, overrides)
+    config = compose("bench", CompareConfig, overrides)
     engine = Engine.load(config.model, config.head, config.engine, config.proposer)
     named = f"systems: head: this engine has {', '.join(engine.proposer_names)}; train a head"
     with ExitStack() as stack, pytest.raises(ValueError, match=re.escape(named)):

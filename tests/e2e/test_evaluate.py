@@ -1,4 +1,4 @@
-"""evaluate.py as a user runs it on the tiny target: cells, report, plots and the document printed last."""
+"""bench.py evaluate as a user runs it on the tiny target: cells, what is tracked, the document printed last."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import make_tables
-from scripts.evaluate import names_of
+from scripts.benchmarks import tables
+from scripts.benchmarks.evaluate import names_of
 from train.publishing.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,8 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"def f{n}(x): return x"}) for n in range(2)))
     command = [
-        sys.executable, "scripts/evaluate.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}",
+        sys.executable, "scripts/bench.py", "evaluate",
+        f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}",
         f"files=[{tmp_path / 'own.jsonl'},{tmp_path / 'texts.jsonl'}]", "columns={prompt: question}", "max_tokens=8",
         "chat_template=[true,false]", "temperatures=[0,0.8]", "shapes=[chain2,tree6]", "num_prompts=3",
         "concurrency=[1,2]", "tracker=tensorboard", f"output_dir={tmp_path}",
@@ -39,7 +40,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     cells = document["results"]
     assert len(cells) == 32
     templated = [cell for cell in cells if cell["template"] and cell["concurrency"] == 1]
-    table = make_tables.by_shape(document | {"results": templated}).splitlines()
+    table = tables.by_shape(document | {"results": templated}).splitlines()
     assert table[0] == "| drafts | data | τ, T = 0 | τ, T = 0.8 | accepted by position | coverage |"
     assert [line.split(" | ")[:2] for line in table[2:5]] == [
         ["| chain 2", data] for data in ("own", "texts", "**mean**")
@@ -51,23 +52,12 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     assert all(cell["identical"] for cell in cells)
     assert all(1 <= cell["acceptance_length"] <= 7 and 0 < cell["coverage"] <= 1 for cell in cells)
     assert all(1 <= len(cell["by_position"]) <= (2 if cell["shape"] == "chain2" else 5) for cell in cells)
-    chats = [cell for cell in cells if cell["data"] == "own" and cell["template"]]
-    assert all(set(cell["by_context"]) == {"32", "64", "128"} for cell in chats if cell["concurrency"] == 1)
     for cell in cells:
         # a token outside the draft vocabulary ends a verify step; the head has 128 of 384 tokens, and is random
         assert 0 < cell["cut_short"] <= 1
         assert (cell["cut_short"] == 0) == (cell["coverage"] == 1)
-        coverages = [context["coverage"] for context in cell["by_context"].values()]
-        assert min(coverages) - 1e-9 <= cell["coverage"] <= max(coverages) + 1e-9
     folder = tmp_path / "eval" / "demo-eagle3"
-    report = (folder / "report.md").read_text()
-    assert "| own | yes | 0 | chain2 | 1 |" in report
-    assert report.count("say 0") == 1  # the first prompt, among the texts
     (logged,) = read_metrics(folder)
     first = next(cell for cell in cells if cell["data"] == "own" and cell["template"])
     assert logged["eval/own, T = 0/chain2 at 1/tau"] == first["acceptance_length"]
     assert list((folder / "tensorboard").iterdir())
-    assert (folder / "speed.png").stat().st_size > 1000
-    for shape in ("chain2", "tree6"):
-        assert (folder / f"acceptance_{shape}.png").stat().st_size > 1000
-        assert f"(acceptance_{shape}.png)" in report

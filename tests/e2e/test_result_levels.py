@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kernels.cpu.level import machine_level
-from scripts import make_tables
-from scripts.document import describe_level, describe_machine, generation, result_file
+from scripts import bench
+from scripts.benchmarks import tables
+from scripts.benchmarks.document import describe_level, describe_machine, generation, result_file
 
 EPYC = "vendor_id\t: AuthenticAMD\ncpu family\t: {}\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 {}\n"
 
@@ -64,12 +66,12 @@ def write(folder: Path, name: str, speed: float, **machine: Any) -> None:
 
 def speeds(page: Path) -> list[str]:
     """Return the captions and speeds of a page's tables."""
-    lines = make_tables.rewrite(page).splitlines()
+    lines = tables.rewrite(page).splitlines()
     return [line for line in lines if line.startswith(("AVX", "| plain"))]
 
 
 def test_a_table_has_a_block_for_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     page = tmp_path / "README.md"
     page.write_text("<!-- table few -->\n<!-- end -->\n")
     write(tmp_path, "few-demo_2-core-cpu_2026-11-20", 10)
@@ -86,18 +88,36 @@ def test_a_table_has_a_block_for_each_level(tmp_path: Path, monkeypatch: pytest.
     assert speeds(page) == best
     page.write_text("<!-- table few:amx -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match="table few: level amx has no results of all of them"):
-        make_tables.rewrite(page)
+        tables.rewrite(page)
 
 
 def test_several_results_are_of_one_level_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     page = tmp_path / "README.md"
     page.write_text("<!-- table few many -->\n<!-- end -->\n")
     write(tmp_path, "few-demo_2-core-avx512_2026-11-20", 40, level="avx512", lowered=False)
     write(tmp_path, "few-demo_2-core-avx2_2026-11-20", 20, level="avx2", lowered=False)
     write(tmp_path, "many-demo_2-core-cpu_2026-11-20", 10)
     with pytest.raises(ValueError, match="table few many: no level of processors has results of all of them"):
-        make_tables.rewrite(page)
+        tables.rewrite(page)
     write(tmp_path, "many-demo_2-core-avx2_2026-11-21", 30, level="avx2", lowered=False)
     assert speeds(page)[0] == "AVX2: EPYC, 2 cores"
-    assert make_tables.newest("few").name == "few-demo_2-core-avx512_2026-11-20.json"
+    assert tables.newest("few").name == "few-demo_2-core-avx512_2026-11-20.json"
+
+
+@pytest.mark.parametrize(("speed", "changed"), [(40, 0), (50, 1)])
+def test_the_command_says_whether_a_page_would_change(
+    speed: float, changed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "README.md"
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", [page])
+    monkeypatch.setattr(sys, "argv", ["scripts/bench.py", "tables", "check=true"])
+    page.write_text("<!-- table few -->\n<!-- end -->\n")
+    write(tmp_path, "few-demo_2-core-avx512_2026-11-20", 40, level="avx512", lowered=False)
+    text = tables.rewrite(page)
+    page.write_text(text)
+    write(tmp_path, "few-demo_2-core-avx512_2026-11-20", speed, level="avx512", lowered=False)
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert (end.value.code, page.read_text()) == (changed, text)

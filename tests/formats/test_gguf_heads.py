@@ -26,7 +26,8 @@ from models.heads.eagle3.config import Eagle3Config
 from models.heads.files import check_exported, load_head
 from models.targets import load_target
 from scripts import convert
-from scripts.gguf_files import gguf_of_head
+from scripts.benchmarks.config import CompareConfig
+from scripts.benchmarks.servers import head_file
 from tests.formats.sources import SOURCES
 from tests.formats.test_round_trips import DTYPES, eagle3_configs, random_checkpoint
 from tests.gguf_writing import _llama3_factors, write_gguf
@@ -315,10 +316,12 @@ def test_rows_that_are_no_whole_blocks_are_an_error(tmp_path):
 
 def test_comparisons_keep_a_converted_head(tmp_path, tiny_target_folder):
     checkpoint = source(tmp_path)
-    (tmp_path / "peers").mkdir()
     (tmp_path / "ours").mkdir()
     write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours")
-    files = [gguf_of_head(tmp_path / "peers", tmp_path / "ours", tiny_target_folder, "bf16") for _ in range(2)]
+    write_gguf(tiny_target_folder, tmp_path / "tiny.gguf", tokenizer=True)
+    words = [f"model.path={tmp_path / 'tiny.gguf'}", "model.dtype=bfloat16", f"head.path={tmp_path / 'ours'}"]
+    words += [f"peers={tmp_path / 'peers'}", "engine.head_weights=same"]
+    files = [head_file(compose("bench", CompareConfig, words)) for _ in range(2)]
     assert files[0] == files[1] == next((tmp_path / "peers" / "gguf").iterdir())
     back = read_checkpoint(FORM, files[0]).tensors
     assert torch.equal(back["fc.weight"], checkpoint.tensors["fc.weight"].bfloat16())

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 
 from infer.config import EngineConfig
-from scripts.soak_server import SAMPLES, Report, soak
 from tests.pools import check_pool
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
+from tests.server.soak import SAMPLES, Report, soak
 
 TOKENS = 24
 
@@ -58,7 +58,7 @@ def test_three_times_as_many_as_fit(make_server: MakeServer) -> None:
 
 
 def test_a_short_soak(make_server: MakeServer) -> None:
-    """A short version of `scripts/soak_server.py`, which runs for twenty minutes."""
+    """A short version of `tests/server/soak.py`, which runs for twenty minutes."""
     with make_server(engine=EngineConfig(max_batch=4), max_waiting=8) as server:
         statuses, hung_up = Counter[int](), 0
         for seed in range(1, 61):

@@ -14,7 +14,7 @@ from kernels.blocks import FORMATS
 from kernels.cpu.level import level
 from kernels.cpu.library import library
 from kernels.trials import Trial
-from scripts.layer_checks import check_layers, row_of
+from scripts.doctor import check_layer, check_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANT = """
@@ -80,12 +80,15 @@ def test_without_c_kernels_every_layer_is_computed_and_said_to_be_slow() -> None
 
 
 def test_a_trial_that_raises_is_broken_and_named() -> None:
-    (row,) = check_layers(lambda: [Trial("Q4_0", "", fault="AttributeError: blocks_pack")])
-    assert row[:3] == ("layer: Q4_0", "broken", "nothing: AttributeError: blocks_pack")
+    (check,) = check_layers([Trial("Q4_0", "", fault="AttributeError: blocks_pack")])
+    assert (check.name, check.status) == ("layer: Q4_0", "broken")
+    assert check.detail == "nothing: AttributeError: blocks_pack"
 
 
 def test_a_slow_layer_is_a_warning_unless_the_reason_is_another_checks() -> None:
     slow = Trial("int8", "a kernel in C", 1.0, slower="report it")
-    assert row_of(slow, has_kernels=True)[1::2] == ("warning", "report it")
-    assert row_of(slow, has_kernels=False)[1] == "ok"
-    assert row_of(Trial("dense float16", "oneDNN in float32", 1.0, slower="another dtype"), has_kernels=True)[1] == "ok"
+    warned = check_layer(slow, has_kernels=True)
+    assert (warned.status, warned.fix) == ("warning", "report it")
+    assert check_layer(slow, has_kernels=False).status == "ok"
+    half = Trial("dense float16", "oneDNN in float32", 1.0, slower="another dtype")
+    assert check_layer(half, has_kernels=True).status == "ok"

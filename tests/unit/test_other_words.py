@@ -15,7 +15,7 @@ from infer.config import EngineConfig, GenerateConfig, ModelConfig, ProposerConf
 from infer.engine import Engine
 from infer.kvcache.memory import MIB
 from infer.options.cli import compose
-from infer.options.removed_keys import elsewhere
+from infer.options.other_names import elsewhere
 from infer.request import SamplingParams
 from models.heads.config import HeadConfig
 from train.config import TrainConfig

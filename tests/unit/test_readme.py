@@ -18,8 +18,8 @@ import pytest
 from infer import config as infer_config
 from infer.options.cli import compose
 from infer.options.literal_text import literal_overrides
-from scripts import config as scripts_config
-from scripts.make_tables import PAGES, newest, rewrite
+from scripts.benchmarks import config as benchmark_config
+from scripts.benchmarks.tables import PAGES, newest, rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +47,8 @@ SCHEMAS = {
     "infer/serve.py": ("serve", infer_config.ServeConfig),
     "infer/chat.py": ("chat", infer_config.ChatConfig),
     "infer/generate.py": ("generate", infer_config.GenerateConfig),
-    "scripts/bench.py": ("bench", scripts_config.BenchConfig),
-    "scripts/served.py": ("served", scripts_config.ServedConfig),
-    "scripts/evaluate.py": ("eval", scripts_config.EvalConfig),
-    "scripts/step_time.py": ("step_time", scripts_config.StepTimeConfig),
+    "scripts/bench.py": ("bench", benchmark_config.CompareConfig),
+    **{f"scripts/bench.py {name}": (name, schema) for name, schema in benchmark_config.COMMANDS.items()},
 }
 COMMAND = re.compile(r"^    ((?:python |\./scripts/)(?:.*\\\n)*.*)", re.MULTILINE)  # a line that ends in \ continues
 INLINE = re.compile(r"`(python [\w/]+\.py [^`]+)`")
@@ -66,9 +64,11 @@ COMMANDS = [
 def test_commands_parse(line: str) -> None:
     words = shlex.split(line, comments=True)
     file, arguments = (words[1], words[2:]) if words[0] == "python" else (words[0], words[1:])
+    if file == "-m":  # a module
+        file, *arguments = arguments[0].replace(".", "/") + ".py", *arguments[1:]
     assert (ROOT / file).is_file()
     if file in SCHEMAS and "-m" not in arguments:
-        command, schema = SCHEMAS[file]
+        command, schema = SCHEMAS.get(" ".join([file, *arguments[:1]]), SCHEMAS[file])
         overrides = literal_overrides([word for word in arguments if "=" in word], schema)
         assert isinstance(compose(command, schema, overrides), schema)
     elif words[0] == "python":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from models.parallel import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
 from models.targets.tying import EMBEDDING, LM_HEAD
 from models.targets.writing import save_target
-from scripts.inflation import inflate_target, shape_of, write_target
 from tests.unit.quantised_writers import compressed, packed, write
 from tests.unit.reference import TOLERANCE, assert_equals_reference, reference_outputs, relative_error
 from tests.unit.test_families import make_family_folder  # noqa: F401 - a fixture
@@ -104,8 +102,6 @@ def test_one_weight_is_held_once(tied: Path, change: Any, tmp_path: Path, caplog
     assert set(load_file(tmp_path / "model.safetensors")) == set(load_file(tied / "model.safetensors"))
     for read in weights_of(folder).values():
         assert torch.equal(read(), wanted.embed_tokens.weight)
-    enlarged = inflate_target(folder, shape_of("num_layers=6", wanted.config), dtype=torch.float32, device="cpu")
-    assert torch.equal(enlarged.lm_head.weight, wanted.lm_head.weight)
     assert not [record for record in caplog.records if record.name == "headway.targets"]
 
 
@@ -154,22 +150,14 @@ def test_a_quantised_checkpoint_keeps_both(contradicting: Path, tmp_path: Path) 
         assert not torch.equal(quantised.lm_head.weight, quantised.embed_tokens.weight[: len(quantised.lm_head.weight)])
 
 
-def test_written_and_enlarged_it_says_what_it_is(contradicting: Path, tmp_path: Path) -> None:
+def test_written_it_says_what_it_is(contradicting: Path, tmp_path: Path) -> None:
     target = load_target(str(contradicting))
-    for folder in (tmp_path / "written", tmp_path / "enlarged"):
-        folder.mkdir()
-    save_target(target, tmp_path / "written")
-    shape = shape_of("num_layers=6", target.config)
-    assert not shape.tie_word_embeddings
-    write_target(contradicting, shape, tmp_path / "enlarged", dtype=torch.float32)
-    for folder in (tmp_path / "written", tmp_path / "enlarged"):
-        assert read_json(folder / "config.json")["tie_word_embeddings"] is False
-        again = load_target(str(folder))
-        assert torch.equal(again.lm_head.weight, target.lm_head.weight)
-        expected = reference_outputs(folder, IDS).logits
-        assert relative_error(expected, reference_outputs(contradicting, IDS).logits) < TOLERANCE
-    with pytest.raises(ValueError, match="has an LM head of its own"):
-        inflate_target(contradicting, replace(shape, tie_word_embeddings=True), dtype=torch.float32, device="cpu")
+    save_target(target, tmp_path)
+    assert read_json(tmp_path / "config.json")["tie_word_embeddings"] is False
+    again = load_target(str(tmp_path))
+    assert torch.equal(again.lm_head.weight, target.lm_head.weight)
+    expected = reference_outputs(tmp_path, IDS).logits
+    assert relative_error(expected, reference_outputs(contradicting, IDS).logits) < TOLERANCE
 
 
 def test_a_head_borrows_the_lm_head_that_is_kept(contradicting: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from infer.options.removed_keys import elsewhere
+from infer.options.other_names import elsewhere
 from infer.server.protocol.errors import field_error, invalid_field, join_path, shown
 
 log = logging.getLogger("headway.server")

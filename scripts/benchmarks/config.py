@@ -1,0 +1,164 @@
+"""The schemas of the subcommands of scripts/bench.py.
+
+Builds on the schemas of `infer/config.py` (target, head, proposer, engine). Only checks values and their combinations.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.config import (
+    SOURCES,
+    EngineConfig,
+    ModelConfig,
+    ProposerConfig,
+    TrackerConfig,
+    check_head_and_proposer,
+    register,
+)
+from models.checkpoint import DTYPES
+from models.checks import MISSING, at_least, check_fields, choice, number, one_of
+from models.heads import DEFAULT_HEAD, HEADS
+from models.heads.config import HeadConfig
+
+# systems of a comparison, by the first part of their names; scripts/benchmarks/systems.py defines them
+ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
+TRANSFORMERS = ("hf", "hf_lookup")
+MAY_BE_EMPTY = ("files", "runs")
+
+
+@dataclass
+class SavedConfig:
+    """The key of every measurement whose result can be kept."""
+
+    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.save is not None and not re.fullmatch(r"[a-z0-9-]+", self.save):
+            raise ValueError(f"save={self.save}: becomes part of a file name; use small letters, digits and '-'")
+        for key, value in vars(self).items():
+            if value == [] and key not in MAY_BE_EMPTY:
+                raise ValueError(f"{key}=[]: name at least one")
+
+
+@dataclass
+class PromptsConfig(SavedConfig):
+    """The keys of a measurement with prompts, of the demo corpus or of files."""
+
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    num_prompts: int = number(16, low=1)
+    prompt_tokens: int = number(64, low=1)  # length of a prompt cut from the corpus or from plain text
+    max_tokens: int = number(128, low=1)
+    seed: int = 0
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    files: list[str] = field(default_factory=list)  # prompts, as data.path of training; empty: of the demo corpus
+    columns: Any = None  # maps our column names to the files': {prompt: question}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for temperature in self.temperatures:
+            at_least("temperatures", temperature, 0)
+
+
+@dataclass
+class CompareConfig(PromptsConfig):
+    """A comparison of systems; scripts/benchmarks/systems.py says what their names mean."""
+
+    proposer: ProposerConfig = MISSING
+    systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
+    # by the name of another program: the command that starts its server (scripts/benchmarks/servers.py)
+    servers: dict[str, str] = field(default_factory=dict)
+    peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
+    compile: bool = True  # vLLM compiles its model, which takes minutes at every start; false: it runs eager
+    concurrency: list[int] = number([1, 4, 16], low=1)
+    min_tokens: int | None = number(None, low=1)  # output lengths vary from this to max_tokens; null: all are that
+    rounds: int = number(3, low=1)  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
+    # fail if an `auto` system is slower than `off` by more than this plus noise
+    never_slower: float | None = number(None, low=0)
+    ignore_eos: bool = True  # outputs have exactly the requested length; false: they end at the target's end token
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_head_and_proposer(self.head, self.proposer)
+        programs = [name for name in self.servers if ":" not in name]
+        for system in self.systems:
+            one_of("systems", system.partition(":")[0], (*ENGINE_SYSTEMS, *TRANSFORMERS, *programs))
+        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: is more than max_tokens={self.max_tokens}")
+
+
+@dataclass
+class EvaluateConfig(PromptsConfig):
+    """An evaluation of an exported head; `num_prompts` counts per file."""
+
+    tracker: TrackerConfig = MISSING
+    chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file with and without
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
+    shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see scripts/benchmarks/systems.py
+    concurrency: list[int] = number([1], low=1)  # prompts in flight together
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head.name == "none":
+            raise ValueError(f"head=none: an evaluation needs a head; say head={DEFAULT_HEAD}")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
+
+
+@dataclass
+class PerplexityConfig(SavedConfig):
+    """What ways of computing a target do to its distributions on a text."""
+
+    model: ModelConfig = MISSING
+    text: str = ""  # a file in UTF-8, maybe compressed (.xz)
+    # each weights[:activations[:dtype]], values of engine.weights, engine.activations and model.dtype, or llama.cpp
+    ways: list[str] = field(default_factory=lambda: ["native", "widened"])
+    dtype: str = choice("float32", *DTYPES)  # of ways that name none
+    tokens: int = number(4096, low=2)  # of the text, from its beginning
+    window: int = number(512, low=2)  # tokens
+    peers: str = ".peers"  # where scripts/peers.sh built llama.cpp
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window > self.tokens:
+            raise ValueError(f"window={self.window}: must be no more than tokens={self.tokens}")
+
+
+@dataclass
+class BandwidthConfig(SavedConfig):
+    """How fast a CPU reads memory, and a linear layer of one row its weights."""
+
+    formats: list[str] | None = None  # bf16, values of engine.weights, ggml's names; null: all that have a kernel here
+    rounds: int = number(5, low=1)
+    outputs: int = number(16384, low=1)  # of a matrix
+    inputs: int = number(4096, low=256)  # of a matrix, a multiple of 256
+    cold_mb: int = number(192, low=1)  # MiB of all matrices of a format together: more than the caches hold
+
+
+@dataclass
+class RunsConfig(SavedConfig):
+    """Training runs as one result; the first is the one that the others are compared with."""
+
+    runs: list[str] = field(default_factory=list)  # folders, or patterns of them: [outputs/base,outputs/probe-*]
+
+
+@dataclass
+class TablesConfig:
+    check: bool = False  # only say whether a page would change, by the exit code
+
+
+COMMANDS: dict[str, type] = {
+    "bench": CompareConfig,
+    "evaluate": EvaluateConfig,
+    "perplexity": PerplexityConfig,
+    "bandwidth": BandwidthConfig,
+    "runs": RunsConfig,
+    "tables": TablesConfig,
+}
+register({}, COMMANDS)

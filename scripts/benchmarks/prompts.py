@@ -1,0 +1,78 @@
+"""The prompts of a measurement: held-out lines of the demo corpus, which is code, or the prompts of files."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any, NamedTuple
+
+from scripts.benchmarks.config import CompareConfig, PromptsConfig
+
+
+class Task(NamedTuple):
+    prompt: list[int]
+    tokens: int  # max_tokens of the response
+
+
+def read_tasks(config: CompareConfig) -> list[Task]:
+    """Return the prompts of `read_prompts`, each with an output length drawn uniformly by `seed`.
+
+    Lengths vary because requests of a server do not all end together.
+    """
+    lengths = random.Random(config.seed)
+    shortest = config.max_tokens if config.min_tokens is None else config.min_tokens
+    return [Task(prompt, lengths.randint(shortest, config.max_tokens)) for prompt in read_prompts(config)]
+
+
+def read_prompts(config: PromptsConfig) -> list[list[int]]:
+    """Return the token ids of `num_prompts` prompts of at most `prompt_tokens` each, taken from the files in turn.
+
+    Prompts of the demo corpus have exactly `prompt_tokens`. A longer conversation is skipped, because cutting it would
+    change its meaning; a longer text is cut. Raises ValueError for a file that cannot be read or holds too few prompts,
+    and without files unless the target is the demo target.
+    """
+    from models.demo.corpus import held_out_prompts
+    from models.targets import resolve_checkpoint
+    from models.tokenizer import Tokenizer
+
+    if config.model.name != "demo" and not config.files:
+        raise ValueError(
+            f"model={config.model.name}: prompts are cut from the demo target's corpus; "
+            "use model=demo, or give files=[...]"
+        )
+    tokenizer = Tokenizer.load(resolve_checkpoint(config.model.path_or_hub_id, config.model.revision))
+    if not config.files:
+        return held_out_prompts(tokenizer, config.num_prompts, config.prompt_tokens)
+    share = -(-config.num_prompts // len(config.files))
+    longest = config.prompt_tokens if tokenizer.chat.texts else None
+    by_file = [read_file(config, file, tokenizer, share, longest) for file in config.files]
+    for file, prompts in zip(config.files, by_file, strict=True):
+        if len(prompts) < share:
+            raise ValueError(
+                f"files=[{file}]: holds {len(prompts)} prompts of up to {config.prompt_tokens} tokens; "
+                f"num_prompts={config.num_prompts} needs {share} of each file"
+            )
+    rows = zip(*by_file, strict=True)
+    return [ids[: config.prompt_tokens] for row in rows for ids in row][: config.num_prompts]
+
+
+def read_file(
+    config: PromptsConfig, file: str, tokenizer: Any, count: int, longest: int | None, **options: Any
+) -> list[list[int]]:
+    """Return up to `count` prompts of a file, of at most `longest` tokens, and print what was skipped.
+
+    `options` are further keys of training's `data.`. Raises ValueError for a file that cannot be read.
+    """
+    from train.config import FilesDataConfig
+    from train.data.prompts import Reader
+
+    keys = {"path": file, "columns": config.columns, "prompt_tokens": config.prompt_tokens}
+    settings = FilesDataConfig(name="files", **keys, **options)
+    reader = Reader(settings, tokenizer, longest or settings.max_prompt_tokens, count)
+    try:
+        prompts = reader.read_prompts()
+    except ValueError as error:  # the user said files=
+        raise ValueError(str(error).replace("data.path=", "files=", 1)) from error
+    for line in reader.reading.named():
+        print(line, file=sys.stderr)
+    return prompts

@@ -1,0 +1,92 @@
+"""Paired rounds: every system runs on the same tasks, in an order that changes from round to round.
+
+A machine's speed drifts by more than many of the differences to be measured, so speeds are compared within a round
+only. Knows nothing of what a system is, of printing, or of where the tasks come from.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from infer.console.compare import Comparison, Pair, Run, Spread
+from infer.engine.stats import StepTimes
+from scripts.benchmarks.prompts import Task
+from scripts.benchmarks.systems import System, is_ours
+
+OFF = "off"  # the system that the others are compared with
+
+
+def order_of(names: Sequence[str], number: int, seed: str) -> list[str]:
+    """Return the order of round `number`.
+
+    It changes from round to round, because a system's position and its predecessor change its speed by more than some
+    of the differences to be measured. Over as many rounds as there are systems, each runs once at every position.
+    """
+    turn, place = divmod(number, len(names))
+    order = random.Random(f"{seed} {turn}").sample(names, len(names))
+    return order[place:] + order[:place]
+
+
+def run_round(
+    systems: Mapping[str, System], tasks: list[Task], temperature: float, concurrency: int, number: int, bar: Any
+) -> dict[str, Run]:
+    """Run every system once on all tasks, `concurrency` of them in flight; return the runs by name.
+
+    `bar` is a tqdm progress bar, advanced by one for each system.
+    """
+    runs = {}
+    for name in order_of(list(systems), number, f"{temperature} {concurrency}"):
+        bar.set_description(f"{name}, {concurrency} at once, temperature {temperature:g}")
+        runs[name] = systems[name](tasks, temperature, concurrency)
+        bar.update()
+    return runs
+
+
+@dataclass
+class Cell:
+    """The rounds of one system at one temperature and concurrency."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    steps: StepTimes | None = None  # of our engine, summed over the rounds
+    agreement: tuple[int, int] | None = None  # another program's greedy responses: how many equal `off`'s, of how many
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """Return the cell of a result document for the system `name`."""
+        total = Comparison(self.pairs)
+        drafts = total.speculation.steps > 0 and name.partition(":")[0] != OFF
+        return {
+            "rounds": len(self.pairs),
+            "tokens_per_s": asdict(Spread.of([pair.on.tokens_per_s for pair in self.pairs])),
+            "ratio": asdict(total.ratio),
+            "acceptance_length": total.speculation.acceptance_length if drafts else None,
+            "identical": total.identical if is_ours(name) else None,
+            "steps": self.steps and self.steps.summary(),
+            "agreement": self.agreement,
+        }
+
+
+def add_round(cells: Mapping[str, Cell], runs: Mapping[str, Run], ends: Sequence[int], *, greedy: bool) -> None:
+    """Add the runs of a round to the cells of their systems; `ends` are the target's end tokens."""
+    for name, cell in cells.items():
+        pair = Pair(runs[OFF], runs[name])
+        cell.pairs.append(pair)
+        if (steps := runs[name].steps) is not None:
+            cell.steps = steps + (cell.steps or StepTimes())
+        if greedy and not is_ours(name):
+            same, total = cell.agreement or (0, 0)
+            equal = count_matching(pair.off.token_ids, pair.on.token_ids, ends)
+            cell.agreement = same + equal, total + len(pair.off.token_ids)
+
+
+def count_matching(reference: list[list[int]], outputs: list[list[int]], ends: Sequence[int]) -> int:
+    """Return how many outputs equal their reference up to its first end token, after which programs may differ."""
+
+    def text(ids: list[int]) -> list[int]:
+        return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]
+
+    return sum(
+        text(expected) == actual[: len(text(expected))] for expected, actual in zip(reference, outputs, strict=True)
+    )

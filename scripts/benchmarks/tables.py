@@ -1,0 +1,314 @@
+"""Generates the tables of README.md, docs/ and the manuals from the newest result files, so no number is typed by hand.
+
+    python scripts/bench.py tables               # rewrites the text between <!-- table NAMES --> and <!-- end -->
+    python scripts/bench.py tables check=true    # only says by its exit code, 1, if something would change
+
+A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
+Several names, with spaces between, are comparisons in one table, of one target at other numbers of requests. Results of
+several levels of processors become a table each, whose caption names the level, and whether it was lowered by
+HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`, selects
+its table. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from infer.options.cli import entry_point
+from infer.options.paths import REPO_ROOT
+from kernels.cpu.level import LEVELS
+from scripts.benchmarks.config import TablesConfig
+from scripts.benchmarks.document import RESULTS, describe_level, markdown
+
+FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
+PAGES = (
+    *(REPO_ROOT / folder / "README.md" for folder in FOLDERS),
+    REPO_ROOT / "docs" / "benchmarks.md",
+)
+BLOCK = re.compile(r"(<!-- table ([\w-]+(?: [\w-]+)*(?::\w+)?) -->\n).*?(<!-- end -->)", re.DOTALL)
+NAMES = {
+    "off": "plain",
+    "ngram": "n-gram lookup",
+    "suffix": "suffix decoding",
+    "draft_model": "draft model",
+    "hf": "transformers",
+    "hf_lookup": "transformers, prompt lookup",
+    "vllm": "vLLM",
+}
+PLOTTED = ("smollm2-heads", "smollm2-budget")
+SOURCES = {"ngram": "n-gram lookup", "head": "head"}
+Cell = dict[str, Any]
+
+
+def newest_by_level(name: str) -> dict[str | None, Path]:
+    """Return the result files of that name by level, highest first: of each level the latest, lowered ones only if it
+    has no other. Files that name no level are older than levels: they count (None) if there is nothing else.
+
+    `auto` is also how the file of `auto-code` begins, whose longer name counts as a part of the target's. Raises
+    ValueError if there is no file.
+    """
+    files = list(RESULTS.glob(f"{name}-*.json"))
+    if not files:
+        raise ValueError(f"scripts/results/{name}-*.json: no such file; make it with scripts/bench.py ... save={name}")
+    shortest = min(len(file.stem.rsplit("_", 2)[0]) for file in files)
+    by_level = dict[str | None, list[tuple[bool, str, Path]]]()
+    for file in files:
+        named, _, date = file.stem.rsplit("_", 2)
+        if len(named) == shortest:
+            machine = json.loads(file.read_text(encoding="utf-8"))["machine"]
+            entry = (not machine.get("lowered", False), date, file)
+            by_level.setdefault(machine.get("level"), []).append(entry)
+    levels = [level for level in reversed(LEVELS) if level in by_level] or [None]
+    return {level: max(by_level[level])[-1] for level in levels}
+
+
+def newest(name: str) -> Path:
+    """Return the result file of that name of the highest level. Raises ValueError if there is none."""
+    return next(iter(newest_by_level(name).values()))
+
+
+def label(system: str) -> str:
+    """`head:tree16` -> "head, tree 16"; `vllm:ngram` -> "vLLM, n-gram lookup"."""
+    name, *rest = system.split(":")
+    words = (SOURCES.get(word) or numbered(word) for word in rest)
+    return ", ".join((NAMES.get(name, name), *words))
+
+
+def numbered(shape: str) -> str:
+    """`tree16` -> "tree 16"."""
+    return re.sub(r"(\D+)(\d+)", r"\1 \2", shape)
+
+
+def speed(cell: Cell) -> str:
+    return f"{cell['tokens_per_s']['median']:.0f}"
+
+
+def ratio(cell: Cell) -> str:
+    return f"{cell['ratio']['median']:.2f}"
+
+
+def length(cell: Cell) -> str:
+    return "1" if cell["acceptance_length"] is None else f"{cell['acceptance_length']:.2f}"
+
+
+def shares(cell: Cell) -> str:
+    """Return the acceptance rate by position in the draft."""
+    return " ".join(f"{share:.2f}" for share in cell["by_position"])
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def all_or_not(cells: Iterable[Cell]) -> str:
+    """Return whether the token ids of all cells equal those of plain decoding."""
+    return "all" if all(cell["identical"] for cell in cells) else "NOT ALL"
+
+
+def by_system(result: Cell) -> str:
+    """Return a table with one row per system: τ and the ratio to plain decoding for each temperature, at the first
+    concurrency.
+    """
+    grid = {temperature: next(iter(cells.values())) for temperature, cells in result["results"].items()}
+    header = ["drafts", *(f"T = {t}: {column}" for t in grid for column in ("τ", "ratio"))]
+    systems = next(iter(grid.values()))
+    rows = (
+        [label(name), *(text(cells[name]) for cells in grid.values() for text in (length, ratio))] for name in systems
+    )
+    return markdown(header, rows)
+
+
+def by_program(result: Cell) -> str:
+    """Return a table with one row per system: speed and ratio to plain decoding for every concurrency, τ, and how many
+    responses equal those of plain decoding.
+    """
+    (levels,) = result["results"].values()
+    rows = []
+    for system in next(iter(levels.values())):
+        measured = [level.get(system) for level in levels.values()]
+        cells = [cell for cell in measured if cell is not None]
+        same, total = (sum(cell["agreement"][i] for cell in cells if cell["agreement"]) for i in (0, 1))
+        equal = f"{same} of {total}" if total else all_or_not(cells)
+        lengths = " / ".join(length(cell) for cell in cells if cell["acceptance_length"] is not None)
+        speeds = ("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in measured)
+        rows.append([label(system), *speeds, lengths, equal])
+    return markdown(["", *(f"tokens/s at {count}" for count in levels), "τ", "same answers"], rows)
+
+
+def of_several(results: list[Cell]) -> str:
+    """Return one table of several comparisons of one target, at several concurrencies."""
+    merged = {temperature: dict[str, Cell]() for temperature in results[0]["results"]}
+    for result in results:
+        for temperature, levels in result["results"].items():
+            merged[temperature] |= levels
+    ordered = {
+        temperature: dict(sorted(levels.items(), key=lambda item: int(item[0])))
+        for temperature, levels in merged.items()
+    }
+    return by_program({"results": ordered})
+
+
+def by_batch(result: Cell) -> str:
+    """Return a table with one row per temperature and concurrency: the speed of plain decoding and its variation, and
+    for every other system the ratio to plain decoding and τ.
+    """
+    rows, others = [], list[str]()
+    for temperature, levels in result["results"].items():
+        for count, cells in levels.items():
+            others = [system for system in cells if system not in ("off", "off:again")]
+            again = cells.get("off:again", cells["off"])["ratio"]
+            entries = (text for system in others for text in (f"**{ratio(cells[system])}**", length(cells[system])))
+            varies = f"{again['low']:.2f} to {again['high']:.2f}"
+            rows.append([temperature, count, speed(cells["off"]), varies, *entries])
+    titles = (title for system in others for title in (f"{label(system)}: ratio", "τ"))
+    return markdown(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
+
+
+def by_format(result: Cell) -> str:
+    """Return a table with one row per weight format: bits per weight, and GB/s with their share of the machine's."""
+    machine = result["read_gb_s"]
+    rows = [["plain read", "", *(f"{speed:.1f}" for speed in machine.values())]]
+    for name, item in result["formats"].items():
+        speeds = (f"{speed:.1f} ({100 * speed / machine[count]:.0f} %)" for count, speed in item["gb_s"].items())
+        rows.append([name, f"{item['bits']:.2f}", *speeds])
+    threads = (f"GB/s, {count} thread{'s' if count != '1' else ''}" for count in machine)
+    return markdown(["weights", "bits each", *threads], rows)
+
+
+def by_run(result: Cell) -> str:
+    """Return a table with one row per training run: the keys that differ from the first run, tokens trained, τ,
+    acceptance by position and coverage.
+    """
+    rows = []
+    for name, run in result["runs"].items():
+        lengths = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
+        taus = ("undefined" if length is None else f"{length:.2f}" for length in lengths)
+        differs = " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items())
+        rows.append([name, differs, f"{run['tokens']:,}", " / ".join(taus), shares(run), percent(run["coverage"])])
+    header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
+    return markdown(header, rows)
+
+
+def by_shape(result: Cell) -> str:
+    """Return a table of an evaluation with one row per draft shape and data set, and one for the mean over data sets.
+
+    τ is listed for every temperature, acceptance by position and coverage of the draft vocabulary for the first.
+    """
+    cells = {(cell["shape"], cell["data"], cell["temperature"]): cell for cell in reversed(result["results"])}
+    shapes, sets, temperatures = (
+        list(dict.fromkeys(cell[key] for cell in result["results"])) for key in ("shape", "data", "temperature")
+    )
+    rows = []
+    for shape in shapes:
+        taus = {data: [cells[shape, data, t]["acceptance_length"] for t in temperatures] for data in sets}
+        for data in sets:
+            first = cells[shape, data, temperatures[0]]
+            values = (f"{tau:.2f}" for tau in taus[data])
+            rows.append([numbered(shape), data, *values, shares(first), percent(first["coverage"])])
+        means = (f"**{sum(column) / len(sets):.2f}**" for column in zip(*taus.values(), strict=True))
+        rows.append([numbered(shape), "**mean**", *means, "", ""])
+    header = ["drafts", "data", *(f"τ, T = {t:g}" for t in temperatures), "accepted by position", "coverage"]
+    return markdown(header, rows) + f"\nIds equal to plain decoding's: {all_or_not(result['results'])}.\n"
+
+
+def described(differs: Cell) -> Cell:
+    """Return the differences, or only the name if the head differs: the other differences follow from that."""
+    return {"head": differs["head.name"]} if "head.name" in differs else differs
+
+
+def table_of(result: Cell) -> str:
+    """Return the table that fits a result: by what its script measured and what that varied."""
+    if "runs" in result:
+        return by_run(result)
+    if "formats" in result:
+        return by_format(result)
+    if isinstance(result["results"], list):
+        return by_shape(result)
+    if result["config"]["never_slower"] is not None:
+        return by_batch(result)
+    return by_program(result) if len(result["results"]) == 1 else by_system(result)
+
+
+def plot_curves(result: Cell, path: Path) -> None:
+    """Plot τ over the tokens trained, by head; if runs differ in it, also the final τ over the draft vocabulary."""
+    from train.publishing.plots import Panel, draw
+
+    base, runs = result["base"], result["runs"]
+    changes: dict[str, Cell] = {name: described(run["differs"]) for name, run in runs.items()}
+    curves = curves_of(runs, changes, base["head.name"])
+    axes: Cell = {"ylim": (1, None)}
+    panels = [Panel(curves, "thousand tokens trained", "τ in the engine, greedy", "heads", axes=axes)]
+    alike = [name for name in runs if name == next(iter(runs)) or changes[name].keys() == {"head.draft_vocab_size"}]
+    if len(alike) > 1:
+        ends = sorted((runs[name]["draft_vocab_size"], name) for name in alike)
+        keys = {"greedy": "acceptance_length", "temperature 1": "acceptance_length_sampled"}
+        curves = {label: [(size, runs[name][key]["engine"]) for size, name in ends] for label, key in keys.items()}
+        axes = {**axes, "xticks": [size for size, _ in ends]}
+        x, title = "head.draft_vocab_size", "tokens that the head can draft"
+        panels.append(Panel(curves, x, "τ in the engine", title, axes=axes))
+    draw(path, *panels, columns=2 if len(panels) > 1 else 1)
+
+
+def curves_of(runs: Cell, changes: dict[str, Cell], first_head: str) -> dict[str, list[Any]]:
+    """Return τ over thousands of tokens, by label, for runs that differ from the first in head and length only."""
+    curves = dict[str, list[Any]]()
+    for number, (name, run) in enumerate(runs.items()):
+        if not number or (changes[name] and changes[name].keys() <= {"head", "steps", "batch_size"}):
+            sizes = (f"{key}={value}" for key, value in changes[name].items() if key != "head")
+            label = ", ".join((changes[name].get("head", first_head), *sizes))
+            curves[label] = [(tokens / 1e3, tau) for tokens, tau in run["tau_over_tokens"]]
+    return curves
+
+
+def rewrite(page: Path) -> str:
+    """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
+
+    def table(match: re.Match[str]) -> str:
+        names, _, level = match[2].partition(":")
+        return f"{match[1]}{blocks(names.split(), page.parent, level)}{match[3]}"
+
+    return BLOCK.sub(table, page.read_text(encoding="utf-8"))
+
+
+def blocks(names: list[str], folder: Path, level: str = "") -> str:
+    """Return a table of the results of these names for every level that all have, with links from `folder`.
+
+    With `level` only that one's. Raises ValueError for a name without a file, and if they have no level in common.
+    """
+    files = [newest_by_level(name) for name in names]
+    common = [name for name in files[0] if all(name in of_name for of_name in files)]
+    levels = [name for name in common if level in ("", name)]
+    if not levels:
+        which = f"level {level} has no" if level else "no level of processors has"
+        raise ValueError(f"table {' '.join(names)}: {which} results of all of them")
+    return "\n".join(block([of_name[name] for of_name in files], folder) for name in levels)
+
+
+def block(files: list[Path], folder: Path) -> str:
+    """Return one table of the results in `files`, of one level, with its caption and links to them."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    sources = ""
+    for file, result in zip(files, results, strict=True):
+        commit = (result["machine"]["commit"] or "unknown")[:7]
+        sources += f"[{file.name}]({os.path.relpath(file, folder)}), commit {commit}.\n"
+    machine = results[0]["machine"]
+    caption = f"{describe_level(machine)}\n\n" if machine.get("level") else ""
+    text = table_of(results[0]) if len(results) == 1 else of_several(results)
+    return f"{caption}{text}\n{sources}"
+
+
+@entry_point("tables", TablesConfig)
+def main(config: TablesConfig) -> None:
+    pages = {page: rewrite(page) for page in PAGES}
+    changed = [page for page, text in pages.items() if page.read_text(encoding="utf-8") != text]
+    if config.check:
+        raise SystemExit(int(bool(changed)))
+    for page in changed:
+        page.write_text(pages[page], encoding="utf-8")
+    for name in PLOTTED:
+        plot_curves(json.loads(newest(name).read_text(encoding="utf-8")), RESULTS / f"{name}.png")
