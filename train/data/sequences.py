@@ -21,7 +21,6 @@ from torch import Tensor
 from infer.request import Completion
 from train.storage import atomic
 
-
 EMPTY = torch.zeros(0, dtype=torch.int64)
 
 

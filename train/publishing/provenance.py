@@ -37,8 +37,10 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     from torch.utils._pytree import tree_leaves, tree_map  # with torch, which not every caller needs
 
-    stated = tree_leaves([record.get("config", {}), record.get("target", "")])  # paths in other texts are quoted from these
-    places = sorted({leaf for leaf in stated if isinstance(leaf, str) and Path(leaf).is_absolute()}, key=len, reverse=True)
+    # paths in other texts are quoted from these
+    stated = tree_leaves([record.get("config", {}), record.get("target", "")])
+    paths = {leaf for leaf in stated if isinstance(leaf, str) and Path(leaf).is_absolute()}
+    places = sorted(paths, key=len, reverse=True)
     names = {place: portable_path(place) or f".../{Path(place).name}" for place in places}
     names |= {f"{REPO_ROOT}/": "", str(REPO_ROOT): ".", f"{os.path.expanduser('~')}/": "~/"}
 
