@@ -7,7 +7,7 @@
 `files` takes what data.path of training takes; without it, held-out prompts of the demo corpus are used. Speed is a
 ratio to plain decoding of the same prompts in the same round. A verify counts as cut short by the draft vocabulary if
 it ended at a token outside it, which the head cannot draft. Tables, plots and a few responses with their accepted
-drafts marked are written to <output_dir>/eval/<model>-<head>/, and to the tracker with tracker=wandb or tensorboard.
+drafts marked are written to <output_dir>/eval/<model>-<head>/, and to the tracker that `tracker=` names.
 The last line of standard output is one JSON document, which `save=NAME` also writes to scripts/results/.
 """
 
