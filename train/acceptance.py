@@ -1,4 +1,4 @@
-"""Simulated acceptance: what the engine would accept, computed from the trainer's logits (DESIGN section 8).
+"""Simulated acceptance: what the engine would accept, computed from the trainer's logits.
 
 A response is walked as the engine decodes it: draft a chain of up to K tokens, accept the longest prefix that equals
 the response, emit it and the bonus token, continue from there. Drafts of sampled responses are sampled with the noise

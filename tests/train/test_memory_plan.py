@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from tests.train.launching import ROOT
@@ -34,7 +34,7 @@ HEADS = [
 ]  # fmt: skip
 TRAIN_EACH = """
 import json, sys
-from infer.cli import compose
+from infer.options.cli import compose
 from train.config import TrainConfig
 from train.loop import train
 for words in json.loads(sys.argv[1]):

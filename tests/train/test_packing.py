@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget

@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from infer.options.tracker_config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
+from infer.config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
 from train.publishing import trackers as trackers_module
 from train.publishing.plots import draw_plots
 from train.publishing.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode

@@ -1,6 +1,6 @@
 """Features (the target's hidden states that a head is trained on), computed by the target for every batch.
 
-The head defines the layers. Independent of losses; DESIGN section 2 defines what a feature is.
+The head defines the layers. Independent of losses.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from infer.options.tracker_config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
+from infer.config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
 from train.storage import atomic
 
 if TYPE_CHECKING:  # importing accelerate takes a second

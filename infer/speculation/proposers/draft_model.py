@@ -21,10 +21,10 @@ from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import LayerShape
 from infer.options.stored_weights import why_widened
 from infer.request import Phase, Request
-from infer.sampling.batch import choice_parameters
+from infer.sampling.choose import choice_parameters
 from infer.speculation.budget import Budget
 from infer.speculation.draft_loop import TorchLoop, Unread
-from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.parallel_loop import ParallelLoop
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
@@ -42,7 +42,7 @@ from models.tokenizer import Tokenizer
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # keys of published config.json files
 
 
-class DraftModelProposer(Proposer):
+class DraftModelProposer(Proposer, Tracker):
     """Drafts with `head`, packed for serving; once attached, `pool` holds its KV layers from `first_layer` on."""
 
     name = "draft_model"
@@ -52,7 +52,7 @@ class DraftModelProposer(Proposer):
         layers = [module.packed for module in head.modules() if isinstance(module, Linear)]
         say_slower(slower_layers((packed for packed in layers if packed is not None), "engine.draft_weights"))
         shape = head.attention
-        self.kv_layers = (LayerShape(shape.num_kv_heads, shape.head_dim),) * shape.layers
+        self.needs = Needs(kv_layers=(LayerShape(shape.num_kv_heads, shape.head_dim),) * shape.layers)
         self.context = head.config.model.max_position_embeddings
         self.shape: TreeShape | None = None
         self._head = head
@@ -60,6 +60,10 @@ class DraftModelProposer(Proposer):
         self._pool: KVPool | None = None
         self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
         self._agreed: dict[str, int] = {}  # how many of the first of them surely are the request's
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
 
     @property
     def module(self) -> DraftModelHead:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,13 @@ from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import LayerShape
 from infer.request import Phase, Request
-from infer.sampling.batch import choice_parameters
-from infer.sampling.constraint import narrowed
+from infer.sampling.choose import choice_parameters
+from infer.sampling.emission import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
 from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows
-from infer.speculation.proposers.base import Proposer
+from infer.speculation.proposers.base import Needs, Proposer, Tracker
 from infer.speculation.proposers.block_loop import BlockLoop
 from infer.speculation.proposers.parallel_loop import ParallelLoop
 from infer.speculation.tree import DraftTree
@@ -41,12 +41,9 @@ from models.heads.base import Head
 from models.heads.block import BlockHead
 from models.layers import Linear, copy_packed
 
-if TYPE_CHECKING:
-    from infer.graphs.step_graph import StepGraphs
-
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
-# the first drafts would hardly ever be right (LOG.md), and would spoil the estimate of the head's acceptance rate.
+# the first four were right in 17 of 100 cases, the 12th to 15th in 75, and spoil the estimate of its acceptance rate.
 MIN_SEEN = 24
 
 
@@ -67,19 +64,30 @@ class Pending:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
-class HeadProposer(Proposer):
+class CapturedDrafts(Protocol):
+    """Graphs in which the head drafts for steps that the host runs (infer/graphs/step_graph.py)."""
+
+    width: int  # most unread positions of a request that they can read
+
+    def draft(
+        self, requests: Sequence[Request], budgets: Sequence[Budget]
+    ) -> tuple[DraftTree, list[list[float]]] | None:
+        """Return the drafts, and of chains that may exit early the log-probabilities; None if they fit no graph."""
+        ...
+
+
+class HeadProposer(Proposer, Tracker):
     """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on; `shape` None: chains."""
 
     name = "head"
     loop: TorchLoop  # once attached
 
     def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
-        self.aux_layers = head.config.aux_layers
         attn = head.attention
         layers = [module.packed for module in head.modules() if isinstance(module, Linear)]
         say_slower(slower_layers((packed for packed in layers if packed is not None), "engine.head_weights"))
-        self.kv_layers = () if attn is None else (LayerShape(attn.num_kv_heads, attn.head_dim),) * attn.layers
-        self.warm_up = MIN_SEEN if self.kv_layers else 0
+        kv_layers = () if attn is None else (LayerShape(attn.num_kv_heads, attn.head_dim),) * attn.layers
+        self.needs = Needs(head.config.aux_layers, kv_layers, warm_up=MIN_SEEN if kv_layers else 0)
         self._head, self._first_layer = head, first_layer
         self.draft_ids = head.target_ids
         self.shape: TreeShape | None = None
@@ -91,7 +99,13 @@ class HeadProposer(Proposer):
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
-        self.graphs: StepGraphs | None = None  # in which it drafts where they are captured and no draft needs the host
+        self.graphs: CapturedDrafts | None = (
+            None  # in which it drafts where they are captured and no draft needs the host
+        )
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
 
     @property
     def module(self) -> Head:
@@ -100,7 +114,7 @@ class HeadProposer(Proposer):
     @property
     def feature_size(self) -> int:
         """Size of the features of one position, over all aux layers."""
-        return len(self.aux_layers) * self._head.config.target_hidden_size
+        return len(self.needs.aux_layers) * self._head.config.target_hidden_size
 
     @property
     def max_depth(self) -> int | None:
@@ -160,7 +174,7 @@ class HeadProposer(Proposer):
             self.loop = BlockLoop(self._head, attend, write, self._candidates)
         else:
             self.loop = (ParallelLoop if self._head.parallel else TorchLoop)(self._head, attend)
-        caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.kv_layers)]
+        caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.needs.kv_layers)]
         parts = None if self._head.parallel else self._head.draft_parts()
         if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in caches):
             parts = None
@@ -178,14 +192,14 @@ class HeadProposer(Proposer):
                 rows = rows[len(rows) - max(num_new, 0) :]
             if not len(rows):
                 continue
-            if not self.kv_layers:  # without KV only the last position matters
+            if not self.needs.kv_layers:  # without KV only the last position matters
                 self._pending[request.request_id] = Pending(rows[-1:].clone())
             elif (pending := self._unread(request)) is None:
                 self._pending[request.request_id] = Pending(rows)
             else:
                 pending.add(rows)
             self._read.discard(request.request_id)
-        if not self.kv_layers:
+        if not self.needs.kv_layers:
             return
         # Few features are kept: prompts are read chunk by chunk, and texts without drafts every KEPT_ROWS positions.
         # Of a prompt's last chunk a graph could not read more than of a verify.
@@ -229,18 +243,18 @@ class HeadProposer(Proposer):
         self._base.pop(request.request_id, None)
 
     def catch_up(self, request: Request) -> None:
-        if self.kv_layers and self._count(request):
+        if self.needs.kv_layers and self._count(request):
             self._fill([request])
 
     def start_tracking(self, request: Request) -> None:
         """Begin the head's KV at the next page boundary; no row attends to what lies before it."""
-        if self.kv_layers:
+        if self.needs.kv_layers:
             assert self._pool is not None
             self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
 
     def ready(self, request: Request) -> bool:
         base = self._base.get(request.request_id, 0)
-        return self.tracks(request) and (not base or request.computed - base >= self.warm_up)
+        return self.tracks(request) and (not base or request.computed - base >= self.needs.warm_up)
 
     def features(self, requests: Sequence[Request]) -> list[Tensor]:
         """Return the pending features of each request, `[n, F]`."""
@@ -280,11 +294,12 @@ class HeadProposer(Proposer):
         if drafted is None:
             return None
         self.was_read(requests)
+        tree, scores = drafted
         if self.confidence is not None and self.confidence.scoring:
-            for request, budget, log_probs in zip(requests, budgets, drafted.log_probs, strict=True):
+            for request, budget, log_probs in zip(requests, budgets, scores, strict=True):
                 if log_probs:
                     self.confidence.record(request, budget.depth, log_probs)
-        return drafted.tree
+        return tree
 
     def _needs_host(self, request: Request) -> bool:
         """Return whether the host reads or changes the logits that it drafts from."""
@@ -377,7 +392,7 @@ class HeadProposer(Proposer):
         by_row = [[token for row in tokens for token in row], slots]
         last_rows = [end - 1 - spare for end in itertools.accumulate(widths)]
         roots, rows = [len(request.tokens) - 1 for request in requests], None
-        if self.kv_layers:
+        if self.needs.kv_layers:
             assert self._pool is not None
             places = [start + 1 for start in starts]
             rows = self._pool.rows(requests, places, widths, first=1, bases=bases)
