@@ -273,8 +273,17 @@ class TrackerConfig:
 
 
 @dataclass
-class WandbConfig(TrackerConfig):
+class ProjectConfig(TrackerConfig):
     project: str = "headway"
+
+
+@dataclass
+class MlflowConfig(ProjectConfig):
+    """`project` is the name of an experiment."""
+
+
+@dataclass
+class WandbConfig(ProjectConfig):
     entity: str | None = None
     mode: str = choice("auto", "auto", "online", "offline")  # auto: online with credentials, else offline
     # number of held-out texts sent as a table, accepted drafts marked; they may be private
@@ -285,7 +294,13 @@ class WandbConfig(TrackerConfig):
         check_fields(self, "tracker.")
 
 
-TRACKERS = {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig}
+TRACKERS = {
+    "wandb": WandbConfig,
+    "mlflow": MlflowConfig,
+    "trackio": ProjectConfig,
+    "tensorboard": TrackerConfig,
+    "none": TrackerConfig,
+}
 
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:

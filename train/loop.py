@@ -107,7 +107,7 @@ class Run:
         self.config, self.accelerator, self.stop, self.started = config, accelerator, stop, started
         self.resources = resources  # closed at the end, in reverse order
         self.folder = resolve_path(config.output_dir) / str(config.run)
-        self.trackers = Trackers([])
+        self.trackers = Trackers()
         self.clock = StepClock(accelerator.device)
         self.threads = work_threads(config, accelerator.device, accelerator.num_processes)
         self.step = self.tokens = 0

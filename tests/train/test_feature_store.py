@@ -258,7 +258,7 @@ def test_ctrl_c_keeps_what_was_computed_for_memory_too(
             os.kill(os.getpid(), signal.SIGINT)
         return real(target, batch, layers)
 
-    monkeypatch.setattr("train.features.online.compute_features", compute)
+    monkeypatch.setattr("train.features.store.compute_features", compute)
     base = [*SETTINGS, f"model.path={tiny_target_folder}", "steps=1", *SMALL, "batch_size=1", "eval_prompts=1"]
     heads = []
     for name, interrupt in (("torn", True), ("torn", False), ("whole", False)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,13 +12,21 @@ from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from train.config import OnlineFeaturesConfig
 from train.data.sequences import Sequences
-from train.features.online import CachedFeatures, feature_bytes, fits_cache, online_features
+from train.features.layout import Layout
+from train.features.online import feature_bytes, fits_cache, online_features
+from train.features.store import CachedFeatures
 
 AUX = (2, 4, 5)
 
 
+def cache(target: LlamaTarget, responses: Sequences, batch_size: int) -> CachedFeatures:
+    cached = CachedFeatures(Path("never written"), target, AUX, responses, Layout.of(target, AUX))
+    cached.fill(batch_size, (0, 1), lambda: None, show=False)
+    return cached
+
+
 def test_cached_equals_online(engine: Engine, responses: Sequences) -> None:
-    cached = CachedFeatures(engine.target, AUX, responses, batch_size=2, show=False)
+    cached = cache(engine.target, responses, batch_size=2)
     online = online_features(engine.target, AUX)
     batch = responses.batch([5, 0, 3])
     inside = torch.arange(batch.ids.shape[1]) < responses.lengths[list(batch.rows)][:, None]
@@ -28,8 +38,8 @@ def test_cached_equals_online(engine: Engine, responses: Sequences) -> None:
 
 
 def test_the_same_bits_whatever_was_asked_before(engine: Engine, responses: Sequences) -> None:
-    first = CachedFeatures(engine.target, AUX, responses, batch_size=4, show=False)
-    second = CachedFeatures(engine.target, AUX, responses, batch_size=4, show=False)
+    first = cache(engine.target, responses, batch_size=4)
+    second = cache(engine.target, responses, batch_size=4)
     first(responses.batch([1, 2, 3]))
     assert torch.equal(first(responses.batch([0])).hidden, second(responses.batch([0])).hidden)
 

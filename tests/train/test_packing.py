@@ -18,7 +18,9 @@ from tests.heads import ONE_OF_EACH, make_head, make_objective
 from train.checkpoint import latest_checkpoint, load_file
 from train.config import SCHEMAS, TrainConfig
 from train.data.sequences import Batch, Sequences, best_fit
-from train.features.online import CachedFeatures, Features, compute_features
+from train.features.layout import Layout
+from train.features.online import Features, compute_features
+from train.features.store import CachedFeatures
 from train.loop import train
 from train.objectives import alignment
 from train.objectives.base import Objective
@@ -81,7 +83,7 @@ def target(request: pytest.FixtureRequest, tiny_target: LlamaTarget, make_target
     return mistral.eval().requires_grad_(False)
 
 
-def test_features_are_those_of_each_document_alone(target: LlamaTarget, documents: Sequences) -> None:
+def test_features_are_those_of_each_document_alone(target: LlamaTarget, documents: Sequences, tmp_path: Path) -> None:
     aux = (2, 4, 5)
     packed = documents.packed(PACKS)
     features = inside(compute_features(target, packed, aux), packed, documents)
@@ -89,8 +91,9 @@ def test_features_are_those_of_each_document_alone(target: LlamaTarget, document
         alone = documents.batch([index])
         (expected,) = inside(compute_features(target, alone, aux), alone, documents).values()
         torch.testing.assert_close(features[index], expected, rtol=1e-4, atol=1e-5)
-    cached = CachedFeatures(target, aux, documents, 2, room=16, show=False)(packed)
-    for index, value in inside(cached, packed, documents).items():
+    cached = CachedFeatures(tmp_path / "unused", target, aux, documents, Layout.of(target, aux))
+    cached.fill(2, (0, 1), lambda: None, room=16, show=False)
+    for index, value in inside(cached(packed), packed, documents).items():
         torch.testing.assert_close(value, features[index], rtol=1e-4, atol=1e-5)
 
 

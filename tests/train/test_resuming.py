@@ -135,7 +135,7 @@ def test_a_disk_that_fills_during_a_run(
         assert [row["step"] for row in read_metrics(tmp_path / "one") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("name", ["train.data.prompts.parse_row", "train.features.online.compute_features"])
+@pytest.mark.parametrize("name", ["train.data.prompts.parse_row", "train.features.store.compute_features"])
 def test_a_stop_is_heard_while_data_are_read_and_features_computed(
     name: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.json").write_text(json.dumps(ROWS))
     (folder / "wrapped.json").write_text(json.dumps({"version": 1, "rows": ROWS}))
     (folder / "lines.json").write_bytes(LINES)
+    (folder / "a.csv").write_text("prompt\n" + "".join(f"{row['prompt']}\n" for row in ROWS))
+    (folder / "a.csv.gz").write_bytes(gzip.compress((folder / "a.csv").read_bytes()))
     table = Dataset.from_list(ROWS)
     table.to_parquet(str(folder / "a.parquet"))
     table.save_to_disk(str(folder / "saved"))
@@ -42,10 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "wrapped.json", "lines.json", "a.parquet", "a.arrow", "saved"],
-)
+FORMATS = (
+    "a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json", "wrapped.json", "lines.json", "a.csv", "a.csv.gz", "a.parquet",
+    "a.arrow", "saved",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_says_the_same(name: str, folder: Path) -> None:
     items = read(str(folder / name))
     assert [item.row for item in items] == ROWS
@@ -85,9 +90,12 @@ def test_what_cannot_be_read_is_named(folder: Path, tmp_path: Path) -> None:
         read(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match=r"gsm8k/test.jsonl; gsm8k is published at https://github.com/openai/grade-"):
         read("gsm8k/test.jsonl")
-    (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=r"data\.path=.*a\.csv: unknown format; give \.jsonl"):
-        read(str(tmp_path / "a.csv"))
+    (tmp_path / "a.xlsx").write_text("a,b")
+    with pytest.raises(ValueError, match=r"data\.path=.*a\.xlsx: unknown format; give \.jsonl"):
+        read(str(tmp_path / "a.xlsx"))
+    (tmp_path / "torn.csv").write_text("prompt\na\nb,c\n")
+    with pytest.raises(ValueError, match=r"torn\.csv: cannot be read \(.*Expected 1 fields in line 3, saw 2"):
+        read(str(tmp_path / "torn.csv"))
     (tmp_path / "torn.parquet").write_bytes((folder / "a.parquet").read_bytes()[:40])
     with pytest.raises(ValueError, match=r"torn\.parquet: cannot be read \("):
         read(str(tmp_path / "torn.parquet"))
@@ -104,6 +112,15 @@ def test_a_table_without_rows_is_empty(folder: Path, tmp_path: Path) -> None:
     Dataset.from_dict({"prompt": []}).to_parquet(str(tmp_path / "a.parquet"))
     assert read(str(tmp_path / "a.parquet")) == []
     assert [item.row for item in read([str(tmp_path), str(folder / "a.parquet")])] == ROWS
+
+
+def test_a_cell_is_a_text(tmp_path: Path) -> None:
+    """Whatever it looks like: a number, a missing value; an empty one too. Quotes hold commas and lines together."""
+    (tmp_path / "a.csv").write_text('prompt,response\n007,NA\n"one,\ntwo",\n')
+    assert [item.row for item in read(str(tmp_path / "a.csv"))] == [
+        {"prompt": "007", "response": "NA"},
+        {"prompt": "one,\ntwo", "response": ""},
+    ]
 
 
 def test_a_file_that_vanishes_is_named(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 
-from infer.config import TrackerConfig, WandbConfig
+from infer.config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
 from train.publishing import trackers as trackers_module
 from train.publishing.plots import draw_plots
 from train.publishing.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode
@@ -75,10 +78,75 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "run")) == 2
 
 
-def test_tensorboard_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match="tracker=tensorboard: tensorboard is not installed; pip install tensorboard"):
-        track(TrackerConfig("tensorboard"), tmp_path)
+def test_a_command_that_torchrun_started_waits_for_no_other_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts/evaluate.py on the first of two tensor parallel ranks."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    track(TrackerConfig("tensorboard"), tmp_path / "run")
+    assert not torch.distributed.is_initialized()
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, where it is installed: a resumed run goes on in the same run of MLflow's."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config, folder = MlflowConfig("mlflow", "an-experiment"), tmp_path / "run"
+    track(config, folder, data={"path": "a"}, api_key="hunter2")
+    track(config, folder, resume_step=2, data={"path": "b"})
+    [run] = mlflow.search_runs(experiment_names=["an-experiment"], output_format="list")
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"data.path": "a", "api_key": "***"}
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(entry.step, entry.value) for entry in history] == [(1, 1.0), (2, 0.5), (3, 1.0), (4, 0.5)]
+    assert (folder / "mlflow.db").is_file()
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real package, where it is installed: a resumed run goes on, and standard output stays empty."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    trackio = pytest.importorskip("trackio")
+    for resume_step in (0, 2):
+        track(ProjectConfig("trackio", "a-project"), tmp_path / "run", resume_step=resume_step, lr=0.1)
+    [run] = trackio.Api().runs("a-project")
+    assert (run.name, run.config["lr"]) == ("some-run", 0.1)
+    logs = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("a-project", "some-run")
+    assert [(row["step"], row["train/loss"]) for row in logs] == [(1, 1.0), (2, 0.5), (3, 1.0), (4, 0.5)]
+    assert trackio.context_vars.current_run.get() is None, (
+        "it would be finished again when the process ends, and printed"
+    )
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "trackio"])
+def test_a_missing_package_is_a_clear_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, trackers_module.MODULES[name][0], None)
+    with pytest.raises(ValueError, match=f"tracker={name}: {name} is not installed; pip install {name}, or tracker="):
+        track(TrackerConfig(name), tmp_path)
+
+
+def test_a_tracker_that_fails_ends_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's folder cannot be made, and W&B refuses every row: metrics.jsonl goes on."""
+    (tmp_path / "tensorboard").write_text("in the way")
+    track(TrackerConfig("tensorboard"), tmp_path)
+    assert "note: tracker=tensorboard cannot be used (" in capsys.readouterr().err
+
+    def refuse(values: object, step: int) -> None:
+        raise ConnectionError("no network")
+
+    settings = types.SimpleNamespace(base_url="https://x")
+    client = types.SimpleNamespace(log=refuse, finish=lambda: None)
+    wandb = types.SimpleNamespace(init=lambda **_: client, Settings=lambda **_: settings)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    track(WandbConfig("wandb", mode="offline"), tmp_path, resume_step=2)
+    note = "note: tracker=wandb fails and gets nothing more (ConnectionError: no network)\n"
+    assert capsys.readouterr().err == note
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_wandb_offline_without_credentials(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from infer.options.cli import compose
 from tests.train.running import assert_equal, run, tensors
 from train.config import TrainConfig
 from train.data.sequences import Sequences
-from train.features.online import CachedFeatures, compute_features
+from train.features.layout import Layout
+from train.features.online import compute_features
+from train.features.store import CachedFeatures
 from train.preparation import threads as module
 from train.preparation.threads import (
     FIRST_S,
@@ -125,7 +127,7 @@ def test_threads_that_are_configured_stay(settings: list[str]) -> None:
 
 
 def test_features_are_computed_with_the_faster_number(
-    engine: Engine, responses: Sequences, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, responses: Sequences, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine is busy, as told by a clock that two threads turn faster, so later batches use one thread."""
     now, counts = [0.0], list[int]()
@@ -135,14 +137,16 @@ def test_features_are_computed_with_the_faster_number(
         now[0] += 10.0 if counts[-1] == 2 else 1.0
         return compute_features(*inputs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("train.features.online.compute_features", computed)
-    threads = WorkThreads(2, clock=lambda: now[0])
-    cached = CachedFeatures(engine.target, [1, 2, 3], responses, 2, show=False, threads=threads)
+    monkeypatch.setattr("train.features.store.compute_features", computed)
+    monkeypatch.setattr("train.features.store.LEAST_SHARDS", 1)
+    threads, aux = WorkThreads(2, clock=lambda: now[0]), [1, 2, 3]
+    cached = CachedFeatures(tmp_path / "unused", engine.target, aux, responses, Layout.of(engine.target, aux))
+    cached.fill(2, (0, 1), lambda: None, show=False, threads=threads)
     assert counts[0] == 2
     assert counts[-1] == 1
     assert len(counts) == 3 + 2 * LOOKS
     batch = responses.batch(range(2))
-    expected = compute_features(engine.target, batch, [1, 2, 3])
+    expected = compute_features(engine.target, batch, aux)
     served = batch.assistant
     for value, reference in zip(cached(batch).aux, expected.aux, strict=True):
         assert torch.allclose(value[served], reference[served], atol=1e-4)

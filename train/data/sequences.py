@@ -21,6 +21,8 @@ from torch import Tensor
 from infer.request import Completion
 from train.storage import atomic
 
+EMPTY = torch.zeros(0, dtype=torch.int64)
+
 
 class Place(NamedTuple):
     """Where a sequence lies in a batch."""
@@ -57,10 +59,15 @@ class Sequences:
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Sequences:
-        lengths = torch.tensor([0, *(len(ids) for ids, _ in rows)])
-        ids = torch.tensor([token for ids, _ in rows for token in ids], dtype=torch.int64)
-        assistant = torch.tensor([flag for _, mask in rows for flag in mask], dtype=torch.bool)
-        return cls(ids, assistant, lengths.cumsum(0))
+        tensors = [(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool)) for ids, mask in rows]
+        return cls.joined(tensors)
+
+    @classmethod
+    def joined(cls, rows: Sequence[tuple[Tensor, Tensor]]) -> Sequences:
+        """Return ids and mask of each row end to end."""
+        offsets = torch.tensor([0, *(ids.numel() for ids, _ in rows)]).cumsum(0)
+        ids, assistant = (torch.cat(parts) for parts in zip(*rows, strict=True)) if rows else (EMPTY, EMPTY.bool())
+        return cls(ids, assistant, offsets)
 
     @classmethod
     def of_completions(cls, completions: Sequence[Completion]) -> Sequences:
@@ -114,13 +121,8 @@ class Sequences:
             yield self.packed(packs[start : start + size])
 
     def select(self, rows: Sequence[int]) -> Sequences:
-        """Return these rows, at least one."""
-        chosen = [self.row(index) for index in rows]
-        return Sequences(
-            torch.cat([ids for ids, _ in chosen]),
-            torch.cat([assistant for _, assistant in chosen]),
-            torch.tensor([0, *(ids.numel() for ids, _ in chosen)]).cumsum(0),
-        )
+        """Return these rows."""
+        return Sequences.joined([self.row(index) for index in rows])
 
     def cut(self, length: int) -> Sequences:
         """Return the rows truncated to `length` tokens, without those that then have no served slot."""
@@ -129,11 +131,7 @@ class Sequences:
             ids, assistant = (part[:length] for part in self.row(index))
             if (assistant[1:-1] & assistant[2:]).any():
                 rows.append((ids, assistant))
-        return Sequences(
-            torch.cat([ids for ids, _ in rows]) if rows else self.ids[:0],
-            torch.cat([assistant for _, assistant in rows]) if rows else self.assistant[:0],
-            torch.tensor([0, *(ids.numel() for ids, _ in rows)]).cumsum(0),
-        )
+        return Sequences.joined(rows)
 
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often the target generated each token, `[V]`."""

@@ -1,7 +1,7 @@
 """Streams rows of data files and of the hub, each with its place, so that messages can name file and line.
 
 JSON Lines are read line by line, because a reader of whole files rejects the file at its first bad line; Parquet, Arrow
-and the hub are read through `datasets`, as a stream. Independent of the meaning of a row.
+and the hub are read through `datasets`, and CSV through pandas, as streams. Independent of the meaning of a row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from train.data.entries import Item, in_turn, shaped
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 RowSource = ChatDataConfig | FilesDataConfig | HubDataConfig
-FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow")
+CSV_ROWS = 1000  # of which are read at a time
 # where the sets of the manuals' commands are published, by a part of their paths
 PUBLISHED = {
     "gsm8k": "https://github.com/openai/grade-school-math, grade_school_math/data",
@@ -85,7 +86,7 @@ def find_files(key: str, paths: str | Iterable[str], root: str | None = None) ->
     for file in files:
         if file.is_file() and format_of(file) not in FORMATS:
             raise ValueError(
-                f"{key}={file}: unknown format; give {', '.join(FORMATS)}, the first three also with .gz, .xz or .bz2"
+                f"{key}={file}: unknown format; give {', '.join(FORMATS)}, the first four also with .gz, .xz or .bz2"
             )
     return files
 
@@ -113,7 +114,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 def read_file(file: Path) -> Iterator[Item]:
     try:
-        if file.is_dir() or format_of(file) in (".parquet", ".arrow"):
+        if file.is_dir() or format_of(file) in (".csv", ".parquet", ".arrow"):
             yield from read_tables(file)
         else:
             opener: Any = OPENERS.get(file.suffix, open)
@@ -163,13 +164,17 @@ def parse(place: str, text: bytes) -> Item:
 
 
 def read_tables(file: Path) -> Iterator[Item]:
-    """Read Parquet, an Arrow file, or a folder written by `save_to_disk`. Raises ValueError."""
+    """Read CSV, Parquet, an Arrow file, or a folder written by `save_to_disk`. Raises ValueError."""
+    import pandas
     import pyarrow.parquet
     from datasets import Dataset, load_dataset, load_from_disk
 
     try:
         if file.is_dir():
             rows: Any = load_from_disk(str(file))
+        elif format_of(file) == ".csv":  # which `datasets` would type: an answer of 42 is a text here
+            chunks = pandas.read_csv(file, dtype=str, na_filter=False, chunksize=CSV_ROWS)
+            rows = itertools.chain.from_iterable(chunk.to_dict("records") for chunk in chunks)
         elif file.suffix == ".parquet" and not pyarrow.parquet.read_metadata(file).num_rows:
             rows = []  # which `datasets` cannot stream
         elif file.suffix == ".arrow":

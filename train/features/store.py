@@ -1,16 +1,18 @@
-"""features=offline: the target's hidden states in files, computed once, read row by row through memory maps.
+"""The target's hidden states of all sequences, computed once: in memory, or with features=offline in files.
 
     manifest.json            what the features depend on; a store with another manifest is refused
     shard-00000.safetensors  what layout.py stores for the tokens of consecutive sequences
 
 Shards are written atomically, so an interrupted store can be completed by the same command or any other run with the
-same features; processes divide the shards among themselves.
+same features; processes divide the shards among themselves. Files are read row by row through memory maps. The data's
+order, not the order of training, decides which sequences share a forward, so that a resumed run computes the same bits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -29,6 +32,7 @@ from train.features.layout import Layout
 from train.features.online import Features, compute_features
 from train.preparation.threads import WorkThreads
 from train.publishing.provenance import code_state
+from train.signals import Interrupted
 from train.storage import atomic
 from train.storage.reuse import text_hash, tokenizer_record
 
@@ -200,7 +204,7 @@ class FeatureStore:
 
     @property
     def missing(self) -> list[Shard]:
-        return [shard for shard in self._shards if not (self.folder / shard.file).is_file()]
+        return [shard for shard in self._shards if not self._has(shard)]
 
     @property
     def missing_bytes(self) -> int:
@@ -228,9 +232,18 @@ class FeatureStore:
         todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others write too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
-                tensors = self._compute(shard, batch_size, room, check, threads)
-                atomic.write_tensors(self.folder / shard.file, tensors)
+                self._keep(shard, self._compute(shard, batch_size, room, check, threads))
                 bar.update()
+
+    def _has(self, shard: Shard) -> bool:
+        return (self.folder / shard.file).is_file()
+
+    def _keep(self, shard: Shard, tensors: dict[str, Tensor]) -> None:
+        atomic.write_tensors(self.folder / shard.file, tensors)
+
+    def _tensors(self, shard: Shard) -> Mapping[str, Any]:
+        """Return the shard's tensors, or slices of its file, by name."""
+        return self._open(self.folder / shard.file)
 
     def _compute(
         self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None], threads: WorkThreads
@@ -266,7 +279,7 @@ class FeatureStore:
         low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
         path = self.folder / shard.file
         try:
-            tensors = {name: part[low:high] for name, part in self._open(path).items()}
+            tensors = {name: part[low:high] for name, part in self._tensors(shard).items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path}: cannot be read ({error}); delete it if it is there, and run the same command again to have "
@@ -276,3 +289,33 @@ class FeatureStore:
             raise ValueError(f"{path}: holds fewer tokens than its manifest says; delete it to have it made again")
         states = self._layout.decode(tensors)
         return {"features": states} | {name: part for name, part in tensors.items() if name.startswith("top_")}
+
+
+class CachedFeatures(FeatureStore):
+    """A store in memory. Its finished shards go to `folder` only if computing the others is interrupted."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._cache: dict[Shard, dict[str, Tensor]] = {}
+        for shard in self._shards:
+            with suppress(OSError, SafetensorError):
+                self._keep(shard, load_file(self.folder / shard.file))
+
+    def fill(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super().fill(*arguments, **options)
+        except Interrupted:
+            atomic.make_folder(self.folder)
+            for shard, tensors in self._cache.items():
+                super()._keep(shard, tensors)
+            raise
+        atomic.discard(self.folder)
+
+    def _has(self, shard: Shard) -> bool:
+        return shard in self._cache
+
+    def _keep(self, shard: Shard, tensors: dict[str, Tensor]) -> None:
+        self._cache[shard] = {name: value.to(self._device) for name, value in tensors.items()}
+
+    def _tensors(self, shard: Shard) -> Mapping[str, Any]:
+        return self._cache[shard]

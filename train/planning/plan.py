@@ -20,6 +20,7 @@ import torch
 from infer.kvcache.memory import context_of
 from infer.options.devices import free_bytes, resolve_device
 from infer.options.paths import resolve_path
+from kernels.trials import try_dtypes
 from models.heads import HEADS
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget
@@ -27,7 +28,6 @@ from models.tokenizer import Tokenizer
 from train.config import OfflineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data.prompts import longest_prompt, read_prompts
 from train.features.layout import Layout
-from train.planning.kernel_plan import kernel_lines
 from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
 from train.planning.precision import choose_precision, compute_dtype
 from train.planning.refusals import refusals
@@ -93,8 +93,7 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, responses)
-    for topic, text in kernel_lines(config, target.norm.weight.dtype):
-        plan.add(topic, text)
+    plan_kernels(plan, config, target.norm.weight.dtype)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
         other = other_export(config)
@@ -215,6 +214,15 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
         plan.add("time", f"precision={precision.name}: {precision.reason}")
     plan.numbers["precision"] = precision.name
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
+
+
+@torch.no_grad()
+def plan_kernels(plan: Plan, config: TrainConfig, dtype: torch.dtype) -> None:
+    """Say what a run on a CPU computes the target's layers with, `dtype` being theirs; nothing on a GPU."""
+    for trial in try_dtypes((dtype,)) if resolve_device(config.model.device).type == "cpu" else ():
+        slower = f"; slow, faster: {trial.slower}" if trial.slower else ""
+        more = "; python scripts/doctor.py says more" if trial.fault else slower
+        plan.add("kernels", f"the target's {trial.name}: {trial.detail}{more}")
 
 
 def busy(speed: Speed) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -75,11 +74,6 @@ def choose_precision(config: TrainConfig) -> Precision:
     if stored is not None and stored.precision != "auto":
         return Precision(stored.precision, "the run was begun with it")
     return faster_on_cpu()
-
-
-def with_precision(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with `precision` resolved."""
-    return replace(config, precision=choose_precision(config).name)
 
 
 def compute_dtype(config: TrainConfig) -> torch.dtype:

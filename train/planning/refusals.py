@@ -37,8 +37,8 @@ def refusals(config: TrainConfig, meta_shapes: Shapes, overrides: Sequence[str] 
     """Return the messages of all failed checks. `overrides`: the command-line arguments."""
     checks: tuple[Callable[[TrainConfig, Shapes], None], ...] = (outputs_have_room, server_responds)
     if config.stage == "all":
-        checks = (head_can_be_divided, start_fits, tracker_works, layers_exist, store_fits, processes_are_the_runs)
-        checks += (outputs_have_room, server_responds)
+        of_training = (head_can_be_divided, start_fits, tracker_works, layers_exist, store_fits, processes_are_the_runs)
+        checks = of_training + checks
     messages = list(overrides_without_effect(config, overrides))
     for check in checks:
         try:

@@ -12,8 +12,9 @@ from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfi
 from train.data.sequences import Sequences
 from train.distributed.parallel import log_main, stopping_together
 from train.features.layout import Layout
-from train.features.online import CachedFeatures, FeatureSource, fits_cache, online_features
+from train.features.online import FeatureSource, fits_cache, online_features
 from train.features.store import (
+    CachedFeatures,
     FeatureStore,
     manifest,
     open_store,
@@ -43,20 +44,14 @@ def open_features(
     if isinstance(settings, OnlineFeaturesConfig):
         if not fits_cache(settings, target, aux_layers, int(sequences.offsets[-1])):
             return online_features(target, aux_layers)
-        record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), weights)
+        layout = Layout.of(target, aux_layers)
+        record = manifest(target, engine.tokenizer, sequences, layout, weights)
         of_batches = {"batch_size": config.batch_size, "room": config.room, "process": accelerator.process_index}
+        folder = place / f"interrupted-{store_name(record | of_batches)}"
+        cache = CachedFeatures(folder, target, aux_layers, sequences, layout)
         with stopping_together(accelerator, target.join_gathers):
-            return CachedFeatures(
-                target,
-                aux_layers,
-                sequences,
-                config.batch_size,
-                config.room,
-                show=show,
-                check=stop.check,
-                kept=place / f"interrupted-{store_name(record | of_batches)}.safetensors",
-                threads=threads,
-            )
+            cache.fill(config.batch_size, (0, 1), stop.check, room=config.room, show=show, threads=threads)
+        return cache
     assert isinstance(settings, OfflineFeaturesConfig)
     layout = Layout.of(target, aux_layers, settings)
     record = manifest(target, engine.tokenizer, sequences, layout, weights)

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -35,38 +35,27 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Paths inside the repository become relative to it; of others only the last part is kept.
     """
-    stated = [record.get("config", {}), record.get("target", "")]  # paths in other texts are quoted from these
-    places = sorted({text for text in _texts(stated) if Path(text).is_absolute()}, key=len, reverse=True)
+    from torch.utils._pytree import tree_leaves, tree_map  # with torch, which not every caller needs
+
+    # paths in other texts are quoted from these
+    stated = tree_leaves([record.get("config", {}), record.get("target", "")])
+    paths = {leaf for leaf in stated if isinstance(leaf, str) and Path(leaf).is_absolute()}
+    places = sorted(paths, key=len, reverse=True)
     names = {place: portable_path(place) or f".../{Path(place).name}" for place in places}
-    return _renamed(record, names | {f"{REPO_ROOT}/": "", str(REPO_ROOT): ".", f"{os.path.expanduser('~')}/": "~/"})
+    names |= {f"{REPO_ROOT}/": "", str(REPO_ROOT): ".", f"{os.path.expanduser('~')}/": "~/"}
+
+    def renamed(value: Any) -> Any:
+        for place, name in names.items() if isinstance(value, str) else ():
+            # not in the middle of a longer path or URL
+            value = re.sub(rf"(?<![\w.]){re.escape(place)}", lambda _, name=name: name, value)
+        return value
+
+    return tree_map(renamed, dict(record))
 
 
 def target_name(model: ModelConfig) -> str:
     """Return a target's hub id or its folder in the repository; for other folders, its name on the command line."""
     return portable_path(model.path) or model.name
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
-
-
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        for place, name in names.items():
-            value = re.sub(
-                rf"(?<![\w.]){re.escape(place)}", lambda _, name=name: name, value
-            )  # not in the middle of a longer path or URL
-        return value
-    if isinstance(value, Mapping):
-        return {key: _renamed(item, names) for key, item in value.items()}
-    return [_renamed(item, names) for item in value] if isinstance(value, list | tuple) else value
 
 
 def code_state() -> dict[str, Any]:

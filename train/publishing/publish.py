@@ -20,14 +20,14 @@ from train.publishing.provenance import provenance
 from train.publishing.report import write_report
 from train.publishing.samples import how_many
 from train.publishing.target_view import ServedTarget
-from train.publishing.trackers import Results, Tracker
+from train.publishing.trackers import Results, Trackers
 
 
 def publish_run(
     config: TrainConfig,
     folder: Path,
     prepared: Prepared,
-    tracker: Tracker,
+    tracker: Trackers,
     progress: Mapping[str, Any],
     best: float,
     judge: Callable[[float], str | None],

@@ -1,4 +1,4 @@
-"""Experiment trackers: metrics.jsonl always, and W&B or TensorBoard if configured. Secrets are masked.
+"""Experiment trackers: metrics.jsonl always, and if configured one of accelerate's. Secrets are masked.
 
 A tracker that cannot work falls back or is rejected at the start; none can stop or hang a run. Independent of the
 meaning of metrics.
@@ -16,19 +16,30 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from infer.config import TrackerConfig, WandbConfig
+from infer.config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
 from train.storage import atomic
 
-METRICS, WANDB_ID, WANDB_SENT = "metrics.jsonl", "wandb-id", "wandb-sent"
+if TYPE_CHECKING:  # importing accelerate takes a second
+    from accelerate.tracking import GeneralTracker
+
+METRICS, WANDB_ID, WANDB_SENT, MLFLOW_ID = "metrics.jsonl", "wandb-id", "wandb-sent", "mlflow-id"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 INIT_SECONDS = 20  # timeout of W&B's initialisation, after which the run is tracked offline
 FINISH_SECONDS = 60  # timeout of W&B's upload at the end
+# By tracker: a module of its package and a name in it. A folder `wandb` left by runs imports too, without that name.
+MODULES = {
+    "wandb": ("wandb", "init"),
+    "mlflow": ("mlflow", "start_run"),
+    "trackio": ("trackio", "init"),
+    "tensorboard": ("torch.utils.tensorboard", "SummaryWriter"),
+}
 
 
 class Sample(NamedTuple):
@@ -48,137 +59,100 @@ class Results(NamedTuple):
     aliases: Sequence[str]
 
 
-class Tracker:
-    """Contract: `log` at increasing steps, then `publish` and `finish` once; none raises on network failure."""
+class Trackers:
+    """A run's metrics.jsonl, one JSON object per line, and what `config` names beside it; `Trackers()` does nothing.
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        raise NotImplementedError
-
-    def publish(self, results: Results) -> None:
-        """Send the results; plots, report and head are in the run's folder in any case."""
-
-    def finish(self) -> None:
-        """Release resources."""
-
-
-class JsonlTracker(Tracker):
-    """One JSON object per line, in which null is a mean over nothing.
-
-    Rows after `resume_step`, of a killed run, are dropped, since they are logged again.
+    Call `log` at increasing steps, then `publish` and `finish` once. Rows after `resume_step`, of a killed run, are
+    dropped, since they are logged again; what was logged for that step itself is not.
     """
 
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        self._path = folder / METRICS
-        kept = [row for row in read_metrics(folder) if row["step"] <= resume_step]
-        atomic.write_text(self._path, "".join(map(json_line, kept)))
+    def __init__(
+        self,
+        folder: Path | None = None,
+        resume_step: int = 0,
+        config: TrackerConfig | None = None,
+        remote: Any = None,
+    ) -> None:
+        """`remote`: one of accelerate's trackers, started."""
+        self._folder, self._resume_step, self._config, self._remote = folder, resume_step, config, remote
+        rows = read_metrics(folder) if folder else []
+        self._logged = {name for row in rows if row["step"] == resume_step for name in row}
+        if folder:
+            kept = [row for row in rows if row["step"] <= resume_step]
+            atomic.write_text(folder / METRICS, "".join(map(json_line, kept)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a row. Raises ValueError if the disk is full."""
-        with atomic.refuse_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
+        if step == self._resume_step:
+            metrics = {name: value for name, value in metrics.items() if name not in self._logged}
+        if self._folder is None or not metrics:
+            return
+        path = self._folder / METRICS
+        with atomic.refuse_full_disk(path), path.open("a", encoding="utf-8") as file:
             file.write(json_line({"step": step, **metrics}))
-
-
-def json_line(row: Mapping[str, float]) -> str:
-    """Return the row as JSON, which has no nan."""
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
-
-
-class TensorboardTracker(Tracker):
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class WandbTracker(Tracker):
-    """Weights & Biases. Its files and run id are kept in the run's folder, so that resuming continues the W&B run."""
-
-    def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
-        self._wandb, self._config, self._sent = wandb, config, folder / WANDB_SENT
-        arguments = {
-            "project": config.project,
-            "entity": config.entity,
-            "id": wandb_id(folder),
-            "name": run,
-            "dir": str(folder),
-            "config": dict(settings),
-        }
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS)
-        mode = wandb_mode(config, quiet.base_url)
-        try:
-            resume = "allow" if mode == "online" else None  # offline runs with the same id are merged by `wandb sync`
-            self._run = wandb.init(**arguments, mode=mode, resume=resume, settings=quiet)
-        except Exception as error:  # of any kind: a tracker must not end the run
-            if config.mode == "online":
-                raise ValueError(f"tracker.mode=online: W&B cannot be reached ({error}); try offline") from error
-            warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
-            wandb.teardown()  # otherwise the id is still in use
-            self._run = wandb.init(**arguments, mode="offline", settings=quiet)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._try(lambda remote: remote.log(dict(metrics), step=step))
 
     def publish(self, results: Results) -> None:
-        """Send plots, and sample texts and the head's files if configured, unless a repeated run has the same again."""
-        content = [*(plot.read_bytes() for plot in results.plots), results.samples, self._config]
-        digest = hashlib.sha256(repr(content).encode()).hexdigest()
-        if self._sent.is_file() and self._sent.read_text(encoding="utf-8").strip() == digest:
+        """Send the results to W&B, unless a repeated run has the same again; they are in the run's folder anyway."""
+        config, folder = self._config, self._folder
+        if not isinstance(config, WandbConfig) or self._remote is None or folder is None:
             return
-        try:
-            self._send(results)
-            atomic.write_text(self._sent, digest + "\n")
-        except Exception as error:  # the head is exported: no failure here may end the run
-            warn(f"the results could not be sent to W&B ({type(error).__name__}: {error})")
-
-    def _send(self, results: Results) -> None:
-        images = {f"plots/{plot.stem}": self._wandb.Image(str(plot)) for plot in results.plots}
-        self._run.log(images)
-        if self._config.samples:
-            rows = [list(sample) for sample in results.samples[: self._config.samples]]
-            self._run.log({"samples": self._wandb.Table(columns=["prompt", "answer, accepted marked", "τ"], data=rows)})
-        if self._config.upload:
-            artifact = self._wandb.Artifact("-".join(results.export.parts[-2:]), type="head")
-            artifact.add_dir(str(results.export))
-            self._run.log_artifact(artifact, aliases=list(results.aliases))
+        content = [*(plot.read_bytes() for plot in results.plots), results.samples, config]
+        digest, sent = hashlib.sha256(repr(content).encode()).hexdigest(), folder / WANDB_SENT
+        if sent.is_file() and sent.read_text(encoding="utf-8").strip() == digest:
+            return
+        self._try(lambda remote: send_to_wandb(remote, config, results))
+        if self._remote is not None:
+            atomic.write_text(sent, digest + "\n")
 
     def finish(self) -> None:
-        """Wait for the upload up to FINISH_SECONDS; the rest stays in the run's folder for `wandb sync`."""
-        ending = threading.Thread(target=self._run.finish, daemon=True)
+        """Release resources. W&B's upload is waited for up to FINISH_SECONDS; the rest stays for `wandb sync`."""
+        if not isinstance(self._config, WandbConfig):
+            self._try(finish_tracker)
+            return
+        ending = threading.Thread(target=self._try, args=(lambda remote: remote.finish(),), daemon=True)
         ending.start()
         ending.join(FINISH_SECONDS)
         if ending.is_alive():
             warn("W&B has not finished its upload; run `wandb sync` in the run's folder to complete it")
 
+    def _try(self, send: Callable[[Any], object]) -> None:
+        """Call `send` with the remote tracker. Its first failure, of any kind, ends it and not the run."""
+        if self._remote is None:
+            return
+        try:
+            send(self._remote)
+        except Exception as error:
+            warn(f"tracker={self._remote.name} fails and gets nothing more ({type(error).__name__}: {error})")
+            self._remote = None
 
-class Trackers(Tracker):
-    """All of a run's trackers combined; `Trackers([])` does nothing.
 
-    `logged`: the names that were logged for step `resume_step` before the run was resumed there; they are not again.
-    """
+def finish_tracker(remote: Any) -> None:
+    """Finish a tracker that is not W&B's. Trackio prints, and again when the process ends unless it is told itself."""
+    with redirect_stdout(sys.stderr):
+        if remote.name == "trackio":
+            importlib.import_module("trackio").finish()
+        else:
+            remote.finish()
 
-    def __init__(self, trackers: list[Tracker], resume_step: int = 0, logged: Collection[str] = ()) -> None:
-        self._trackers, self._resume_step, self._logged = trackers, resume_step, logged
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step == self._resume_step:
-            metrics = {name: value for name, value in metrics.items() if name not in self._logged}
-        for tracker in self._trackers if metrics else ():
-            tracker.log(step, metrics)
+def json_line(row: Mapping[str, float]) -> str:
+    """Return the row as JSON, in which null is nan, a mean over nothing."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
 
-    def publish(self, results: Results) -> None:
-        for tracker in self._trackers:
-            tracker.publish(results)
 
-    def finish(self) -> None:
-        for tracker in self._trackers:
-            tracker.finish()
+def send_to_wandb(remote: Any, config: WandbConfig, results: Results) -> None:
+    """Send plots, and sample texts and the head's files if configured."""
+    import wandb
+
+    remote.log({f"plots/{plot.stem}": wandb.Image(str(plot)) for plot in results.plots})
+    if config.samples:
+        rows = [list(sample) for sample in results.samples[: config.samples]]
+        remote.log_table("samples", columns=["prompt", "answer, accepted marked", "τ"], data=rows)
+    if config.upload:
+        artifact = wandb.Artifact("-".join(results.export.parts[-2:]), type="head")
+        artifact.add_dir(str(results.export))
+        remote.tracker.log_artifact(artifact, aliases=list(results.aliases))
 
 
 def make_trackers(
@@ -189,47 +163,113 @@ def make_trackers(
     Raises ValueError if `check_tracker` does, or if W&B is required (tracker.mode=online) and cannot be reached.
     """
     check_tracker(config)
-    trackers: list[Tracker] = [JsonlTracker(folder, resume_step)]
-    logged = {name for row in read_metrics(folder) if row["step"] == resume_step for name in row}
-    if config.name == "tensorboard":
-        trackers.append(TensorboardTracker(folder, resume_step))
-    elif isinstance(config, WandbConfig):
-        wandb = import_wandb()
-        if wandb is None:
-            warn(f"wandb is not installed: metrics go to {METRICS} only (tracker=none silences this note)")
-        else:
-            trackers.append(WandbTracker(wandb, config, folder, run, redact(settings)))
-    return Trackers(trackers, resume_step, logged)
+    remote = None
+    if config.name in MODULES and import_tracker(config.name) is None:
+        warn(f"wandb is not installed: metrics go to {METRICS} only (pip install wandb; tracker=none silences this)")
+    elif config.name in MODULES:
+        try:
+            with redirect_stdout(sys.stderr):  # standard output is for the result
+                remote = start_tracker(config, folder, run, redact(settings), resume_step)
+        except Exception as error:  # of any kind: a tracker must not end the run
+            if isinstance(config, WandbConfig) and config.mode == "online":
+                raise
+            warn(
+                f"tracker={config.name} cannot be used ({type(error).__name__}: {error}): metrics go to {METRICS} only"
+            )
+    return Trackers(folder, resume_step, config, remote)
+
+
+def start_tracker(
+    config: TrackerConfig, folder: Path, run: str, settings: dict[str, Any], resume_step: int
+) -> GeneralTracker:
+    """Start a tracker. Its files are in the run's folder, as is the id by which a resumed run goes on there."""
+    from accelerate import PartialState, tracking
+    from accelerate.utils import clear_environment
+
+    with clear_environment():  # accelerate's trackers need a state: a trainer has it, any other command is alone
+        PartialState()
+    if isinstance(config, WandbConfig):
+        return start_wandb(config, folder, run, settings)
+    if isinstance(config, MlflowConfig):
+        return start_mlflow(config, folder, run, settings)
+    tracker: GeneralTracker
+    if isinstance(config, ProjectConfig):
+        tracker = tracking.TrackioTracker(config.project, name=run, config=settings, resume="allow")
+    else:
+        tracker = tracking.TensorBoardTracker("tensorboard", folder, purge_step=resume_step + 1)
+    tracker.start()
+    return tracker
+
+
+def start_wandb(config: WandbConfig, folder: Path, run: str, settings: dict[str, Any]) -> GeneralTracker:
+    """Start accelerate's tracker for Weights & Biases, offline if its server cannot be reached and need not be."""
+    import wandb
+    from accelerate.tracking import WandBTracker
+
+    quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS)
+    where = {"entity": config.entity, "id": wandb_id(folder), "name": run, "dir": str(folder)}
+
+    def start(mode: str) -> GeneralTracker:
+        resume = "allow" if mode == "online" else None  # offline runs with the same id are merged by `wandb sync`
+        tracker = WandBTracker(config.project, **where, config=settings, mode=mode, resume=resume, settings=quiet)
+        tracker.start()
+        return tracker
+
+    mode = wandb_mode(config, quiet.base_url)
+    try:
+        return start(mode)
+    except Exception as error:  # of any kind: a tracker must not end the run
+        if config.mode == "online":
+            raise ValueError(f"tracker.mode=online: W&B cannot be reached ({error}); try offline") from error
+        warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
+        wandb.teardown()  # otherwise the id is still in use
+        return start("offline")
+
+
+def start_mlflow(config: ProjectConfig, folder: Path, run: str, settings: dict[str, Any]) -> GeneralTracker:
+    """Start accelerate's tracker for MLflow, in the run's folder unless MLFLOW_TRACKING_URI names a server."""
+    import mlflow  # pyright: ignore[reportMissingImports]
+    from accelerate.tracking import MLflowTracker
+
+    from train.storage.run_folder import flatten
+
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    file = folder / MLFLOW_ID
+    run_id = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    tracker = MLflowTracker(config.project, logging_dir=str(folder / "mlruns"), run_id=run_id, run_name=run)
+    tracker.start()
+    if run_id is None:  # of a resumed run MLflow would refuse other parameters
+        tracker.store_init_configuration(flatten(settings))
+        atomic.write_text(file, tracker.tracker.info.run_id + "\n")
+    return tracker
 
 
 def check_tracker(config: TrackerConfig) -> None:
     """Raise ValueError for a tracker that cannot work on this machine and has no fallback."""
-    if config.name == "tensorboard":
-        try:
-            importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise ValueError(
-                "tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker=none"
-            ) from error
-    if isinstance(config, WandbConfig) and config.mode == "online":
-        wandb = import_wandb()
-        if wandb is None:
-            raise ValueError("tracker.mode=online: wandb is not installed; pip install wandb, or tracker=none")
-        url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+    if config.name not in MODULES or (isinstance(config, WandbConfig) and config.mode != "online"):
+        return
+    key = "tracker.mode=online" if isinstance(config, WandbConfig) else f"tracker={config.name}"
+    module = import_tracker(config.name)
+    if module is None:
+        raise ValueError(f"{key}: {config.name} is not installed; pip install {config.name}, or tracker=none")
+    if isinstance(config, WandbConfig):
+        url = os.environ.get("WANDB_BASE_URL") or module.Settings().base_url
         if not has_wandb_credentials(url):
             raise ValueError(
-                f"tracker.mode=online: there are no credentials for {url}; say `wandb login`, set WANDB_API_KEY, or "
+                f"{key}: there are no credentials for {url}; say `wandb login`, set WANDB_API_KEY, or "
                 "tracker.mode=offline"
             )
 
 
-def import_wandb() -> Any | None:
-    """Return the wandb package or None. A folder `wandb` left by runs imports as an empty package without `init`."""
+def import_tracker(name: str) -> Any | None:
+    """Return the module of a tracker's package; None if it is not installed."""
+    module_name, entry = MODULES[name]
     try:
-        wandb = importlib.import_module("wandb")
+        module = importlib.import_module(module_name)
     except ImportError:
         return None
-    return wandb if hasattr(wandb, "init") else None
+    return module if hasattr(module, entry) else None
 
 
 def wandb_id(folder: Path) -> str:
