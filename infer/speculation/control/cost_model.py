@@ -17,8 +17,6 @@ from infer.speculation.budget import Budget
 
 # Weight of the newest step in a correction: steps vary by a tenth (LOG.md, 2026-11-23), a mean of ten by a thirtieth.
 LEARNS = 0.1
-# After a change between plain and speculative steps a correction counts like this many steps, since it may have aged.
-AGED = 2.0
 # A step that takes so many times what those before it took, and a table in which a smaller work takes so many times
 # what a larger one does, show another process at work (LOG.md, 2026-11-25, "Threads beside busy processes").
 DISTURBED = 2.0
@@ -78,12 +76,7 @@ class CostTable:
 
         Beyond the largest batch its curve applies, since noise in the others would grow with the distance.
         """
-        right = min(bisect_left(self.batches, batch), len(self.batches) - 1)
-        low, high = self.batches[right - 1], self.batches[right]
-        if right == 0 or batch >= high:
-            return curves[right](size)
-        share = (batch - low) / (high - low)
-        return curves[right - 1](size) * (1 - share) + curves[right](size) * share
+        return Curve(self.batches, tuple(curve(size) for curve in curves))(min(batch, self.batches[-1]))
 
 
 def contradiction(table: CostTable) -> str:
@@ -113,11 +106,11 @@ class Correction:
 
     factor: float
     guessed: bool  # the factor is a guess, which the first step replaces; else that may be one of cold caches
-    seen: float = 0.0
+    seen: int = 0
 
     def learn(self, ratio: float) -> None:
-        self.seen += 1.0
-        if self.seen > 1.0 or not self.guessed:
+        self.seen += 1
+        if self.seen > 1 or not self.guessed:
             ratio = min(max(ratio, self.factor / DISTURBED), self.factor * DISTURBED)
         self.factor += max(LEARNS, 1 / self.seen) * (ratio - self.factor)
 
@@ -138,7 +131,6 @@ class CostModel:
         self._corrections: dict[tuple[str, int], dict[int, Correction]] = {}  # by number of rows
         self._machine = 1.0  # the correction of plain steps learnt last
         self.settled = True  # the step that is learnt from; the first of a kind, for SETTLES_S, may be slow
-        self._before: bool | None = None  # whether the settled step before was speculative
 
     @property
     def guessed(self) -> bool:
@@ -170,7 +162,6 @@ class CostModel:
         """Learn from a step without prefill and drafts."""
         self._learn("plain", batch, seconds, self._step(batch, batch))
         self._machine = self._factor("plain", batch)
-        self._before = False if self.settled else self._before
 
     def learn_drafted(
         self, batch: int, rows: int, drafter: str, counts: Sequence[int], seconds: float, drafting: float | None
@@ -188,7 +179,6 @@ class CostModel:
         self._learn("verify", batch, seconds - drafting, self._step(batch, rows), rows)
         if predicted > 0:
             self._learn(drafter, counts[0], drafting, predicted)
-        self._before = True if self.settled else self._before
         self._trials_left -= self.guessed
 
     def _learn(self, kind: str, batch: int, seconds: float, tabulated: float, rows: int = 1) -> None:
@@ -197,8 +187,6 @@ class CostModel:
             return
         corrections = self._corrections.setdefault((kind, bucket(batch)), {})
         correction = corrections.setdefault(bucket(rows), Correction(factor, self._guess))
-        if self._before != (kind != "plain"):
-            correction.seen = min(correction.seen, AGED)
         before = correction.factor
         correction.learn(seconds / tabulated)
         if kind == "plain" and correction.seen > 1 / LEARNS:
@@ -207,10 +195,9 @@ class CostModel:
                     other.factor *= correction.factor / before
 
     def _factor(self, kind: str, batch: int, rows: int = 1) -> float:
-        for key in ((kind, bucket(batch)), ("plain", bucket(batch))):
-            if corrections := self._corrections.get(key):
-                nearest = min(corrections, key=lambda each: abs(each - bucket(rows)))
-                return corrections[nearest].factor
+        for name in (kind, "plain"):
+            if by_rows := self._corrections.get((name, bucket(batch))):
+                return by_rows[min(by_rows, key=lambda each: abs(each - bucket(rows)))].factor
         return self._machine
 
 
