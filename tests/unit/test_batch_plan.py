@@ -43,7 +43,7 @@ def test_costs_are_corrected_by_steps_and_no_stall_moves_them_far():
         costs.learn_drafted(1, 8, "head", [1, 1, 1], 28.5 + 3.0, 3.0)
     assert costs.plain(1) == pytest.approx(18.0)
     assert costs.verify(1, 8) == pytest.approx(28.5)
-    assert costs.draft("head", 1, 3) == pytest.approx(3.0, rel=0.01)
+    assert costs.draft("head", 1, 3) == pytest.approx(3.0)
     assert costs.plain(16) == pytest.approx(1.5 * make_costs(1.0, 2.0).plain(16))  # until steps of 16 were seen
     costs.learn_plain(1, 1e5)
     assert costs.plain(1) < 28.0

@@ -17,6 +17,9 @@ from infer.speculation.budget import Budget
 
 # Weight of the newest step in a correction: steps vary by a tenth (LOG.md, 2026-11-23), a mean of ten by a thirtieth.
 LEARNS = 0.1
+# After a change between plain and speculative steps a correction counts like this many steps, since it may have aged.
+# Without this a simulated target of 0.4 B never drafts for four requests again once their text suits its drafts.
+AGED = 2
 # A step that takes so many times what those before it took, and a table in which a smaller work takes so many times
 # what a larger one does, show another process at work (LOG.md, 2026-11-25, "Threads beside busy processes").
 DISTURBED = 2.0
@@ -131,6 +134,7 @@ class CostModel:
         self._corrections: dict[tuple[str, int], dict[int, Correction]] = {}  # by number of rows
         self._machine = 1.0  # the correction of plain steps learnt last
         self.settled = True  # the step that is learnt from; the first of a kind, for SETTLES_S, may be slow
+        self._before: bool | None = None  # whether the settled step before was speculative
 
     @property
     def guessed(self) -> bool:
@@ -162,6 +166,7 @@ class CostModel:
         """Learn from a step without prefill and drafts."""
         self._learn("plain", batch, seconds, self._step(batch, batch))
         self._machine = self._factor("plain", batch)
+        self._before = False if self.settled else self._before
 
     def learn_drafted(
         self, batch: int, rows: int, drafter: str, counts: Sequence[int], seconds: float, drafting: float | None
@@ -179,6 +184,7 @@ class CostModel:
         self._learn("verify", batch, seconds - drafting, self._step(batch, rows), rows)
         if predicted > 0:
             self._learn(drafter, counts[0], drafting, predicted)
+        self._before = True if self.settled else self._before
         self._trials_left -= self.guessed
 
     def _learn(self, kind: str, batch: int, seconds: float, tabulated: float, rows: int = 1) -> None:
@@ -187,6 +193,8 @@ class CostModel:
             return
         corrections = self._corrections.setdefault((kind, bucket(batch)), {})
         correction = corrections.setdefault(bucket(rows), Correction(factor, self._guess))
+        if self._before != (kind != "plain"):
+            correction.seen = min(correction.seen, AGED)
         before = correction.factor
         correction.learn(seconds / tabulated)
         if kind == "plain" and correction.seen > 1 / LEARNS:
