@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infer.speculation import control
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_budgets
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, best_plan
@@ -233,3 +235,8 @@ def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
         others(20)  # keeps the drafter's overall acceptance rate constant
     costs = make_costs(row=0.2, draft=0.2, fixed=2.8)
     assert bool(best_plan(1, chains(1, 4), costs, acceptance, 0.03).budgets) == drafts
+
+
+def test_the_planner_and_what_it_rests_on_stay_small():
+    (folder,) = map(Path, control.__path__)
+    assert 0 < sum(len(file.read_text(encoding="utf-8").splitlines()) for file in folder.glob("*.py")) <= 900

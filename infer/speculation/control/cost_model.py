@@ -18,7 +18,8 @@ from infer.speculation.budget import Budget
 # Weight of the newest step in a correction: steps vary by a tenth, a mean of ten by a thirtieth.
 LEARNS = 0.1
 # After a change between plain and speculative steps a correction counts like this many steps, since it may have aged.
-AGED = 2.0
+# Without this a simulated target of 0.4 B never drafts for four requests again once their text suits its drafts.
+AGED = 2
 # A step that takes so many times what those before it took, and a table in which a smaller work takes so many times
 # what a larger one does, show another process at work.
 DISTURBED = 2.0
@@ -79,12 +80,7 @@ class CostTable:
 
         Beyond the largest batch its curve applies, since noise in the others would grow with the distance.
         """
-        right = min(bisect_left(self.batches, batch), len(self.batches) - 1)
-        low, high = self.batches[right - 1], self.batches[right]
-        if right == 0 or batch >= high:
-            return curves[right](size)
-        share = (batch - low) / (high - low)
-        return curves[right - 1](size) * (1 - share) + curves[right](size) * share
+        return Curve(self.batches, tuple(curve(size) for curve in curves))(min(batch, self.batches[-1]))
 
 
 def contradiction(table: CostTable) -> str:
@@ -114,11 +110,11 @@ class Correction:
 
     factor: float
     guessed: bool  # the factor is a guess, which the first step replaces; else that may be one of cold caches
-    seen: float = 0.0
+    seen: int = 0
 
     def learn(self, ratio: float) -> None:
-        self.seen += 1.0
-        if self.seen > 1.0 or not self.guessed:
+        self.seen += 1
+        if self.seen > 1 or not self.guessed:
             ratio = min(max(ratio, self.factor / DISTURBED), self.factor * DISTURBED)
         self.factor += max(LEARNS, 1 / self.seen) * (ratio - self.factor)
 
@@ -208,10 +204,9 @@ class CostModel:
                     other.factor *= correction.factor / before
 
     def _factor(self, kind: str, batch: int, rows: int = 1) -> float:
-        for key in ((kind, bucket(batch)), ("plain", bucket(batch))):
-            if corrections := self._corrections.get(key):
-                nearest = min(corrections, key=lambda each: abs(each - bucket(rows)))
-                return corrections[nearest].factor
+        for name in (kind, "plain"):
+            if by_rows := self._corrections.get((name, bucket(batch))):
+                return by_rows[min(by_rows, key=lambda each: abs(each - bucket(rows)))].factor
         return self._machine
 
 
