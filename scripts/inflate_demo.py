@@ -68,7 +68,7 @@ def inflate(args: argparse.Namespace) -> None:
     shape = shape_of(args.shape, small.config)
     head = load_head(args.head, target=small) if args.head else None
     if head is not None and not isinstance(head, Eagle3Head):
-        raise ValueError(f"--head {args.head}: a head of kind {head.name}; only EAGLE-3 heads are enlarged")
+        raise ValueError(f"--head {args.head}: a head of kind {head.config.name}; only EAGLE-3 heads are enlarged")
     with atomic.replace_folder(args.out) as staging:
         write_target(args.model, shape, staging, dtype=dtype, seed=args.seed, marked=marked)
         if head is not None:

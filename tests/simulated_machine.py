@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from infer.request import DrafterState, Phase, Request, SamplingParams
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.early_exit import HostExit, exit_rows
+from infer.speculation.early_exit import EarlyExit, exit_terms
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
@@ -225,7 +227,9 @@ class Simulation:
         active = [b for b, budget in enumerate(budgets) if budget.nodes]
         scoring = self.confidence if self.confidence is not None and self.confidence.scoring else None
         limits = [budget.depth for budget in budgets]
-        exits = HostExit(exit_rows(scoring, decoding, limits, max(limits))) if scoring is not None and active else None
+        exits = None
+        if scoring is not None and active:
+            exits = EarlyExit.on_host(exit_terms(scoring, decoding, limits, max(limits)), limits)
         scores: list[list[float]] = [[] for _ in decoding]
         counts: list[int] = []
         while active:
@@ -235,12 +239,13 @@ class Simulation:
                 rates[b].append(self.rng.betavariate(1.5 * rate + 1e-3, 1.5 * (1 - rate) + 1e-3))
             kept = going = active
             if exits is not None:
-                values = [math.log(max(rates[b][-1], 1e-6)) for b in active]
-                keep, continues = exits.decide(len(counts) - 1, values, active)
-                for b, value, keeps in zip(active, values, keep, strict=True):
-                    scores[b] += [value] if keeps else []
-                kept = [b for b, keeps in zip(active, keep, strict=True) if keeps]
-                going = [b for b, goes in zip(active, continues, strict=True) if goes]
+                log_probs, before = np.zeros(len(decoding)), exits.chains.length
+                log_probs[active] = [math.log(max(rates[b][-1], 1e-6)) for b in active]
+                exits.after(len(counts) - 1, log_probs)
+                kept = [b for b in active if exits.chains.length[b] > before[b]]
+                going = [b for b in active if exits.chains.active[b]]
+                for b in kept:
+                    scores[b].append(float(log_probs[b]))
             for b in kept:
                 depths[b] += 1
             active = [b for b in going if len(rates[b]) < budgets[b].depth]

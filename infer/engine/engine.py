@@ -61,8 +61,10 @@ from infer.speculation.speculator import Speculator
 from infer.speculation.verify import rule_for
 from models.end_tokens import within
 from models.heads.base import Head
+from models.heads.borrowing import borrow
 from models.heads.config import HeadConfig
 from models.heads.draft_model.head import DraftModelHead
+from models.heads.weights import pack
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 
@@ -408,11 +410,10 @@ class Engine:
 
     def _packed(self, head: Head) -> HeadProposer:
         packed = copy.deepcopy(head, {id(self.target.embed_tokens): self.target.embed_tokens})
-        packed.borrow(self.target)
+        borrow(packed, self.target)
         packed.to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
-        packed.stack_layers()
         narrow = drafter_format(self.config.head_weights, self.dtype, self.device)
-        packed.pack(exact=self.config.exact, weight_format=narrow)
+        pack(packed, exact=self.config.exact, weight_format=narrow)
         return HeadProposer(packed, self.target.config.num_layers, self.proposer_config)
 
     def _use_head(self, head: Head) -> None:
@@ -431,7 +432,7 @@ class Engine:
     def _use_draft_model(self, model: DraftModelHead) -> None:
         """Pack `model`. Its layers come last in the pool."""
         narrow = drafter_format(self.config.draft_weights, self.dtype, self.device)
-        model.pack(exact=self.config.exact, weight_format=narrow)
+        pack(model, exact=self.config.exact, weight_format=narrow)
         self._draft_model = DraftModelProposer(model, self.proposer_config)
 
     def _make_pool(self) -> None:

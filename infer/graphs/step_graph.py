@@ -160,7 +160,7 @@ class StepGraphs:
             return
         self._budgets = list(budgets)
         depths = [budget.depth for budget in budgets]
-        parallel = self.proposer is not None and self.proposer.module.parallel
+        parallel = self.proposer is not None and self.proposer.loop.one_forward
         terms = exit_terms(confidence, requests, depths, self._scored, parallel=parallel)
         self._state.set_budgets(budgets, terms, self._turn)
 
@@ -237,7 +237,7 @@ class StepGraphs:
             return DraftTree.chain(root, root[:, None][:, :0], torch.zeros_like(root), padded=True)
         unread = rows.unread(kv=bool(proposer.kv_layers))
         if self._shape is None:
-            early_exit = EarlyExit(rows.exit_terms) if self._scored else None
+            early_exit = EarlyExit(rows.exit_terms, rows.depth) if self._scored else None
             chains = proposer.loop.chain(unread, rows.depth, self.limit.depth, early_exit)
             if chains.log_probs is not None:
                 self._log_probs[: len(root)] = chains.log_probs
@@ -326,7 +326,7 @@ class GraphCache:
         memory = self._memory = self._memory or GraphMemory(shard.device)
         drafters = list[tuple[HeadProposer | None, Budget]]()
         if isinstance(proposer, HeadProposer):
-            part = proposer.module.attention
+            part = proposer.module.config.attention
             if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
                 drafters.append((proposer, limit))
             if proposer.shape is not None:

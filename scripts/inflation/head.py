@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.weights import checkpoint_layout, checkpoint_tensors
 from models.weights import load_into
 from scripts.inflation.layers import LAYER, LIFT, LayerAxes, Noise, norm, put, vocabulary
 from scripts.inflation.shapes import Axis, Shape, layer_places
@@ -36,9 +37,9 @@ def inflate_head(
         wide = Eagle3Head(new)
     wide = wide.to(dtype).to_empty(device=device)
     noise = Noise(seed, torch.device(device))
-    source = head.checkpoint_tensors()
+    source = checkpoint_tensors(head)
     tensors = {name: tensor.to(dtype) for name, tensor in _tensors(source, old, new, noise, marked=marked)}
-    layout = {name: parts for name, parts in wide.checkpoint_layout().items() if name not in ("d2t", "t2d")}
+    layout = {name: parts for name, parts in checkpoint_layout(wide).items() if name not in ("d2t", "t2d")}
     load_into(wide, tensors, layout, source="the enlarged head")
     added = old.vocab_size + torch.arange(new.draft_vocab_size - old.draft_vocab_size)
     ids = torch.cat([head.target_ids.cpu(), added])

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from models.heads.eagle3.config import FLAGS, Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head
+from models.heads.weights import checkpoint_layout
 from models.targets import load_target
 
 
@@ -90,8 +91,8 @@ def test_the_files_are_what_vllm_reads(tiny_head_folder, tiny_target):
 def test_a_full_draft_vocabulary_writes_no_maps(tiny_target):
     head = Eagle3Head(Eagle3Options(draft_vocab_size=10**6).for_target(tiny_target.config))
     assert head.config.draft_vocab_size == 384
-    assert not {"d2t", "t2d"} & set(head.checkpoint_layout())
-    assert torch.equal(head.draft_to_target(torch.arange(384)), torch.arange(384))
+    assert not {"d2t", "t2d"} & set(checkpoint_layout(head))
+    assert torch.equal(head.target_ids, torch.arange(384))
 
 
 @pytest.mark.parametrize("flag", FLAGS)

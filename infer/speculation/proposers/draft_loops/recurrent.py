@@ -1,0 +1,141 @@
+"""Drafts with a recurrent head: a level is one forward over the nodes that are grown.
+
+On a CPU it is one C call per level where the head's layers allow it (kernels/draft.py), which drafts the same tokens.
+Nothing may look at or restrict the logits then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.kvcache.tensors import KVLayers
+from infer.speculation.early_exit import EarlyExit
+from infer.speculation.proposers.draft_loops.base import (
+    Chains,
+    DraftLoop,
+    LogitsAt,
+    Unread,
+    last_states,
+    positions_from,
+    rows_past,
+)
+from infer.speculation.tree_shapes import Children, Run, TreeShape
+from kernels.draft import NativeChains, NativeDraft, NativeTrees, fuse_draft
+from kernels.rows import AttentionRows
+from kernels.tree import Picked
+from models.heads.base import RecurrentHead
+
+
+class RecurrentLoop(DraftLoop):
+    """`native`: the head's layers in C, and the caches of its KV; None where they run in torch."""
+
+    _head: RecurrentHead
+
+    def __init__(self, head: RecurrentHead) -> None:
+        super().__init__(head)
+        self.native: tuple[NativeDraft, Sequence[Tensor]] | None = None
+
+    def attach(self, layers: KVLayers, first_layer: int) -> None:
+        super().attach(layers, first_layer)
+        parts, shape = self._head.draft_parts(), self._head.config.attention
+        caches = layers.caches[first_layer : first_layer + (0 if shape is None else shape.layers)]
+        if parts is not None and all(cache.dtype is parts.decoder.dtype for cache in caches):
+            native = fuse_draft(parts)
+            self.native = None if native is None else (native, caches)
+
+    def places(self, depth: int, shape: TreeShape | None) -> int:
+        return depth - 1 if shape is None else shape.rows
+
+    def read(self, unread: Unread) -> None:
+        if self.native is None:
+            last_states(self, self._head, unread)
+        else:
+            native, caches = self.native
+            NativeChains(native, *self._native_inputs(unread, 0), caches, None, 0).read()
+
+    def _all_levels(self, unread: Unread, depths: Tensor, deepest: int, early_exit: EarlyExit | None) -> Chains | None:
+        if self.native is None or restricts(unread):
+            return None
+        (native, caches), inputs = self.native, self._native_inputs(unread, deepest)
+        return native_chain(NativeChains(native, *inputs, caches, unread.parameters, deepest), depths, early_exit)
+
+    def _native_inputs(self, unread: Unread, deepest: int) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
+        """Return the first level's inputs: all unread rows, none of them spare."""
+        assert unread.rows is not None
+        assert self.native is not None
+        assert int(unread.root.max()) + 1 + deepest <= len(self.native[0].parts.rotary[0])
+        return unread.ids, self.fused(unread.features), unread.slots, unread.rows
+
+    def _logits(self, unread: Unread, positions: Tensor) -> LogitsAt:
+        state, after_root = last_states(self, self._head, unread), unread.root - unread.base
+
+        def logits_at(level: int, drafted: Sequence[Tensor]) -> tuple[Tensor, None]:
+            nonlocal state
+            if level:
+                attention = self.attention(rows_past(unread, after_root, 1, shift=level))
+                state = self._head.step(drafted[-1], state, positions[level - 1], attention, level)
+            return self._head.logits(state, level), None
+
+        return logits_at
+
+    def _growing(self, unread: Unread, shape: TreeShape, deepest: int) -> tuple[Children, Run]:
+        """Each node attends to its own ancestors."""
+        if self.native is not None and not restricts(unread):
+            (native, caches), inputs = self.native, self._native_inputs(unread, deepest)
+            count = max(map(shape.fan_out, range(1, deepest + 1)))
+            limits = {"width": shape.width, "count": count, "places": shape.rows}
+            trees = NativeTrees(native, *inputs, caches, unread.parameters, deepest, **limits)
+            return trees.children, lambda level, picked: trees.run(level, picked.parent, picked.token)
+        after_root, positions = unread.root - unread.base, positions_from(unread.root, deepest)
+        state, ran = last_states(self, self._head, unread)[:, None], 0  # [B, M, S] of the nodes a level is grown from
+
+        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+            width, parameters = state.shape[1], unread.parameters
+            logits, at = self._head.logits(state.flatten(0, 1), level - 1), positions[level - 1]
+            parameters = parameters and parameters.repeated(width)
+            tokens, values = self.best(logits, at.repeat_interleave(width), parameters, fan_out)
+            return tokens.unflatten(0, (-1, width)), values.unflatten(0, (-1, width))
+
+        def run(level: int, picked: Picked) -> None:
+            nonlocal state, ran
+            width, tree_mask = picked.parent.shape[1], picked.frontier.tree_mask
+            above = state.gather(1, picked.parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
+            rows = rows_past(unread, after_root, width, shift=1, offset=ran, tree_mask=tree_mask)
+            slots = positions[level - 1].repeat_interleave(width)
+            stepped = self._head.step(picked.token.flatten(), above, slots, self.attention(rows), level)
+            state, ran = stepped.unflatten(0, (-1, width)), ran + width
+
+        return children, run
+
+
+def restricts(unread: Unread) -> bool:
+    return unread.parameters is not None and unread.parameters.restricts
+
+
+def native_chain(levels: NativeChains, depths: Tensor, early_exit: EarlyExit | None) -> Chains:
+    """Draft chains of up to `depths` `[B]` tokens each. Those that end leave the batch."""
+    limits, active = depths.tolist(), list(range(len(depths)))
+    drafts, scores = [[0] * max(limits) for _ in limits], np.zeros((len(limits), max(limits)), np.float32)
+    for level in range(max(limits)):
+        tokens, log_probs = levels.draft(return_log_probs=early_exit is not None)
+        for row, token in zip(active, tokens, strict=True):
+            drafts[row][level] = token
+        if early_exit is None:
+            places = [place for place, row in enumerate(active) if limits[row] > level + 1]
+        else:
+            scores[active, level] = log_probs
+            early_exit.after(level, scores[:, level])
+            places = [place for place, row in enumerate(active) if early_exit.chains.active[row]]
+        if not places:
+            break
+        if len(places) < len(active):
+            levels.keep(places)
+            active = [active[place] for place in places]
+    if early_exit is None:
+        return Chains(torch.tensor(drafts), depths)
+    width = int(early_exit.lengths.max())
+    return Chains(torch.tensor(drafts)[:, :width], early_exit.lengths, torch.from_numpy(scores[:, :width]))
