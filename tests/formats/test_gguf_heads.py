@@ -130,7 +130,8 @@ def held(draw):
     layer = replace(config.layer, num_layers=1, attention_bias=False, output_bias=False, mlp_bias=False)
     if layer.rope.rope_type == "llama3":  # of too few frequencies to tell its factor: test_rotary_scaling
         layer = replace(layer, rope=RopeConfig())
-    return replace(config, layer=layer, aux_layers=(1, 4, 5), fc_norm=False, norm_output=False)
+    flags = dict.fromkeys(("fc_norm", "norm_output", "embed_requires_grad"), False)
+    return replace(config, layer=layer, aux_layers=(1, 4, 5), **flags)
 
 
 @settings(max_examples=25, deadline=None)

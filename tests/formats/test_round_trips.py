@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import Field, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from models.formats.conversion import (
 from models.formats.dflash import causal_layers
 from models.formats.matching import expected_tensors
 from models.heads import HEADS
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import NewHeadConfig
 from models.heads.dflash.config import DFlashConfig
 from tests.formats.sources import SOURCES
 
@@ -92,6 +92,8 @@ def configs(draw, name: str) -> Any:
     target = replace(target, tie_word_embeddings=draw(st.booleans()), **family)
     drawn = {key.name: draw(values_of(key)) for key in fields(HEADS[name]) if key.name not in NOT_DRAWN}
     shape = shape_of(HEADS[name], drawn, target)
+    follows = {key.name: key.default for key in fields(shape) if not key.compare and key.default is not MISSING}
+    shape = replace(shape, **follows)  # from the tensors of a file, which holds all of them
     if isinstance(shape, DFlashConfig):  # other programs' heads have windows in some layers
         size, windowed = draw(st.integers(1, 9)), draw(st.lists(st.booleans(), min_size=8, max_size=8))
         windows = tuple(size if used else None for used in windowed[: shape.layer.num_layers])
@@ -101,7 +103,7 @@ def configs(draw, name: str) -> Any:
     return shape
 
 
-def shape_of(head: type[NewHeadConfig], options: dict[str, Any], target: TargetConfig) -> HeadShape:
+def shape_of(head: type[NewHeadConfig], options: dict[str, Any], target: TargetConfig) -> Any:
     """Return the shape; options that do not fit the target, or exclude each other, are drawn anew."""
     try:
         return head(**options).for_target(target)
@@ -149,7 +151,7 @@ def holds(form: str, checkpoint: Checkpoint) -> bool:
         return holds_block(form, config)
     if form == "medusa":
         return config.bias and not config.shared and config.draft_vocab_size == config.vocab_size
-    return form != "safeailab-eagle3" or config.layer.num_layers == 1
+    return form != "safeailab-eagle3" or (config.layer.num_layers == 1 and not config.embed_requires_grad)
 
 
 def holds_block(form: str, config: DFlashConfig) -> bool:

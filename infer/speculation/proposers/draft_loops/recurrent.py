@@ -7,6 +7,7 @@ Nothing may look at or restrict the logits then.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ from infer.speculation.proposers.draft_loops.base import (
 )
 from infer.speculation.tree_shapes import Children, Run, TreeShape
 from kernels.draft import NativeChains, NativeDraft, NativeTrees, fuse_draft
-from kernels.rows import AttentionRows
 from kernels.tree import Picked
 from models.heads.base import RecurrentHead
+
+Native = TypeVar("Native", NativeChains, NativeTrees)
 
 
 class RecurrentLoop(DraftLoop):
@@ -43,32 +45,32 @@ class RecurrentLoop(DraftLoop):
         super().attach(layers, first_layer)
         parts, shape = self._head.draft_parts(), self._head.config.attention
         caches = layers.caches[first_layer : first_layer + (0 if shape is None else shape.layers)]
-        if parts is not None and all(cache.dtype is parts.decoder.dtype for cache in caches):
-            native = fuse_draft(parts)
-            self.native = None if native is None else (native, caches)
+        fits = parts is not None and all(cache.dtype is parts.decoder.dtype for cache in caches)
+        native = fuse_draft(parts) if parts is not None and fits else None
+        self.native = None if native is None else (native, caches)
 
     def places(self, depth: int, shape: TreeShape | None) -> int:
         return depth - 1 if shape is None else shape.rows
 
     def read(self, unread: Unread) -> None:
-        if self.native is None:
+        if (levels := self._begin(NativeChains, unread, 0)) is None:
             last_states(self, self._head, unread)
         else:
-            native, caches = self.native
-            NativeChains(native, *self._native_inputs(unread, 0), caches, None, 0).read()
+            levels.read()
 
     def _all_levels(self, unread: Unread, depths: Tensor, deepest: int, early_exit: EarlyExit | None) -> Chains | None:
-        if self.native is None or restricts(unread):
-            return None
-        (native, caches), inputs = self.native, self._native_inputs(unread, deepest)
-        return native_chain(NativeChains(native, *inputs, caches, unread.parameters, deepest), depths, early_exit)
+        levels = self._begin(NativeChains, unread, deepest)
+        return None if levels is None else native_chain(levels, depths, early_exit)
 
-    def _native_inputs(self, unread: Unread, deepest: int) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
-        """Return the first level's inputs: all unread rows, none of them spare."""
+    def _begin(self, kind: type[Native], unread: Unread, deepest: int, **limits: int) -> Native | None:
+        """Begin a draft in C with all unread rows, none of them spare; None where the head's operations draft."""
+        if self.native is None or (unread.parameters is not None and unread.parameters.restricts):
+            return None
+        (native, caches), state = self.native, self.fused(unread.features)
         assert unread.rows is not None
-        assert self.native is not None
-        assert int(unread.root.max()) + 1 + deepest <= len(self.native[0].parts.rotary[0])
-        return unread.ids, self.fused(unread.features), unread.slots, unread.rows
+        assert int(unread.root.max()) + 1 + deepest <= len(native.parts.rotary[0])
+        rows = unread.ids, state, unread.slots, unread.rows
+        return kind(native, *rows, caches, unread.parameters, deepest, **limits)
 
     def _logits(self, unread: Unread, positions: Tensor) -> LogitsAt:
         state, after_root = last_states(self, self._head, unread), unread.root - unread.base
@@ -84,11 +86,9 @@ class RecurrentLoop(DraftLoop):
 
     def _growing(self, unread: Unread, shape: TreeShape, deepest: int) -> tuple[Children, Run]:
         """Each node attends to its own ancestors."""
-        if self.native is not None and not restricts(unread):
-            (native, caches), inputs = self.native, self._native_inputs(unread, deepest)
-            count = max(map(shape.fan_out, range(1, deepest + 1)))
-            limits = {"width": shape.width, "count": count, "places": shape.rows}
-            trees = NativeTrees(native, *inputs, caches, unread.parameters, deepest, **limits)
+        count = max(map(shape.fan_out, range(1, deepest + 1)))
+        trees = self._begin(NativeTrees, unread, deepest, width=shape.width, count=count, places=shape.rows)
+        if trees is not None:
             return trees.children, lambda level, picked: trees.run(level, picked.parent, picked.token)
         after_root, positions = unread.root - unread.base, positions_from(unread.root, deepest)
         state, ran = last_states(self, self._head, unread)[:, None], 0  # [B, M, S] of the nodes a level is grown from
@@ -110,10 +110,6 @@ class RecurrentLoop(DraftLoop):
             state, ran = stepped.unflatten(0, (-1, width)), ran + width
 
         return children, run
-
-
-def restricts(unread: Unread) -> bool:
-    return unread.parameters is not None and unread.parameters.restricts
 
 
 def native_chain(levels: NativeChains, depths: Tensor, early_exit: EarlyExit | None) -> Chains:
