@@ -15,15 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from infer.request import DrafterState, Phase, Request, SamplingParams
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.early_exit import EarlyExit, exit_terms
+from infer.speculation.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
@@ -229,7 +227,7 @@ class Simulation:
         limits = [budget.depth for budget in budgets]
         exits = None
         if scoring is not None and active:
-            exits = EarlyExit.on_host(exit_terms(scoring, decoding, limits, max(limits)), limits)
+            exits = EarlyExit(exit_rows(scoring, decoding, limits, max(limits)), limits)
         scores: list[list[float]] = [[] for _ in decoding]
         counts: list[int] = []
         while active:
@@ -239,13 +237,13 @@ class Simulation:
                 rates[b].append(self.rng.betavariate(1.5 * rate + 1e-3, 1.5 * (1 - rate) + 1e-3))
             kept = going = active
             if exits is not None:
-                log_probs, before = np.zeros(len(decoding)), exits.chains.length
-                log_probs[active] = [math.log(max(rates[b][-1], 1e-6)) for b in active]
+                before, values = exits.chains.length, [rate[-1] if rate else 1.0 for rate in rates]
+                log_probs = [math.log(max(value, 1e-6)) for value in values]
                 exits.after(len(counts) - 1, log_probs)
                 kept = [b for b in active if exits.chains.length[b] > before[b]]
                 going = [b for b in active if exits.chains.active[b]]
                 for b in kept:
-                    scores[b].append(float(log_probs[b]))
+                    scores[b].append(log_probs[b])
             for b in kept:
                 depths[b] += 1
             active = [b for b in going if len(rates[b]) < budgets[b].depth]

@@ -30,7 +30,7 @@ from infer.kvcache.memory import MIB
 from infer.parallel.target_worker import Shard
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget
-from infer.speculation.early_exit import EarlyExit, exit_terms, num_terms
+from infer.speculation.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import DraftTree
@@ -161,7 +161,7 @@ class StepGraphs:
         self._budgets = list(budgets)
         depths = [budget.depth for budget in budgets]
         parallel = self.proposer is not None and self.proposer.loop.one_forward
-        terms = exit_terms(confidence, requests, depths, self._scored, parallel=parallel)
+        terms = torch.tensor(exit_rows(confidence, requests, depths, self._scored, parallel=parallel))
         self._state.set_budgets(budgets, terms, self._turn)
 
     def launch(self) -> Launched:

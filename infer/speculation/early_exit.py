@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +21,15 @@ def num_terms(deepest: int) -> int:
     return FIELDS + 2 * deepest
 
 
-def exit_terms(
+def exit_rows(
     confidence: Confidence | None,
     requests: Sequence[Request | None],
     depths: Sequence[int],
     deepest: int,
     *,
     parallel: bool = False,
-) -> Tensor:
-    """Return the terms of the chains of these requests, `[B, num_terms(deepest)]`, on the host.
+) -> list[list[float]]:
+    """Return the terms of the chains of these requests, `num_terms(deepest)` each.
 
     `parallel`: all levels of the head are drafted in any case. A chain then ends where the next row does not pay, and
     not where past rates leave little hope for a level that the head may be sure of.
@@ -43,37 +42,33 @@ def exit_terms(
             terms[2:FIELDS] = FREE.step, FREE.level
             terms[FIELDS + deepest :] = [LIKELY] * deepest
         rows.append(terms or unscored)
-    return torch.tensor(rows)
+    return rows
 
 
 class EarlyExit:
     """Ends each of B chains where a further token is not worth its price (kernels/early_exit.py).
 
-    terms `[B, T]` and depths `[B]`: tensors where the draft runs, which then never waits for the host, or numpy arrays,
-    by which the host decides after each level and ends a draft that no chain continues.
+    terms `[B, T]` and depths `[B]`: tensors where the draft runs, which then never waits for the host, or lists, by
+    which the host decides after each level and ends a draft that no chain continues.
     """
 
     def __init__(self, terms: Any, depths: Any) -> None:
         self._terms, self._depths, self.chains = terms, depths, Drafting.begin(depths)
-        self._on_host = isinstance(terms, np.ndarray)
+        self._on_host = isinstance(terms, list)
 
     def after(self, level: int, log_probs: Any) -> bool:
         """Take a level's log-probabilities `[B]`; return whether the draft goes on."""
         if self._on_host and isinstance(log_probs, Tensor):
-            log_probs = log_probs.cpu().numpy()
+            log_probs = log_probs.tolist()
         self.chains = exit_level(self.chains, self._terms, self._depths, log_probs, level, MIN_CHANCE)
-        return not self._on_host or bool(self.chains.active.any())
+        return not self._on_host or any(self.chains.active)
 
     def after_all(self, log_probs: Tensor) -> None:
         """Take those of all levels `[B, D]`, which are drafted in any case."""
-        levels = log_probs.cpu().numpy() if self._on_host else log_probs
-        for level in range(log_probs.shape[1]):
-            if not self.after(level, levels[:, level]):
+        levels = log_probs.T.tolist() if self._on_host else log_probs.unbind(1)
+        for level, values in enumerate(levels):
+            if not self.after(level, values):
                 break
-
-    @classmethod
-    def on_host(cls, terms: Tensor, depths: Sequence[int]) -> EarlyExit:
-        return cls(terms.numpy(), np.array(depths))
 
     @property
     def lengths(self) -> Tensor:

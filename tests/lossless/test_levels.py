@@ -110,8 +110,7 @@ class Decisions:
             self._levels.append((before, self.chains, values, goes_on))
             return goes_on
         before, after, decided, goes_on = self._levels[level]
-        rows = before.active.nonzero()[0]
-        pairs = [(values[row], decided[row]) for row in rows]
+        pairs = [(values[row], decided[row]) for row, active in enumerate(before.active) if active]
         self.agree = self.agree and all(a == pytest.approx(b, abs=1e-3) and b <= 1e-6 for a, b in pairs)
         self.chains = after
         return goes_on
@@ -223,9 +222,10 @@ def test_judged_chains_too_which_end_at_any_level(folder, monkeypatch, count):
     notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
 
     def judge(chains, terms, depths, log_probs, level, least):
-        goes_on = (torch.rand(len(depths), generator=verdicts) < 0.7).numpy()
-        active = chains.active & goes_on & (depths > level + 1)
-        return Drafting(active, chains.length + chains.active, chains.chance)
+        goes_on = (torch.rand(len(depths), generator=verdicts) < 0.7).tolist()
+        active = [a and b and depth > level + 1 for a, b, depth in zip(chains.active, goes_on, depths, strict=True)]
+        length = [count + kept for count, kept in zip(chains.length, chains.active, strict=True)]
+        return Drafting(active, length, chains.chance)
 
     monkeypatch.setattr("infer.speculation.early_exit.exit_level", judge)
     engine._head.confidence = Confidence(AcceptanceModel())

@@ -14,7 +14,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.planner import PLAN_STEPS, Controller
-from infer.speculation.early_exit import EarlyExit, exit_terms
+from infer.speculation.early_exit import EarlyExit, exit_rows
 from kernels.triton import SWITCH
 from tests.drafts import chain, chains, make_costs, with_rates
 
@@ -28,7 +28,7 @@ def make_request(name: str = "0", **params) -> Request:
 def decide(confidence: Confidence, requests: list[Request], log_probs: list[list[float]]) -> list[list[tuple]]:
     """Return, by level and request, whether the token is kept and whether the chain goes on, of chains all as deep."""
     depth, everyone = len(log_probs), torch.ones(len(requests), dtype=torch.bool)
-    terms = exit_terms(confidence, requests, [depth] * len(requests), depth)
+    terms = torch.tensor(exit_rows(confidence, requests, [depth] * len(requests), depth))
     exits, levels = EarlyExit(terms, torch.full((len(requests),), depth + 1)), []
     for level, values in enumerate(log_probs):
         before = exits.lengths
@@ -93,7 +93,7 @@ def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
     levels = [[-0.01] * 4, [0.0] * 4]
     assert [continues for _, continues in decide(confidence, batch, levels)[0]] == [True] * 4
-    exits = EarlyExit.on_host(exit_terms(confidence, batch, [DEPTH] * 4, DEPTH), [DEPTH, 0, 0, 0])
+    exits = EarlyExit(exit_rows(confidence, batch, [DEPTH] * 4, DEPTH), [DEPTH, 0, 0, 0])
     assert not exits.after(0, torch.full((4,), -0.01))
 
 
@@ -140,10 +140,10 @@ def test_a_level_that_no_chain_needs_ends_the_draft():
     confidence, batch = Confidence(with_rates([0.8] * 2)), [make_request("0"), make_request("1")]
     confidence.prices = Prices(row=0.3, step=0.0, level=0.3)
     depths = [DEPTH, 2]
-    exits = EarlyExit.on_host(exit_terms(confidence, batch, depths, DEPTH), depths)
+    exits = EarlyExit(exit_rows(confidence, batch, depths, DEPTH), depths)
     log_probs = torch.tensor([math.log(0.05), -0.01])
     assert exits.after(0, log_probs)
-    assert exits.chains.active.tolist() == [False, True]
+    assert exits.chains.active == [False, True]
     assert not exits.after(1, log_probs)  # the second was to have two tokens
     assert exits.lengths.tolist() == [1, 2]
 
@@ -159,16 +159,16 @@ def test_a_device_decides_as_the_host(monkeypatch, priced, switch):
     confidence = Confidence(with_rates([0.9, 0.7, 0.8, 0.6]))
     for _ in range(60):
         confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
-        terms = exit_terms(confidence, batch, depths, DEPTH)
-        on_device, on_host = EarlyExit(terms, torch.tensor(depths)), EarlyExit.on_host(terms, depths)
+        rows = exit_rows(confidence, batch, depths, DEPTH)
+        on_device, on_host = EarlyExit(torch.tensor(rows), torch.tensor(depths)), EarlyExit(rows, depths)
         for level in range(DEPTH):
             before, active = on_host.lengths, torch.as_tensor(on_host.chains.active)
             log_probs = torch.tensor([-(rng.random() ** 4) * 5 for _ in batch])
             assert on_device.after(level, log_probs)  # it never waits to know
             goes_on = on_host.after(level, log_probs)
             assert on_device.lengths.tolist() == on_host.lengths.tolist()
-            assert on_device.chains.active.tolist() == on_host.chains.active.tolist()
-            assert goes_on is bool(on_host.chains.active.any())
+            assert on_device.chains.active.tolist() == on_host.chains.active
+            assert goes_on is any(on_host.chains.active)
             deeper = active & (torch.tensor(depths) > level + 1)
             kept, going = (on_host.lengths - before).bool(), torch.as_tensor(on_host.chains.active)
             seen.update(zip(kept[deeper].tolist(), going[deeper].tolist(), strict=True))
@@ -181,8 +181,8 @@ def lengths_of(
     confidence: Confidence, requests: list[Request], depths: list[int], values: list[list[float]], parallel: bool = True
 ) -> list[int]:
     """Return the lengths of chains all of whose tokens are drafted already, decided on the host and on the device."""
-    terms, log_probs = exit_terms(confidence, requests, depths, DEPTH, parallel=parallel), torch.tensor(values)
-    both = EarlyExit.on_host(terms, depths), EarlyExit(terms, torch.tensor(depths))
+    rows, log_probs = exit_rows(confidence, requests, depths, DEPTH, parallel=parallel), torch.tensor(values)
+    both = EarlyExit(rows, depths), EarlyExit(torch.tensor(rows), torch.tensor(depths))
     for exits in both:
         exits.after_all(log_probs)
     assert both[0].lengths.tolist() == both[1].lengths.tolist()

@@ -21,7 +21,7 @@ from infer.request import Phase, Request
 from infer.sampling.constraint import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.early_exit import EarlyExit, exit_terms
+from infer.speculation.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.model import ModelProposer
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import tree_shape
@@ -227,8 +227,8 @@ class HeadProposer(ModelProposer):
         deepest, limits, early_exit = max(depths), upload(depths, self.draft_ids.device), None
         confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
         if confidence is not None:
-            terms = exit_terms(confidence, requests, depths, deepest, parallel=self.loop.one_forward)
-            early_exit = EarlyExit.on_host(terms, depths)
+            terms = exit_rows(confidence, requests, depths, deepest, parallel=self.loop.one_forward)
+            early_exit = EarlyExit(terms, depths)
         unread = self._unread_rows(requests, deepest)
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
         constrained = any(request.constraint is not None for request in requests)

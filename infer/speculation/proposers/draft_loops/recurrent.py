@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,23 +114,22 @@ class RecurrentLoop(DraftLoop):
 def native_chain(levels: NativeChains, depths: Tensor, early_exit: EarlyExit | None) -> Chains:
     """Draft chains of up to `depths` `[B]` tokens each. Those that end leave the batch."""
     limits, active = depths.tolist(), list(range(len(depths)))
-    drafts, scores = [[0] * max(limits) for _ in limits], np.zeros((len(limits), max(limits)), np.float32)
+    drafts, scores = ([[zero] * max(limits) for _ in limits] for zero in (0, 0.0))
     for level in range(max(limits)):
         tokens, log_probs = levels.draft(return_log_probs=early_exit is not None)
-        for row, token in zip(active, tokens, strict=True):
-            drafts[row][level] = token
-        if early_exit is None:
-            places = [place for place, row in enumerate(active) if limits[row] > level + 1]
-        else:
-            scores[active, level] = log_probs
-            early_exit.after(level, scores[:, level])
-            places = [place for place, row in enumerate(active) if early_exit.chains.active[row]]
+        for place, row in enumerate(active):
+            drafts[row][level] = tokens[place]
+            scores[row][level] = 0.0 if log_probs is None else log_probs[place]
+        going = [limit > level + 1 for limit in limits]
+        if early_exit is not None:
+            early_exit.after(level, [row[level] for row in scores])
+            going = early_exit.chains.active
+        places = [place for place, row in enumerate(active) if going[row]]
         if not places:
             break
         if len(places) < len(active):
             levels.keep(places)
             active = [active[place] for place in places]
-    if early_exit is None:
-        return Chains(torch.tensor(drafts), depths)
-    width = int(early_exit.lengths.max())
-    return Chains(torch.tensor(drafts)[:, :width], early_exit.lengths, torch.from_numpy(scores[:, :width]))
+    length = depths if early_exit is None else early_exit.lengths
+    token, width = torch.tensor(drafts), int(length.max())
+    return Chains(token[:, :width], length, None if early_exit is None else torch.tensor(scores)[:, :width])
