@@ -5,17 +5,15 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment
+import infer.options.environment
 
 # isort: split
 
 if __name__ == "__main__":
-    infer.environment.rest_collector()
+    infer.options.environment.rest_collector()
 
-import secrets
-
-from infer.cli import engine_entry_point
 from infer.config import ChatConfig
+from infer.options.cli import engine_entry_point
 from infer.parallel.process_end import run_process
 
 
@@ -23,21 +21,14 @@ def run(config: ChatConfig) -> None:
     # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.chat_session import ChatSession
     from infer.engine import Engine
-    from infer.request import SamplingParams
 
-    params = SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=secrets.randbelow(2**53) if config.seed is None else config.seed,
-        max_tokens=config.max_tokens,
-    )
+    params = config.sampling()
     print(f"loading {config.model.name} ...", file=sys.stderr, flush=True)
     # Start without profiling: that is done while the user types the first message.
     engine = Engine.load(
         config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir, profile=False
     )
-    infer.environment.wake_collector()
+    infer.options.environment.wake_collector()
     try:
         ChatSession(config, engine, params).run()
     finally:

@@ -1,20 +1,20 @@
 """The schemas of serving: target, head, proposer, engine, server, tracker, and the commands that need no others.
 
 Each dataclass is a schema for Hydra, so an unknown key or a wrong type is an error; `__post_init__` checks what a type
-cannot express. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them. An engine
-made from Python therefore needs no Hydra. Knows nothing about training; `train/config.py` adds to this.
+cannot express. Other modules take these dataclasses, which `infer/options/cli.py` makes, and never see a DictConfig: an
+engine made from Python needs no Hydra. Knows nothing about training; `train/config.py` adds to this.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from infer.config_checks import FREE_TEXT, check_origins, resolve_path
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
-from infer.options.exported_heads import AUTO, PUBLISHED, NoHeadConfig, PublishedHeadConfig
-from infer.options.tracker_config import TRACKERS
+from infer.options.paths import resolve_path
 from infer.sampling.params import MAX_SEED, SamplingParams, acceptance_rule
 from models.checks import MISSING, at_least, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
@@ -27,10 +27,28 @@ QUANTISED = ("int8", "fp8", "int4")
 BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
+AUTO, PUBLISHED = "auto", "published"  # of `head=`: the newest one of the target; the first one on the model hub
+ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
+FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
+
+
+class Schema:
+    """Base of a group's schema: in Python too, a key of other servers is answered with what it is called here."""
+
+    def __new__(cls, *values: Any, **keys: Any) -> Self:
+        names = [field.name for field in fields(cast(Any, cls))]
+        for key in keys:
+            if key not in names:
+                from infer.options.removed_keys import elsewhere
+
+                here = elsewhere(key)
+                hint = f"here {here}" if here else f"known: {', '.join(names)}"
+                raise TypeError(f"{cls.__name__}: {key}: unknown key; {hint}")
+        return super().__new__(cls)
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Schema):
     """The target. Its sizes come from the checkpoint. `infer/options/model_names.py` says what else `model=` takes."""
 
     name: str = MISSING  # its name in exported heads and for the server's clients
@@ -52,8 +70,22 @@ class ModelConfig:
 
 
 @dataclass
-class ProposerConfig:
-    """The proposer in serving. `auto` takes the exported head if there is one, else n-gram lookup."""
+class NoHeadConfig(HeadConfig):
+    def __post_init__(self) -> None:
+        if self.path:
+            raise ValueError(
+                f"head.path={self.path}: head=none reads no head; drop head.path or say head={DEFAULT_HEAD}"
+            )
+
+
+@dataclass
+class PublishedHeadConfig(HeadConfig):
+    heads: dict[str, list[str]] = field(default_factory=dict)  # hub id of a target -> of its heads; the first is taken
+
+
+@dataclass
+class ProposerConfig(Schema):
+    """The proposer in serving. `auto` takes the exported head if there is one, else suffix decoding."""
 
     name: str = choice(MISSING, *PROPOSERS)
     adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
@@ -136,15 +168,15 @@ class ProposerConfig:
 
 
 @dataclass
-class EngineConfig:
+class EngineConfig(Schema):
     page_size: int = 16  # tokens per KV page, a power of two
-    # null: by the device (infer/options/engine_sizes.py); elsewhere than on a large GPU what is said here
+    # null: by the device (infer/kvcache/memory.py); elsewhere than on a large GPU what is said here
     max_tokens_in_cache: int | None = None  # KV pool in tokens; null: max_batch contexts, at most 65536, or what fits
     max_batch: int = number(32, low=1)  # requests decoded together
     prefill_chunk: int | None = number(None, low=1)  # prompt tokens of one request per step; null: 256
     max_rows: int | None = None  # rows of one target forward: drafts and prefill chunks together; null: 512
     prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
-    exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
+    exact: bool = True  # batch-invariant: the same bits for a row in any batch (docs/design.md)
     # the target's linear layers. same: as published, those of a GGUF file in their blocks, of GPTQ, AWQ and
     # compressed-tensors in their groups, where a kernel reads them (native: or an error), else in model.dtype, like all
     # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output
@@ -202,7 +234,7 @@ class EngineConfig:
 
 
 @dataclass
-class ServerConfig:
+class ServerConfig(Schema):
     host: str = "127.0.0.1"
     port: int = number(8000, low=0, high=65535)  # 0: any free port, printed at start
     # engines behind one address, each in a process of its own; more than one needs Ray (extra `ray`)
@@ -224,7 +256,36 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "server.")
-        check_origins("server.cors_origins", self.cors_origins)
+        for origin in self.cors_origins:  # a browser's `origin` header
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"server.cors_origins={origin}: must be *, or http(s)://host[:port], without a path")
+        if "*" in self.cors_origins and len(self.cors_origins) > 1:
+            raise ValueError(
+                f"server.cors_origins={self.cors_origins}: * stands for every origin; leave out the others"
+            )
+
+
+@dataclass
+class TrackerConfig:
+    """Where metrics go in addition to the run's own files."""
+
+    name: str = MISSING
+
+
+@dataclass
+class WandbConfig(TrackerConfig):
+    project: str = "headway"
+    entity: str | None = None
+    mode: str = choice("auto", "auto", "online", "offline")  # auto: online with credentials, else offline
+    # number of held-out texts sent as a table, accepted drafts marked; they may be private
+    samples: int = number(0, low=0)
+    upload: bool = False  # send the exported head as an artifact
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tracker.")
+
+
+TRACKERS = {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig}
 
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:
@@ -270,6 +331,12 @@ class TextCommandConfig(EngineCommandConfig):
     seed: int | None = None  # null: drawn at random and shown
     max_tokens: int = number(128, low=1)  # of one answer
     color: str = choice("auto", "auto", "always", "never")  # accepted draft tokens in colour; auto: on a terminal
+
+    def sampling(self, **others: Any) -> SamplingParams:
+        """Return how answers are sampled; every call draws a seed if none is set."""
+        seed = secrets.randbelow(2**53) if self.seed is None else self.seed
+        chosen = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
+        return SamplingParams(seed=seed, **chosen, **others)
 
 
 @dataclass
@@ -319,7 +386,7 @@ COMMANDS: dict[str, type] = {
 }
 
 
-# What `infer/cli.py` hands to Hydra: (group, name in a defaults list) -> schema, and functions for ${name:argument}.
+# What the command line hands to Hydra: (group, name in a defaults list) -> schema, and functions for ${name:argument}.
 REGISTERED: dict[tuple[str | None, str], type] = {}
 RESOLVERS: dict[str, Callable[[str], str]] = {}
 

@@ -5,18 +5,16 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment
+import infer.options.environment
 
 # isort: split
 
 if __name__ == "__main__":
-    infer.environment.rest_collector()
+    infer.options.environment.rest_collector()
 
-import secrets
-
-from infer.cli import engine_entry_point
 from infer.config import GenerateConfig
-from infer.config_checks import resolve_path
+from infer.options.cli import engine_entry_point
+from infer.options.paths import resolve_path
 from infer.parallel.process_end import run_process
 
 CORPUS_MODEL = "demo"  # the only target whose corpus is in the repository, so that held-out prompts can be cut
@@ -28,10 +26,9 @@ def run(config: GenerateConfig) -> None:
     from infer.console.prompts import prompt_ids
     from infer.console.show import show_comparison, show_texts
     from infer.engine import Engine
-    from infer.request import SamplingParams
 
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
-    infer.environment.wake_collector()
+    infer.options.environment.wake_collector()
     assert engine.tokenizer is not None
     if texts is None:
         from models.demo.corpus import held_out_prompts
@@ -39,14 +36,7 @@ def run(config: GenerateConfig) -> None:
         prompts = held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
     else:
         prompts = [prompt_ids(text, engine.tokenizer, chat=config.chat) for text in texts]
-    params = SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        seed=secrets.randbelow(2**53) if config.seed is None else config.seed,
-        max_tokens=config.max_tokens,
-        ignore_eos=config.ignore_eos,
-    )
+    params = config.sampling(ignore_eos=config.ignore_eos)
     groups = [prompts[start : start + config.batch] for start in range(0, len(prompts), config.batch)]
     try:
         if not config.compare:

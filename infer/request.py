@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from torch import Tensor
 
-from infer.kvcache.blocks import BlockKeys
 from infer.sampling.constraint import Constraint
-from infer.sampling.logits_processors import TokenCounts
 from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import MAX_SEED, SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
+from infer.sampling.token_counts import TokenCounts
+from infer.speculation.budget import Budget
 
 __all__ = [
     "MAX_SEED",
@@ -87,11 +89,39 @@ class DrafterState(Enum):
     PARTIAL = "partial"  # only tokens committed since tracking was started mid-sequence
 
 
+class DrafterView:
+    """What a request's drafter (infer/speculation/drafter.py) is to scheduler, pool and step; this one keeps no state.
+
+    `aux_layers`: hidden states of the target that it reads of the request now. `filled_by`: name of what fills KV
+    layers besides the target; requests with the same name fill the same layers of their pages, and may share them.
+    """
+
+    state: DrafterState = DrafterState.FULL
+    aux_layers: tuple[int, ...] = ()
+    filled_by: str = ""
+
+    def synced(self, request: Request) -> int:
+        """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
+        return request.computed
+
+    def places(self, budget: Budget) -> int:
+        """Return how many places past the root a draft under this budget takes in the pool."""
+        return budget.nodes
+
+
 class Phase(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
+
+
+class PageKeys(Protocol):
+    """Under which a request's full pages are cached."""
+
+    def upto(self, tokens: Sequence[int], blocks: int) -> list[bytes]:
+        """Return the keys of the first `blocks` pages. `tokens` must extend those of the last call."""
+        ...
 
 
 @dataclass(eq=False)
@@ -113,9 +143,9 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
-    drafter_state: DrafterState = DrafterState.FULL
-    keys: BlockKeys | None = None  # keys of its pages; None: they are not shared
-    plain_keys: BlockKeys | None = None  # keys of pages of which only the target's layers are filled
+    drafter: DrafterView = field(default_factory=DrafterView)
+    keys: PageKeys | None = None  # keys of its pages; None: they are not shared
+    plain_keys: PageKeys | None = None  # keys of pages of which only the target's layers are filled
     published: int = 0  # positions whose pages were published or adopted
     block_ends: dict[int, Tensor] = field(
         default_factory=dict
@@ -128,12 +158,11 @@ class Request:
     cached: int = 0  # positions of the prompt computed by another request
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-    drafting_failed: bool = False
     rule: str = "exact"  # acceptance rule of its drafts (infer/speculation/verify.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
     constraint: Constraint | None = None  # for a grammar
-    failed: bool = False  # its work raised an exception (infer/engine/isolation.py); it ends in this step
+    failed: bool = False  # its work raised an exception (infer/sampling/isolation.py); it ends in this step
     error: str | None = None  # why no token can follow, with the finish reason "error"
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if requested
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
@@ -162,21 +191,21 @@ class Request:
         return self.params.max_tokens - self.output_length
 
     @property
-    def lookup_keys(self) -> list[BlockKeys]:
+    def lookup_keys(self) -> list[PageKeys]:
         """Return the keys under which pages that it can use may be cached."""
-        chains = [self.keys] if self.drafter_state is DrafterState.FULL else [self.keys, self.plain_keys]
+        chains = [self.keys] if self.drafter.state is DrafterState.FULL else [self.keys, self.plain_keys]
         return [keys for keys in chains if keys is not None]
 
     @property
-    def publish_keys(self) -> BlockKeys | None:
+    def publish_keys(self) -> PageKeys | None:
         """Return the keys that say which layers of its pages are filled; None if they are not shared."""
-        return self.keys if self.drafter_state is DrafterState.FULL else self.plain_keys
+        return self.keys if self.drafter.state is DrafterState.FULL else self.plain_keys
 
     def preempt(self) -> None:
         """Wait again, to be recomputed from its tokens. What a drafter keeps of a part of it is then worth nothing."""
         self.phase, self.computed = Phase.WAITING, 0
-        if self.drafter_state is DrafterState.PARTIAL:
-            self.drafter_state = DrafterState.NONE
+        if self.drafter.state is DrafterState.PARTIAL:
+            self.drafter.state = DrafterState.NONE
 
     def is_late(self, now: float) -> bool:
         """Return whether its deadline has passed at `now` on the engine's clock."""

@@ -5,20 +5,20 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment
+import infer.options.environment
 
 # isort: split
 
 if __name__ == "__main__":
-    infer.environment.rest_collector()
+    infer.options.environment.rest_collector()
 
 import importlib.util
 import json
 from collections.abc import Sequence
 from socket import socket
 
-from infer.cli import engine_entry_point
 from infer.config import ServeConfig
+from infer.options.cli import engine_entry_point
 from infer.parallel.process_end import run_process
 
 
@@ -34,7 +34,7 @@ def run(config: ServeConfig) -> None:
     address = url(listener)
     print(f"{address}: loading {config.model.name}" + (f", {replicas} times" if replicas > 1 else ""), flush=True)
     if replicas > 1:
-        infer.environment.wake_collector()
+        infer.options.environment.wake_collector()
         return run_replicas(config, listener, address, api_keys)
 
     # Imports that take seconds come only now, so that a mistake above is reported at once.
@@ -50,7 +50,7 @@ def run(config: ServeConfig) -> None:
         return Engine.load(*parts, output_dir=config.output_dir, profile=config.server.profile_first)
 
     def show(engine: Engine, _service: object) -> None:
-        infer.environment.wake_collector()
+        infer.options.environment.wake_collector()
         print_card(
             "Headway serves",
             [

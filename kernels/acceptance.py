@@ -1,6 +1,14 @@
-"""Acceptance rules that relax exactness: block verification and typical acceptance.
+"""Acceptance rules that give up a guarantee of the exact rule. None is a default; a response names the rule it used.
 
-infer/speculation/lossy.py says what each of them gives up.
+- `block` (block verification, arXiv 2403.10444): the text follows the target's distribution exactly, and acceptance
+  lengths are a little greater than with the exact rule, but a seed no longer determines the text, which also depends on
+  what was drafted. Chains only; a step whose draft is a tree is verified by the exact rule.
+- `typical` (Medusa, arXiv 2401.10774): accepts a drafted token if its probability under the target exceeds a threshold
+  that falls with the target's entropy. The text no longer follows the target's distribution.
+- `synthetic`: accepts at given rates, whatever the target chooses. For benchmarks of the engine; the text is
+  meaningless.
+
+At temperature 0 `block` and `typical` are the exact rule (infer/speculation/verify.py).
 
 Target distributions (`probs`) are fp32 probabilities and stay on their device; a decision is a few numbers per request.
 Coins and sampling noise have the same bits on every device (kernels/noise.py) and sums over the vocabulary are fp64, so
@@ -17,7 +25,9 @@ from torch import Tensor
 from kernels.noise import MASK32, exact_log, gumbel_noise, mix32
 from kernels.triton import in_use
 
-COINS = 0x2545F491
+# Streams of noise: of the coins, and of drafts whose noise must be independent of the target's. Both depend on the
+# position of the step's root, since noise that a rejected draft has revealed must not be used again.
+COINS, DRAFTS = 0x2545F491, 0x5BD1E995
 GOLDEN = 0x9E3779B1
 LEAST = 2.0**-126  # the smallest normal fp32 number; smaller weights count as zero
 
@@ -32,6 +42,17 @@ def coin(seed: int, root: int, index: int) -> float:
     high = (seed >> 32) ^ stream(COINS, root)
     word = mix32(mix32(mix32(torch.tensor([seed & MASK32])) ^ high) ^ index)
     return (float(word) + 0.5) * 2.0**-32
+
+
+def synthetic(rates: Sequence[float], drafted: int, seed: int, root: int) -> int:
+    """Return how many tokens of a chain are accepted: the i-th with probability `rates[i]`, if all before it were.
+
+    Past the last rate nothing is accepted.
+    """
+    accepted = 0
+    while accepted < min(drafted, len(rates)) and coin(seed, root, accepted + 1) < rates[accepted]:
+        accepted += 1
+    return accepted
 
 
 def draw(weights: Tensor, seed: int, position: int) -> int:

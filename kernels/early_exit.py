@@ -9,6 +9,7 @@ to lists of numbers, chain by chain: operations on small tensors would take long
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +34,8 @@ class Drafting(NamedTuple):
         return cls(depths > 0, torch.zeros_like(depths), torch.ones_like(depths, dtype=torch.float32))
 
 
-class Numbers:
-    """The operations of torch that the rule uses, on numbers."""
-
-    exp, log = math.exp, math.log
-
-    @staticmethod
-    def clip(value: float, low: float, high: float) -> float:
-        return min(max(value, low), high)
+# the operations of torch that the rule uses, on numbers
+NUMBERS = SimpleNamespace(exp=math.exp, log=math.log, clip=lambda value, low, high: min(max(value, low), high))
 
 
 def expect(ops: Any, chance: Any, log_prob: Any, slope: Any, offset: Any, least: float) -> Any:
@@ -80,7 +75,7 @@ def exit_level_on_host(
     length, chance, gains = [*chains.length], [*chains.chance], [0.0] * len(depths)
     for chain, (slope, row, step, _, *rest) in enumerate(terms):
         if chains.active[chain]:
-            chance[chain] = expect(Numbers, chance[chain], log_probs[chain], slope, rest[level], least)
+            chance[chain] = expect(NUMBERS, chance[chain], log_probs[chain], slope, rest[level], least)
             if level == 0 or chance[chain] >= row:
                 length[chain] += 1
                 gains[chain] = max(chance[chain] * rest[len(rest) // 2 + level] - row - step, 0.0)

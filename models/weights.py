@@ -35,15 +35,22 @@ def shard_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / INDEX}: weight_map is missing; download the checkpoint again")
-        names = sorted(set(map(str, weight_map.values())))
-        for name in names:
-            if Path(name).name != name or not (folder / name).is_file():
-                raise ValueError(f"{folder}: {INDEX} names {name!r}, which is not there; download the checkpoint again")
-        return [folder / name for name in names]
+        return indexed_files(folder / INDEX)
     raise ValueError(f"{folder}: no weights; looked for {SINGLE} and {INDEX} (pickled .bin files are never read)")
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """Return the files that an index of shards names, ascending. Raises ValueError unless all are beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: weight_map is missing; download the checkpoint again")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise ValueError(
+                f"{index.parent}: {index.name} names {name!r}, which is not there; download the checkpoint again"
+            )
+    return [index.parent / name for name in names]
 
 
 def has_weights(folder: Path) -> bool:

@@ -21,7 +21,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from infer.cli import engine_entry_point
+from infer.options.cli import engine_entry_point
 from scripts.config import BenchConfig
 from scripts.document import document, publish, table
 from scripts.harness import OFF, Cell, add_round, run_round

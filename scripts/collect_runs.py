@@ -13,7 +13,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from infer import config as infer_config
-from infer.cli import load_config
+from infer.options.cli import load_config
 from infer.options.exported_heads import export_folder
 from scripts.document import TRAINING, describe_machine, publish
 from scripts.errors import reports_errors

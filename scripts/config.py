@@ -14,10 +14,10 @@ from infer.config import (
     EngineConfig,
     ModelConfig,
     ProposerConfig,
+    TrackerConfig,
     check_head_and_proposer,
     register,
 )
-from infer.options.tracker_config import TrackerConfig
 from models.checks import MISSING, at_least, check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig

@@ -9,7 +9,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -31,7 +31,7 @@ from kernels.cache import VARIABLE, writable_folder
 
 ROOT = Path(HERE).parent
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
-# by scripts/gpu_check: every kernel with the first, those that serve an 8B model in bf16 with the second (LOG.md)
+# by scripts/gpu_check on an H100: every kernel with the first, those that serve an 8B model in bf16 with the second
 CHECKED_PTXAS = {("sm_90", "12.8.93"), ("sm_90", "13.0.88")}
 GIB = 2**30
 MARKS = {"ok": "ok  ", "warning": "warn", "broken": "FAIL"}

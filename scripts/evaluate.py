@@ -16,7 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -26,11 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.cli import engine_entry_point
 from infer.config import ProposerConfig
-from infer.config_checks import resolve_path
 from infer.console.compare import Comparison, Pair
+from infer.options.cli import engine_entry_point
 from infer.options.exported_heads import head_folder
+from infer.options.paths import resolve_path
 from scripts.config import EvalConfig
 from scripts.document import document, publish, table
 from scripts.harness import OFF, run_round

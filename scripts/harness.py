@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from infer.console.compare import Comparison, Pair, Run, Spread
-from infer.speculation.control.step_times import StepTimes
+from infer.engine.stats import StepTimes
 from scripts.systems import System, Task, is_ours
 
 OFF = "off"  # the system that the others are compared with

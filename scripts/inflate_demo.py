@@ -16,7 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from infer.config_checks import REPO_ROOT
-from infer.speculation.measured_tree import RANK_ACCURACY, rank_accuracy
+from infer.options.paths import REPO_ROOT
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head, save_head
+from models.heads.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.targets import load_target
 from models.weights import fingerprint
 from scripts.errors import reports_errors

@@ -1,4 +1,4 @@
-"""Generates the tables of README.md and of the manuals from the newest result files, so no number is typed by hand.
+"""Generates the tables of README.md, docs/ and the manuals from the newest result files, so no number is typed by hand.
 
     python scripts/make_tables.py            # rewrites the text between <!-- table NAMES --> and <!-- end -->
     python scripts/make_tables.py --check    # only checks whether something would change; exit code 1 if so
@@ -6,8 +6,8 @@
 A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
 Several names, with spaces between, are benches in one table: of one target at other numbers of requests, or of several
 targets. Results of several levels of processors become a table each, whose caption names the level, and whether it was
-lowered by HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. The files in PAGES are rewritten. The plots of
-tables are redrawn too, next to the result files.
+lowered by HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`,
+selects its table. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
 """
 
 import os
@@ -15,7 +15,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -26,14 +26,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from kernels.cpu.level import LEVELS
 from scripts.document import RESULTS, by_format, describe_level, markdown
 from scripts.errors import reports_errors
 
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
-PAGES = tuple(REPO_ROOT / folder / "README.md" for folder in FOLDERS)
-BLOCK = re.compile(r"(<!-- table ([\w-]+(?: [\w-]+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = (*(REPO_ROOT / folder / "README.md" for folder in FOLDERS), REPO_ROOT / "docs" / "benchmarks.md")
+BLOCK = re.compile(r"(<!-- table ([\w-]+(?: [\w-]+)*(?::\w+)?) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "off": "plain",
     "ngram": "n-gram lookup",
@@ -380,21 +380,24 @@ def rewrite(page: Path) -> str:
     """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}{blocks(match[2].split(), page.parent)}{match[3]}"
+        names, _, level = match[2].partition(":")
+        return f"{match[1]}{blocks(names.split(), page.parent, level)}{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 
 
-def blocks(names: list[str], folder: Path) -> str:
+def blocks(names: list[str], folder: Path, level: str = "") -> str:
     """Return a table of the results of these names for every level that all have, with links from `folder`.
 
-    Raises ValueError for a name without a file, and if they have no level in common.
+    With `level` only that one's. Raises ValueError for a name without a file, and if they have no level in common.
     """
     files = [newest_by_level(name) for name in names]
-    levels = [level for level in files[0] if all(level in of_name for of_name in files)]
+    common = [name for name in files[0] if all(name in of_name for of_name in files)]
+    levels = [name for name in common if level in ("", name)]
     if not levels:
-        raise ValueError(f"table {' '.join(names)}: no level of processors has results of all of them")
-    return "\n".join(block([of_name[level] for of_name in files], folder) for level in levels)
+        which = f"level {level} has no" if level else "no level of processors has"
+        raise ValueError(f"table {' '.join(names)}: {which} results of all of them")
+    return "\n".join(block([of_name[name] for of_name in files], folder) for name in levels)
 
 
 def block(files: list[Path], folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infer.config_checks import resolve_path
+from infer.options.paths import resolve_path
 from kernels.cpu.level import SWITCH, chosen_level
 
 

@@ -31,11 +31,11 @@ from typing import Any, ClassVar, NamedTuple
 import httpx
 
 from infer.config import EngineConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT, resolve_path
+from infer.console.command_words import model_overrides
 from infer.console.compare import Run
-from infer.options.command_words import model_overrides
 from infer.options.devices import dtype_name
 from infer.options.exported_heads import head_folder
+from infer.options.paths import REPO_ROOT, resolve_path
 from infer.request import SpeculationStats
 from kernels.cpu.level import SWITCH, chosen_level, machine_level
 from models.targets import resolve_checkpoint

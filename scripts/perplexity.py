@@ -16,7 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig
-from infer.config_checks import resolve_path
 from infer.options.model_names import read_model
+from infer.options.paths import resolve_path
 from models.checkpoint import DTYPES
 from models.gguf import is_gguf
 from models.targets import resolve_checkpoint

@@ -14,7 +14,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from infer.config import ModelConfig
-from infer.config_checks import resolve_path
 from infer.engine import Engine
 from infer.options.literal_text import literal_overrides
+from infer.options.paths import resolve_path
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig

@@ -12,14 +12,14 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
 import argparse
 from pathlib import Path
 
-from infer.config_checks import resolve_path
+from infer.options.paths import resolve_path
 from models.targets import resolve_checkpoint
 from scripts.errors import reports_errors
 from scripts.gguf_files import write_quantised

@@ -16,7 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -26,7 +26,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from scripts.errors import reports_errors
 
 NAMED = {"id", "attr", "arg", "name", "asname", "module", "rest"}  # the fields of a syntax tree that hold a name

@@ -15,7 +15,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from infer.cli import engine_entry_point
+from infer.options.cli import engine_entry_point
 from scripts.config import ServedConfig
 from scripts.document import describe_machine, result_file, without_folders, write
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server

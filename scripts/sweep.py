@@ -14,7 +14,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -87,8 +87,8 @@ def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Sugge
 
     Raises ValueError if Optuna is missing, if the settings are wrong, or if no trial succeeded.
     """
-    from infer.cli import compose
-    from infer.config_checks import resolve_path
+    from infer.options.cli import compose
+    from infer.options.paths import resolve_path
     from train.config import TrainConfig
     from train.storage.atomic import make_folder
 

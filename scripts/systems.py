@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.config import ProposerConfig
-from infer.config_checks import resolve_path
 from infer.console.compare import Run, timed
 from infer.options.draft_tree import CHAIN, Beam
 from infer.options.exported_heads import head_folder
+from infer.options.paths import resolve_path
 from infer.request import SamplingParams
 from models.heads import HEADS
 from models.heads.config import HeadConfig
@@ -166,7 +166,7 @@ def engine_system(
 
     A system named after a head in `heads` drafts with that one. No head drafts beyond its maximal depth.
     """
-    from infer.speculation.measured_tree import resolve_tree
+    from infer.engine.loading import resolve_tree
 
     source, _, shape = name.partition(":")
     drafts = shaped(proposer, shape) if shape and source != "off" else proposer

@@ -17,7 +17,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -47,7 +47,7 @@ def items(text: str) -> list[str]:
 
 def compose(words: list[str]) -> Any:
     """Return the configuration of a run. Raises ValueError for words that training does not accept."""
-    from infer.cli import compose
+    from infer.options.cli import compose
     from train.config import TrainConfig
 
     return compose("train", TrainConfig, words)
@@ -67,7 +67,7 @@ def run_head(head: str, words: list[str], name: str) -> list[dict[str, float]]:
 
     Raises SystemExit, with the run's exit code if it failed.
     """
-    from infer.config_checks import resolve_path
+    from infer.options.paths import resolve_path
     from train.publishing.trackers import read_metrics
 
     with tempfile.TemporaryDirectory() as exported:

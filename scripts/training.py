@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 
 
 def read_words(doc: str | None, options: dict[str, str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
@@ -54,7 +54,7 @@ def probe_nothing() -> Iterator[None]:
     """Skip the start-up checks of exactness in Triton's interpreter, where they take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            patch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)
+            patch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Judges the controller on simulated machines (tests/simulated_machine.py); LOG.md, "The controller's diet".
+"""Judges the controller on simulated machines (tests/simulated_machine.py).
 
 python -m tests.judge_controller [name of a cell, or a part of it]
 """

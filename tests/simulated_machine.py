@@ -22,7 +22,7 @@ from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
 from infer.speculation.early_exit import EarlyExit, exit_rows
-from infer.speculation.proposers.base import Proposer
+from infer.speculation.proposers.base import Needs, Proposer, Tracker
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 
@@ -31,7 +31,7 @@ MAX_CHAIN = 5
 CHAIN, TREE = Budget(MAX_CHAIN, MAX_CHAIN), Budget(16, 5)
 # Tokens accepted by rank of a tree of 16 nodes, as a beam of SmolLM2's head has them.
 RANKS = (0.56, 0.33, 0.2, 0.13, 0.12, 0.09, 0.07, 0.06, *[0.03] * 8)
-PRIORS = (0.58, 0.59, 0.59, 0.6, 0.6)  # of SmolLM2's eagle3 head, measured in training (LOG.md, 2026-11-25)
+PRIORS = (0.58, 0.59, 0.59, 0.6, 0.6)  # of SmolLM2's eagle3 head, measured in training
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Machine:
     beside: float = 0.0  # what a step with drafts takes beside its rows
     tracking: float = 0.05  # what keeping features adds to a plain step, as a share of one of one request
     after_drafts: float = 0.15  # what the first 25 ms of plain steps after drafts take longer
-    after_plain: float = 0.4  # what the first 25 ms of steps with drafts after plain ones do (LOG.md, 2026-11-27)
+    after_plain: float = 0.4  # what the first 25 ms of steps with drafts after plain ones do
 
     def verify(self, batch: int, rows: int, context: float = PROMPT) -> float:
         rows_ms = self.row * (max(1, rows - self.free) + 0.1 * min(rows, self.free))
@@ -89,13 +89,17 @@ MIXED = Content("mixed", 0.5, spread=0.35)
 CONTENTS = (CHAT, CODE, CHAT1, CODE1, GOOD, USELESS)
 
 
-class SimulatedDrafter(Proposer):
+class SimulatedDrafter(Proposer, Tracker):
     """A head, as far as the speculator sees it: keeps features, must see some tokens before it drafts."""
 
-    name, aux_layers, warm_up = "head", (1,), WARM_UP
+    name, needs = "head", Needs(aux_layers=(1,), warm_up=WARM_UP)
 
     def __init__(self) -> None:
         self._since: dict[str, int] = {}
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
 
     def places(self, budget: Budget) -> int:
         return budget.nodes
@@ -175,18 +179,19 @@ class Simulation:
         name, length = str(self.count), self.requests.randint(*self.output)
         params = SamplingParams(max_tokens=length, temperature=self.content.temperature)
         self.rates[name] = min(0.97, max(0.0, self.requests.gauss(self.content.rate, self.content.spread)))
-        return Request(name, [1] * self.prompt, params, 0, [1] * self.prompt)
+        request = Request(name, [1] * self.prompt, params, 0, [1] * self.prompt)
+        self.speculator.assign(request)
+        return request
 
     def step(self) -> None:
         spec, decoding = self.speculator, list(self.running)
         new = [self._new() for _ in range(max(0, self.batch - len(decoding)))]
         begin = time.perf_counter()
         load = len(decoding) + len(new)
-        spec.plan(decoding, load)
-        grants = spec.grant(decoding, new, load)
+        budgets = spec.track(decoding, spec.plan(decoding, load), new, load)
         spec.sync(new, [])
         self.seen.planning += time.perf_counter() - begin
-        drafts, counts = self._draft(decoding, [grants[request.request_id].budget for request in decoding])
+        drafts, counts = self._draft(decoding, budgets)
         rows = sum(1 + draft.nodes for draft in drafts)
         step_s, drafting_s = self._seconds(decoding, rows, counts, new)
         begin = time.perf_counter()
@@ -269,7 +274,7 @@ class Simulation:
         context = statistics.fmean(len(request.tokens) for request in decoding) if decoding else 0.0
         verify = machine.verify(batch, rows, context) if decoding or new else 0.0
         for request in new:
-            read = machine.read * (request.drafter_state is not DrafterState.NONE and self.speculator.default != "none")
+            read = machine.read * (request.drafter.state is not DrafterState.NONE and self.speculator.default != "none")
             verify += (machine.prompt + read) * len(request.prompt_ids)
         drafting = machine.drafting(counts)
         if self.drafted != (rows > batch):

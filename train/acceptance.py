@@ -1,4 +1,4 @@
-"""Simulated acceptance: what the engine would accept, computed from the trainer's logits (DESIGN section 8).
+"""Simulated acceptance: what the engine would accept, computed from the trainer's logits.
 
 A response is walked as the engine decodes it: draft a chain of up to K tokens, accept the longest prefix that equals
 the response, emit it and the bonus token, continue from there. Drafts of sampled responses are sampled with the noise
@@ -57,16 +57,10 @@ def best_drafts(
     Fewer if there are no more. A corrector chooses among as many candidates as in an engine with the default
     proposer.candidates.
     """
-    if isinstance(head, BlockHead) and (candidates := head.corrector.num_candidates(CANDIDATES)) is not None:
-        return best_corrected(head, state, parameters, positions, candidates, count)
-    count = min(count, head.config.draft_vocab_size)
-    return choose_best(head.logits(state, depth), parameters, positions, head.target_ids, count)[0]
-
-
-def best_corrected(
-    head: BlockHead, state: Tensor, parameters: ChoiceParameters | None, positions: Tensor, candidates: int, count: int
-) -> Tensor:
-    """As `best_drafts`, from states `[N, S']` of which a corrector chooses among `candidates`."""
+    candidates = head.corrector.num_candidates(CANDIDATES) if isinstance(head, BlockHead) else None
+    if not isinstance(head, BlockHead) or candidates is None:
+        count = min(count, head.config.draft_vocab_size)
+        return choose_best(head.logits(state, depth), parameters, positions, head.target_ids, count)[0]
     parts, corrector, size = list[Tensor](), head.corrector, head.config.hidden_size
     for rows in torch.arange(len(state), device=state.device).split(WALKED_ROWS):
         states, sampling, at = state[rows], parameters and parameters.rows(rows), positions[rows]

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.config import EngineConfig, ModelConfig, register
+from infer.config import EngineConfig, ModelConfig, TrackerConfig, register
 from infer.options.exported_heads import export_folder
-from infer.options.tracker_config import TrackerConfig
 from models.checks import MISSING, at_least, bounded, check_fields, choice, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig

@@ -1,7 +1,7 @@
 """Evaluation of a head: held-out loss, simulated acceptance, and acceptance measured in the engine.
 
 Held-out responses are the target's greedy continuations of fixed prompts, so simulation and engine run over the same
-tokens and their acceptance lengths are comparable (DESIGN section 8).
+tokens and their acceptance lengths are comparable.
 """
 
 from __future__ import annotations

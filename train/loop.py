@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from infer.config_checks import resolve_path
-from infer.engine.threads import cpu_threads
+from infer.options.paths import resolve_path
+from infer.parallel.threads import cpu_threads
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.folder import open_data

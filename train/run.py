@@ -8,13 +8,13 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 
 import json
 
-from infer.cli import entry_point
+from infer.options.cli import entry_point
 from infer.parallel.process_end import run_process
 from train.config import TrainConfig
 

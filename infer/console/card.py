@@ -12,10 +12,10 @@ from rich.panel import Panel
 from rich.table import Table
 
 from infer.config import BLOCKS, ModelConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
-from infer.options.command_words import head_words, model_overrides, python_command
+from infer.console.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
+from infer.options.paths import REPO_ROOT
 from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
@@ -28,6 +28,7 @@ from models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from infer.engine import Engine
 
+SPELLED = {"ngram": "n-gram lookup", "suffix": "suffix decoding"}  # proposers whose names in configs are short
 Row = tuple[str, str]
 
 
@@ -146,15 +147,13 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
             else head.path or short(head_folder(head, output_dir, model.name))
         )
         return f"head {head.name} from {place}, {drafts}{pays}"
-    if name != "ngram":
-        sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
-        return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
-    lookup = f"n-gram lookup, {drafts}{pays}"
+    sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
+    drafter = f"{SPELLED.get(name, name.replace('_', ' '))}{sources}, {drafts}{pays}"
     if config.name == "auto" and head.name != "none":
         folder = head_folder(head, output_dir, model.name)
         command = python_command("train/run.py", *model_overrides(model), *head_words(head, output_dir))
-        return f"{lookup} (no head at {short(folder)}; train one: {command})"
-    return lookup
+        return f"{drafter} (no head at {short(folder)}; train one: {command})"
+    return drafter
 
 
 def describe_end_tokens(ids: Iterable[int], tokenizer: Tokenizer) -> str:

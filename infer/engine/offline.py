@@ -5,57 +5,63 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from infer.request import Completion, Request, StepOutput
-from infer.sampling.params import MAX_SEED, SamplingParams
+from infer.engine.core import EngineCore
+from infer.request import MAX_SEED, Completion, Request, SamplingParams, StepOutput
 from models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from infer.engine import Engine
-
-OnOutput = Callable[[int, StepOutput], None]
 
 
 def generate(
-    engine: Engine,
+    engine: EngineCore,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
-    on_output: OnOutput | None,
-    progress: bool,
-    max_concurrency: int | None,
+    on_output: Callable[[int, StepOutput], None] | None = None,
+    progress: bool = False,
+    max_concurrency: int | None = None,
 ) -> list[Completion]:
-    """See `Engine.generate`."""
+    """Complete all prompts, batched within the engine's limits; results are in the order of the prompts.
+
+    With n > 1 the n completions of a prompt are adjacent. `on_output(index, output)` is called for each output of a
+    step. Prompts are added while fewer than `max_concurrency` completions are in progress. Raises ValueError for an
+    invalid prompt, before anything runs unless `max_concurrency` delays that prompt.
+    """
     ids = [encode(prompt, engine.tokenizer) for prompt in prompts]
     per_prompt = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
     if len(per_prompt) != len(ids):
         raise ValueError(f"params: {len(per_prompt)} for {len(ids)} prompts")
     waiting = deque(zip(ids, per_prompt, strict=True))
-    requests: list[Request] = []
-
-    def fill(active: int) -> None:
-        """Add prompts, each with all of its completions, until `max_concurrency` completions are in progress."""
-        while waiting and (max_concurrency is None or active < max_concurrency):
-            (prompt, prompt_params), first = waiting.popleft(), None
-            if prompt_params.n > 1 and prompt_params.seed is None:
-                prompt_params = replace(prompt_params, seed=engine.seeds.randrange(MAX_SEED - prompt_params.n))
-            for single in completion_params(prompt_params):
-                request_id = engine.add(prompt, single, parent=first)
-                requests.append(engine.request(request_id))
-                first, active = first or request_id, active + 1
-
+    requests, index, active, tokens = list[Request](), dict[str, int](), 0, 0
+    bar = tqdm(total=sum(one.n for one in per_prompt), unit="prompt", disable=not progress, dynamic_ncols=True)
     try:
-        fill(0)
-        run_until_done(
-            engine, requests, fill, sum(prompt_params.n for prompt_params in per_prompt), on_output, progress
-        )
+        while waiting or active:
+            while waiting and (max_concurrency is None or active < max_concurrency):
+                (prompt, prompt_params), first = waiting.popleft(), None
+                if prompt_params.n > 1 and prompt_params.seed is None:
+                    prompt_params = replace(prompt_params, seed=engine.seeds.randrange(MAX_SEED - prompt_params.n))
+                for single in completion_params(prompt_params):
+                    request_id = engine.add(prompt, single, parent=first)
+                    index[request_id], active = len(requests), active + 1
+                    requests.append(engine.request(request_id))
+                    first = first or request_id
+            for output in engine.step():
+                if output.request_id not in index:
+                    continue
+                tokens += len(output.token_ids)
+                if on_output is not None:
+                    on_output(index[output.request_id], output)
+                if output.finish_reason is not None:
+                    active -= 1
+                    bar.set_postfix(tokens=tokens, refresh=False)
+                    bar.update()
     except BaseException:
         for request in requests:
             engine.abort(request.request_id)
         raise
+    finally:
+        bar.close()
     return [completion(request, engine.tokenizer) for request in requests]
 
 
@@ -73,33 +79,6 @@ def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int
     if tokenizer is None:
         raise ValueError("prompt: text given, but this engine has no tokenizer; pass token ids")
     return tokenizer.encode(prompt)
-
-
-def run_until_done(
-    engine: Engine,
-    requests: list[Request],
-    fill: Callable[[int], None],
-    total: int,
-    on_output: OnOutput | None,
-    progress: bool,
-) -> None:
-    """Run steps until `total` requests are done. `fill(active)` may add to `requests` after each step."""
-    index: dict[str, int] = {}
-    left, tokens = total, 0
-    with tqdm(total=left, unit="prompt", disable=not progress, dynamic_ncols=True) as bar:
-        while left:
-            index |= {requests[place].request_id: place for place in range(len(index), len(requests))}
-            for output in engine.step():
-                if output.request_id not in index:
-                    continue
-                tokens += len(output.token_ids)
-                if on_output is not None:
-                    on_output(index[output.request_id], output)
-                if output.finish_reason is not None:
-                    left -= 1
-                    bar.set_postfix(tokens=tokens, refresh=False)
-                    bar.update()
-            fill(len(requests) - (total - left))
 
 
 def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +18,19 @@ from kernels.rows import AttentionRows
 from kernels.upload import sent, upload
 from kernels.verify import Accepted, accepted_path
 
-if TYPE_CHECKING:
-    from infer.graphs.forward_graph import ForwardGraphs
-
 
 class Rows(NamedTuple):
     hidden: Tensor  # [R, H] post-norm, rows of all requests concatenated
     aux: tuple[Tensor, ...]  # [R, H] each
     positions: Tensor  # [R]
+
+
+class Replays(Protocol):
+    """Captured forwards (infer/graphs/forward_graph.py)."""
+
+    def replay(self, tree: DraftTree, requests: Sequence[Request], aux: Sequence[int]) -> Rows | None:
+        """Return the rows of a verify; None if it fits no graph."""
+        ...
 
 
 class DecodeBatch(Protocol):
@@ -86,7 +91,7 @@ class Runner:
 
     def __init__(self, shard: Shard, pool: KVPool) -> None:
         self.shard, self.pool = shard, pool
-        self.graphs: ForwardGraphs | None = None
+        self.graphs: Replays | None = None
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int], aux: Sequence[int]) -> Rows:
         """Run the next `chunks[b]` positions of each request; `aux`: hidden states to return as features."""

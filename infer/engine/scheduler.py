@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request
-from infer.speculation.budget import NOTHING, Budget, Grants
+from infer.speculation.budget import NOTHING, Budget
 
 
 def order(request: Request) -> tuple[int, int]:
@@ -83,22 +83,20 @@ class Scheduler:
         ready = [request for request in self.waiting if request.parent is None or prompt_is_ready(request.parent)]
         return ready[: min(len(self._free_slots), 1 if self._short else len(ready))]
 
-    def schedule(self, grants: Grants, admissible: Sequence[Request]) -> Step:
+    def schedule(self, decodes: Sequence[Request], budgets: Sequence[Budget], admissible: Sequence[Request]) -> Step:
         """Choose the work of the next step and reserve its pages.
 
-        Decodes come first: they hold memory, and users are waiting for their tokens. Each is guaranteed its root's row;
-        rows that are not set aside for prompts are shared among their drafts, up to what each was granted.
+        The `decodes` come first: they hold memory, and users are waiting for their tokens. Each is guaranteed its
+        root's row; rows that are not set aside for prompts are shared among their drafts, up to each one's budget.
         """
-        step = Step()
-        rows, decodes = self._max_rows, self.decoding
+        step, rows = Step(), self._max_rows
         prompts = self.waiting or len(decodes) < len(self.running)
         spare = rows - len(decodes) - (min(self._chunk, (rows - len(decodes)) // 2) if prompts else 0)
-        for index, request in enumerate(decodes):
+        for index, (request, budget) in enumerate(zip(decodes, budgets, strict=True)):
             if request.phase is not Phase.DECODE:
                 continue  # pre-empted in this loop for an earlier request
-            granted, places = grants[request.request_id]
-            budget = granted.within(spare // (len(decodes) - index))
-            if not self._pool.reserve(request, len(request.tokens) + places(budget)):
+            budget = budget.within(spare // (len(decodes) - index))
+            if not self._pool.reserve(request, len(request.tokens) + request.drafter.places(budget)):
                 budget = NOTHING
                 if not self._reserve_or_preempt(request, len(request.tokens), step):
                     continue
@@ -121,7 +119,7 @@ class Scheduler:
                 continue  # it was pre-empted in this step
             cached = self._pool.cached_prefix(request)
             # The whole prompt must fit beside the running requests, or it would soon be pre-empted again.
-            if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.free_without(cached):
+            if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.pages.free_without(cached):
                 self._short = True
                 break
             self._short = False

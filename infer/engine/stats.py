@@ -1,12 +1,51 @@
-"""Statistics of an engine, for its caller and /metrics."""
+"""Statistics of an engine, for its caller and /metrics: counts, and what steps take with and without drafts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from infer.request import SpeculationStats
 from infer.speculation.control.planner import Forecast
-from infer.speculation.control.step_times import StepTimes
+
+
+@dataclass
+class StepTimes:
+    """Counts and seconds of steps without prefill: of those in which nothing was drafted, and of the others."""
+
+    plain: int = 0
+    plain_s: float = 0.0
+    drafted: int = 0
+    drafted_s: float = 0.0
+    drafting_s: float = 0.0  # the part of `drafted_s` spent in the proposers, as far as it can be told from the rest
+    drafted_rows: int = 0
+
+    def record(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
+        if rows == batch:
+            self.plain += 1
+            self.plain_s += seconds
+        else:
+            self.drafted += 1
+            self.drafted_s += seconds
+            self.drafting_s += drafting or 0.0
+            self.drafted_rows += rows
+
+    def __sub__(self, before: StepTimes) -> StepTimes:
+        return StepTimes(*(value - earlier for value, earlier in zip(astuple(self), astuple(before), strict=True)))
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(*(value + more for value, more in zip(astuple(self), astuple(other), strict=True)))
+
+    def summary(self) -> dict[str, float | None]:
+        """Return the numbers of steps, and their mean milliseconds and rows; None where there were none."""
+        count = self.drafted or None
+        return {
+            "plain": self.plain,
+            "plain_ms": 1000 * self.plain_s / self.plain if self.plain else None,
+            "drafted": self.drafted,
+            "drafted_ms": count and 1000 * self.drafted_s / count,
+            "drafting_ms": count and 1000 * self.drafting_s / count,
+            "drafted_rows": count and self.drafted_rows / count,
+        }
 
 
 @dataclass

@@ -1,34 +1,44 @@
-"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (DESIGN section 5)."""
+"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (docs/architecture.md)."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import INTERNAL, isolated, together
 from infer.engine.runner import Decoded, HostBatch, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
-from infer.engine.threads import Threads, cpu_threads
-from infer.kvcache.pool import KVPool
+from infer.parallel.threads import Threads, cpu_threads
 from infer.request import Phase, Request, StepOutput
 from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
-from infer.sampling.constraint import without_forbidden
+from infer.sampling.emission import cut, without_forbidden
+from infer.sampling.isolation import INTERNAL, isolated, together
 from infer.sampling.logprobs import token_logprobs
-from infer.sampling.stopping import cut
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 from kernels.gather import select_rows
 from kernels.upload import upload
 
-if TYPE_CHECKING:
-    from infer.graphs.overlap import Overlap
+
+class StepsAhead(Protocol):
+    """Runs steps one round ahead of what was read, where they can be captured (infer/graphs/overlap.py)."""
+
+    @property
+    def most_rows(self) -> int: ...
+
+    @property
+    def timed(self) -> tuple[int, int, None, float] | None:
+        """Requests, rows, None and seconds of the last round read, if it could be timed."""
+
+    def step(self) -> list[StepOutput] | None:
+        """Return None, with nothing done, if the host must run the step."""
+        ...
 
 
 class StepRunner:
@@ -41,7 +51,6 @@ class StepRunner:
     def __init__(
         self,
         runner: Runner,
-        pool: KVPool,
         scheduler: Scheduler,
         speculator: Speculator,
         stats: EngineStats,
@@ -52,10 +61,10 @@ class StepRunner:
         clock: Callable[[], float] = time.monotonic,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner, self._pool, self._scheduler, self._speculator = runner, pool, scheduler, speculator
+        self._runner, self._pool, self._scheduler, self._speculator = runner, runner.pool, scheduler, speculator
         self._stats, self._threads, self._context, self._rates = stats, threads, context, rates
         self._clock, self._timer = clock, timer
-        self.overlap: Overlap | None = None  # runs steps ahead, where they can be captured
+        self.overlap: StepsAhead | None = None
         self.rows = 0  # rows verified by the last decode
         self.activity = ("nothing", 0, 0)  # phase, requests, target rows
 
@@ -64,7 +73,7 @@ class StepRunner:
         begin = self._timer()  # a step's cost includes planning
         decoding, load = self._scheduler.decoding, self._scheduler.load
         self.activity = ("scheduling", load, 0)
-        self._speculator.plan(decoding, load)
+        planned = self._speculator.plan(decoding, load)
         if self.overlap is not None:
             self.activity = ("overlapped round", len(decoding), self.overlap.most_rows)
             with cpu_threads(self._threads.count(self.overlap.most_rows)):
@@ -74,7 +83,8 @@ class StepRunner:
                     self._observe(*self.overlap.timed)
                 return outputs
         admissible = self._scheduler.admissible()
-        step = self._scheduler.schedule(self._speculator.grant(decoding, admissible, load), admissible)
+        budgets = self._speculator.track(decoding, planned, admissible, load)
+        step = self._scheduler.schedule(decoding, budgets, admissible)
         self._speculator.sync(step.admitted, step.preempted)
         outputs, drafting = list[StepOutput](), self._speculator.seconds
         with cpu_threads(self._threads.count(step.rows)):
@@ -179,14 +189,14 @@ class StepRunner:
         if aux:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
-            spans = [(end - count, end) for request, count, end in pairs if self._speculator.reads(request)]
+            spans = [(end - count, end) for request, count, end in pairs if request.drafter.aux_layers]
             features = select_rows(aux, [row for first, end in spans for row in kept_rows[first:end]])
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Commit `counts[b]` new positions of each request, with `features` `[n, F]` where the drafter reads them."""
         pairs = zip(requests, counts, strict=True)
-        reading = [(request, count) for request, count in pairs if self._speculator.reads(request)]
+        reading = [(request, count) for request, count in pairs if request.drafter.aux_layers]
         pieces = features.split([count for _, count in reading]) if reading else ()
         for (request, count), rows in zip(reading, pieces, strict=True):
             self._pool.keep_features(request, count, rows)
@@ -195,7 +205,7 @@ class StepRunner:
     def publish(self, requests: Sequence[Request]) -> None:
         """Publish to the prefix cache the positions that are verified and were read by the proposer too."""
         for request in requests:
-            self._pool.publish(request, self._speculator.synced(request))
+            self._pool.publish(request, request.drafter.synced(request))
 
     def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
         """Compute log-probabilities of the prompt tokens that follow this chunk's rows, for requests that want them."""
@@ -214,19 +224,17 @@ class StepRunner:
         self, requests: Sequence[Request], choices: Choices, rows: Sequence[Sequence[int]], outputs: list[StepOutput]
     ) -> list[StepOutput]:
         """Return the outputs, with log-probabilities of their tokens, sampled at `rows`, for requests that want any."""
+        if all(request.params.logprobs is None for request in requests):
+            return outputs
         emitted = [Emitted(r, at, output.token_ids) for r, at, output in zip(requests, rows, outputs, strict=True)]
         logprobs = together(requests, lambda group: choices.logprobs(emitted, set(group)))
         for b, (request, _, tokens) in enumerate(emitted):
-            if request.failed and tokens:
-                outputs[b] = self.fail(request)
+            if request.failed and tokens:  # even if it has just finished; its tokens of this step are discarded
+                request.finish_reason = "error"
+                outputs[b] = self.output(request, [], [])
             outputs[b].logprobs = logprobs.get(request.request_id, [])
             request.logprobs += outputs[b].logprobs
         return outputs
-
-    def fail(self, request: Request) -> StepOutput:
-        """End a failed request with an error, even if it has just finished; its tokens of this step are discarded."""
-        request.finish_reason = "error"
-        return self.output(request, [], [])
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append and return the tokens up to the first that ends the request; later ones are discarded, uncounted."""

@@ -116,7 +116,7 @@ class Overlap:
         outputs, unfinished = self._emit(outcomes, results.budgets)
         self._time(len(drafted), len(drafted) + sum(drafted))
         for row, request, count in unfinished:
-            if self._speculator.reads(request):
+            if request.drafter.aux_layers:
                 self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
         # The round in flight reads these features, so it fills the head's KV of these pages before any later reader.
         self._steps.publish([request for _, request, _ in unfinished])
@@ -132,7 +132,7 @@ class Overlap:
             rows = [
                 self._graphs.features(row, count, behind=False)
                 for row, request, count in unfinished
-                if self._speculator.reads(request)
+                if request.drafter.aux_layers
             ]
             features = torch.cat(rows) if rows else torch.empty(0, 0, device=self._pool.device)
             self._steps.commit([request for _, request, _ in unfinished], [count for *_, count in unfinished], features)
@@ -171,7 +171,7 @@ class Overlap:
         proposer = self._graphs.proposer
         if self._graphs.batch_for(len(requests)) is None:
             return False
-        reading = [] if proposer is None else [request for request in requests if self._speculator.reads(request)]
+        reading = [] if proposer is None else [request for request in requests if request.drafter.aux_layers]
         if proposer is not None:
             if not all(map(proposer.ready, reading)):
                 return False
@@ -225,7 +225,7 @@ class Overlap:
             begins = min(len(request.tokens) + emitted, final_length(request, self._context))
             if begins + self._graphs.reach > self._graphs.longest:
                 return False
-            if not self._pool.reserve(request, begins + self._speculator.places(request, self._budgets[row])):
+            if not self._pool.reserve(request, begins + request.drafter.places(self._budgets[row])):
                 return False
         least = 0 if unread is None else 1
         return any(final_length(r, self._context) - len(r.tokens) > least for r in self._active)

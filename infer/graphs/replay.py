@@ -1,19 +1,16 @@
-"""Replays of captured decode steps, for the profiler of step costs (infer/speculation/control/profiler.py)."""
+"""Replays of captured decode steps, for the profiler of step costs (infer/engine/startup/profiler.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from infer.graphs.overlap import Overlap
+from infer.graphs.step_graph import StepGraphs
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.cost_model import Curve
-
-if TYPE_CHECKING:
-    from infer.graphs.overlap import Overlap
-    from infer.graphs.step_graph import StepGraphs
 
 
 class Replays:

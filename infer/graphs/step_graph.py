@@ -103,7 +103,7 @@ class StepGraphs:
         self._runner, self._memory, self.proposer, self.limit, self.longest = runner, memory, proposer, limit, longest
         shape = self._shape = None if proposer is None else proposer.shape
         self._most_nodes = limit.nodes if shape is None else min(limit.nodes, shape.most)
-        self._aux = () if proposer is None else proposer.aux_layers
+        self._aux = () if proposer is None else proposer.needs.aux_layers
         self.width = 1 + limit.depth  # longest path, which the head reads next
         spare = 0 if proposer is None else proposer.loop.spare_rows(limit.depth)
         widest = 1 + self._most_nodes
@@ -235,7 +235,7 @@ class StepGraphs:
         root, proposer = rows.root_tokens, self.proposer
         if proposer is None:
             return DraftTree.chain(root, root[:, None][:, :0], torch.zeros_like(root), padded=True)
-        unread = rows.unread(kv=bool(proposer.kv_layers))
+        unread = rows.unread(kv=bool(proposer.needs.kv_layers))
         if self._shape is None:
             early_exit = EarlyExit(rows.exit_terms, rows.depth) if self._scored else None
             chains = proposer.loop.chain(unread, rows.depth, self.limit.depth, early_exit)
@@ -343,10 +343,10 @@ class GraphCache:
             graphs.append(self._graphs[name])
             if drafter is not None:
                 drafter.graphs = self._graphs[name]
-        key = limit, proposer.aux_layers
+        key = limit, proposer.needs.aux_layers
         if key not in self._forwards:
-            parts = Runner(shard, runner.pool), proposer.aux_layers, limit  # none of its own, which would be a cycle
-            self._forwards[key] = ForwardGraphs(*parts, *sizes)
+            target = Runner(shard, runner.pool)  # without graphs of its own, which would be a cycle
+            self._forwards[key] = ForwardGraphs(target, proposer.needs.aux_layers, limit, *sizes)
             work += self._forwards[key].recordings()
         if work:
             self._bytes = memory.record(work, "decode steps")

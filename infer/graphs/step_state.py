@@ -15,7 +15,7 @@ from torch import Tensor
 from infer.engine.runner import Rows, Runner
 from infer.kvcache.pool import KVPool
 from infer.request import Request
-from infer.sampling.batch import choice_parameters
+from infer.sampling.choose import choice_parameters
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.draft_loops.base import Unread
 from infer.speculation.tree import DraftTree

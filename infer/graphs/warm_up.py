@@ -12,20 +12,18 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from infer.engine.core import EngineCore
 from infer.engine.stats import EngineStats
+from infer.kvcache.memory import EngineSizes
 from infer.kvcache.pool import KVPool
-from infer.options.engine_sizes import EngineSizes
 from infer.sampling.params import MAX_LOGPROBS, SamplingParams
 from infer.speculation.budget import Budget
 from kernels.triton import INTERPRETED, in_use
-
-if TYPE_CHECKING:
-    from infer.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class WarmUp:
     def __init__(self) -> None:
         self._done = set[tuple[str, type]]()
 
-    def run(self, engine: Engine, pool: KVPool, stats: EngineStats, limit: Budget) -> None:
+    def run(self, engine: EngineCore, pool: KVPool, stats: EngineStats, limit: Budget) -> None:
         """Run while the engine is idle and without graphs; `limit`: its largest draft.
 
         Leaves nothing in cache and `stats`. Kernels that cannot be compiled are logged, and the engine starts
@@ -126,7 +124,7 @@ def divided(rows: int, most: int) -> list[int]:
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
-def serve(engine: Engine, work: Work) -> None:
+def serve(engine: EngineCore, work: Work) -> None:
     """Run the requests for a few steps and abort them. A request that the engine cannot hold is left out."""
     vocabulary, names, steps = engine.target.config.vocab_size, list[str](), work.decodes
     params = replace(work.params, cache_salt=work.name)  # or another kind's cached pages would take the place of rows

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.kvcache.blocks import Pages
+from infer.kvcache.blocks import BlockKeys, Pages
 from infer.kvcache.tensors import KVLayers
 from infer.request import Request
 from infer.speculation.tree import MAX_NODES
@@ -42,10 +42,6 @@ class KVPool:
     def free_pages(self) -> int:
         return self.pages.free
 
-    def free_without(self, cached: Sequence[int]) -> int:
-        """Return the pages left for others once the cached pages `cached` are held."""
-        return self.pages.free_without(cached)
-
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
 
@@ -63,6 +59,12 @@ class KVPool:
         self.pages.drop(request.pages)
         self.table[request.slot, : len(request.pages)] = 0
         request.pages = []
+
+    def keys(self, salt: str, filled_by: str) -> BlockKeys:
+        """Return the keys of a new request's pages. `filled_by`: a name for the layers that it fills besides the
+        target's.
+        """
+        return BlockKeys(self.pages.secret, salt, filled_by, self.page_size)
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Return cached pages that hold a prefix of the request. At least its last token is left to compute."""

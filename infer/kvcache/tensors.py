@@ -67,6 +67,11 @@ class KVLayers:
             return zeros(shape, self._kv_dtype)
         return torch.zeros(*shape, dtype=self._kv_dtype, device=self.device)
 
+    def free(self) -> None:
+        """Free the memory, whoever still refers to these layers."""
+        self.caches.clear()
+        self._tree_stacks.clear()
+
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Move slots `source` `[M]` to slots `destination` in the target's layers; the two may overlap."""
         for stack in self._tree_stacks:

@@ -8,36 +8,19 @@ model hub.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from infer.config_checks import REPO_ROOT, resolve_path
+from infer.config import AUTO, ModelConfig, PublishedHeadConfig
+from infer.options.paths import REPO_ROOT, resolve_path
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 from models.hub import is_hub_id
 
-if TYPE_CHECKING:
-    from infer.config import ModelConfig
-
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
-AUTO, PUBLISHED = "auto", "published"
 QUANTISED = re.compile(r"[-.](awq|gptq|fp8|int[48]|quantized|w\d+a\d+|i?q\d|bf16|f16).*")  # the end of a target's name
-
-
-@dataclass
-class NoHeadConfig(HeadConfig):
-    def __post_init__(self) -> None:
-        if self.path:
-            raise ValueError(
-                f"head.path={self.path}: head=none reads no head; drop head.path or say head={DEFAULT_HEAD}"
-            )
-
-
-@dataclass
-class PublishedHeadConfig(HeadConfig):
-    heads: dict[str, list[str]] = field(default_factory=dict)  # hub id of a target -> of its heads; the first is taken
 
 
 def export_folder(head: HeadConfig, output_dir: str, model_name: str) -> Path:

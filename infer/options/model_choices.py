@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hydra.core.config_store import ConfigStore
 
-from infer.options.exported_heads import AUTO
+from infer.config import AUTO
 from infer.options.literal_text import SWEEP, encode, list_items, quote, sweeps
 from infer.options.model_names import PACKAGE, find_model, model_options, options_of, read_model
 from models.heads.config import HeadConfig

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from infer.config import ModelConfig
-from infer.config_checks import REPO_ROOT, resolve_path
-from infer.options.exported_heads import AUTO, PUBLISHED, PublishedHeadConfig, head_at, kind_of
+from infer.config import AUTO, PUBLISHED, ModelConfig, PublishedHeadConfig
+from infer.options.exported_heads import head_at, kind_of
+from infer.options.paths import REPO_ROOT, resolve_path
 from models.checks import home_path
 from models.gguf import is_gguf
 from models.heads import HEADS

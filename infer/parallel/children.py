@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from infer.parallel import messages
 
 END_S = 5.0  # how long a child may take to exit by itself before it is killed

@@ -24,17 +24,17 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 from torch.distributed.rendezvous import rendezvous
 
 from infer.config import EngineConfig, ModelConfig
-from infer.engine.exactness import probe_exactness
-from infer.engine.threads import plan_threads
 from infer.options.devices import resolve_device, resolve_dtype, use_device
 from infer.parallel import messages
 from infer.parallel.children import Children
 from infer.parallel.comm import Channel, RankLost, Ranks
+from infer.parallel.exactness import probe_exactness
 from infer.parallel.launched import launched_rank
 from infer.parallel.liveness import FAILED
 from infer.parallel.process_end import end_at_once
 from infer.parallel.target_worker import Shard
 from infer.parallel.tensor_parallel import follow
+from infer.parallel.threads import plan_threads
 from models.targets import load_target
 
 MEET = timedelta(minutes=5)

@@ -61,7 +61,9 @@ class Shard:
 
     def free(self) -> int | None:
         """Release the KV cache; return how many bytes are then free for it, or None if unknown."""
-        self._kv = None
+        if self._kv is not None:
+            self._kv.free()
+            self._kv = None
         return free_bytes(self.device)
 
     def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = ()) -> KVLayers:

@@ -9,15 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import isolated, together
 from infer.request import Request
-from infer.sampling.batch import choice_parameters
-from infer.sampling.logits_processors import TokenCounts, shape_logits
+from infer.sampling.isolation import isolated, together
+from infer.sampling.logits_processors import shape_rows
 from infer.sampling.logprobs import TokenLogprob, token_logprobs
+from infer.sampling.params import SamplingParams
 from infer.speculation.tree import DraftTree
-from kernels.choose import ChoiceParameters, choose, warped_log_probs
-from kernels.upload import upload
+from kernels.acceptance import DRAFTS, stream
+from kernels.choose import ChoiceParameters, Limits, choose, warped_log_probs
+from kernels.noise import MASK32
+from kernels.upload import upload, upload_columns
 
+GREEDY = SamplingParams()
 MOST_ROWS = 64  # whose logits are copied at once, for log-probabilities
 
 
@@ -81,6 +84,43 @@ class Choices:
         return results
 
 
+def choice_parameters(
+    requests: Sequence[Request],
+    device: torch.device,
+    counts: Sequence[int] | None = None,
+    *,
+    drafting: bool = False,
+) -> ChoiceParameters | None:
+    """Return `counts[b]` rows of sampling parameters per request, by default one, or None if all are greedy.
+
+    With `drafting` a drafter gets the target's noise, so that both sample alike; under block verification it must get
+    other noise. A request that has failed is treated as greedy.
+    """
+    params = [GREEDY if request.failed else request.params for request in requests]
+    if all(p.temperature == 0 for p in params):
+        return None
+    integers = [(p.top_k, r.seed & MASK32, seed_high(r, drafting)) for p, r in zip(params, requests, strict=True)]
+    fractions = [(p.temperature, p.top_p, p.min_p) for p in params]
+    if counts is not None:
+        integers, fractions = (
+            [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+            for rows in (integers, fractions)
+        )
+    columns = upload_columns(list(zip(*integers, strict=True)), list(zip(*fractions, strict=True)), device)
+    top_k, low, high, temperature, top_p, min_p = columns
+    limits = Limits(
+        *(any(uses) for uses in zip(*((p.top_k > 0, p.top_p < 1, p.min_p > 0) for p in params), strict=True))
+    )
+    return ChoiceParameters(temperature, top_k, top_p, min_p, low, high, limits)
+
+
+def seed_high(request: Request, drafting: bool) -> int:
+    high = request.seed >> 32
+    if drafting and request.params.acceptance == "block":
+        return high ^ stream(DRAFTS, request.computed)
+    return high
+
+
 def row_parameters(requests: Sequence[Request], counts: Sequence[int], device: torch.device) -> ChoiceParameters | None:
     """Return the parameters of `counts[b]` rows of each request; to be called before a forward."""
 
@@ -118,20 +158,6 @@ def choose_rows(
     return Choices(token, logits, parameters, processed)
 
 
-def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """Apply the logits processors to logits `[n, V]` of a request's rows; `paths[i]`: drafted tokens up to row i."""
-    return shape_logits(
-        logits,
-        request.params,
-        count_tokens(request, logits.shape[1], logits.device),
-        request.tokens,
-        request.output_length,
-        paths,
-        request.stop_ids,
-        None if request.constraint is None else request.constraint.words(paths),
-    )
-
-
 def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:
     """Return the drafted tokens on the path from the root to each node, the node's own token included."""
     tokens, parents = tree.token[row].tolist(), tree.parent[row].tolist()
@@ -139,13 +165,3 @@ def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:
     for node in range(1, count):
         paths.append([*paths[parents[node]], tokens[node]])
     return paths
-
-
-def count_tokens(request: Request, vocab_size: int, device: torch.device) -> TokenCounts | None:
-    params = request.params
-    if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
-        return None
-    if request.counts is None:
-        request.counts = TokenCounts(vocab_size, request.prompt_ids, device)
-    request.counts.update(request.tokens)
-    return request.counts

@@ -15,17 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import isolated
 from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, reason_of
 from infer.sampling.number_limit import NumberLimit, Place
-from infer.speculation.tree import DraftTree
-from kernels.shape import FORBIDDEN, packed, unpacked
+from kernels.shape import packed
 from models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-    from infer.request import Request
 
 # CPU time for one request's masks in one step; a slower grammar would delay every request in the batch. Not wall time:
 # beside busy processes any grammar may take seconds.
@@ -130,36 +126,3 @@ class Constraint:
 
     def _fail(self, reason: str) -> None:
         self.error = self.error or f"the grammar cannot be followed further: {reason}"
-
-
-def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
-    """Return the tree without the drafted nodes that a request's grammar forbids, so that no row is spent on them."""
-    if all(request.constraint is None for request in requests):
-        return tree
-    kept = [list(range(length)) for length in tree.length.tolist()]
-    changed = False
-    for b, request in enumerate(requests):
-        if request.constraint is not None and len(kept[b]) > 1:
-            count = len(kept[b])
-            with isolated(request):
-                kept[b] = request.constraint.allowed(tree.token[b, :count].tolist(), tree.parent[b, :count].tolist())
-            changed |= len(kept[b]) < count
-    return tree.only(kept) if changed else tree
-
-
-def narrowed(requests: Sequence[Request], logits: Tensor, paths: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
-    """Mask draft logits `[B, K]`, over the target ids `ids` `[K]`, where a grammar forbids a token after its path.
-
-    A row of which nothing would be left stays unmasked: what it drafts is dropped later (`without_forbidden`).
-    """
-    rows = [b for b, request in enumerate(requests) if request.constraint is not None]
-    if not rows:
-        return logits
-    logits = logits.clone()
-    for b in rows:
-        constraint = requests[b].constraint
-        assert constraint is not None
-        mask = unpacked(constraint.words([paths[b]])[0], constraint.vocab_size).to(ids.device)[ids]
-        if bool(mask.any()):
-            logits[b] = logits[b].masked_fill(~mask, FORBIDDEN)
-    return logits

@@ -6,6 +6,7 @@ import operator
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from infer.sampling.grammar import Grammar
@@ -100,7 +101,7 @@ class SamplingParams:
     speculate: bool = True  # false: no drafts for this request
     proposer: str | None = None  # null: the engine's
     max_draft_tokens: int | None = None  # maximum draft depth; null: the engine's
-    # exact, also called rejection; block and typical relax a guarantee (infer/speculation/lossy.py); null: the engine's
+    # exact, also called rejection; block and typical relax a guarantee (kernels/acceptance.py); null: the engine's
     acceptance: AcceptanceRule | None = None
     posterior_threshold: float | None = (
         None  # of typical: a token more likely than this is accepted; null: the engine's
@@ -171,7 +172,7 @@ class SamplingParams:
             "bad_words": [token for word in self.bad_words for token in word],
         }
 
-    @property
+    @cached_property
     def shapes_logits(self) -> bool:
         """Whether any step before the temperature applies, the grammar aside."""
         return bool(

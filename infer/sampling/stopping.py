@@ -1,15 +1,11 @@
-"""Stop conditions: which of a step's tokens are emitted, and why a request finishes."""
+"""Why requests finish, and stop strings in streamed text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from infer.sampling.logits_processors import is_forbidden, masks_of
 from models.tokenizer import DetokenizeStream
-
-if TYPE_CHECKING:
-    from infer.request import Request
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
@@ -71,41 +67,3 @@ class StopText:
             piece, self.stop = self._strings.push(self._stream.flush())
             self.text += piece + self._strings.flush()
         return self.text
-
-
-def cut(
-    tokens: Sequence[int], request: Request, *, room: int
-) -> tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]:
-    """Return the tokens of `tokens` to emit, the finish reason or None, and the stop id or stop string that matched.
-    For the stop id `eos_id`, and for a grammar after which nothing may follow, the latter is None, as in vLLM.
-
-    Tokens after a stop, or beyond `room`, are cut. Before `min_tokens` stop strings are ignored (stop ids cannot occur
-    there: they are masked). A token that is forbidden was sampled where the request's masks together allow none: it is
-    not emitted, and the request ends with an error, which becomes its `error`.
-    """
-    emitted: list[int] = []
-    for token in tokens[:room]:
-        request.error, ended = consume(request, emitted, token)
-        if request.error is not None:
-            return emitted, "error", None
-        emitted.append(token)
-        if token in request.stop_ids:
-            return emitted, "stop", None if token == request.eos_id else token
-        heed = request.output_length + len(emitted) >= request.params.min_tokens
-        if request.stop_text is not None and request.stop_text.push(token, heed=heed):
-            return emitted, "stop", request.stop_text.stop
-        if ended:
-            return emitted, "stop", None
-    return emitted, "length" if len(emitted) == room else None, None
-
-
-def consume(request: Request, emitted: Sequence[int], token: int) -> tuple[str | None, bool]:
-    """Advance the request's grammar by a token after `emitted`.
-
-    Returns why the token may not follow, or None, and whether the grammar ends with it.
-    """
-    constraint = request.constraint
-    if request.rule != "synthetic" and is_forbidden(request, emitted, token):
-        return f"no token can follow: {masks_of(request)} together allow none", False
-    ended = constraint is not None and constraint.push(token)
-    return constraint and constraint.error, ended

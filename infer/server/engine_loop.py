@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from infer.console.card import describe_costs
 from infer.engine import Engine
-from infer.engine.isolation import panics_as_errors
 from infer.engine.stats import EngineStats
 from infer.options.devices import use_device
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
+from infer.sampling.isolation import panics_as_errors
 from infer.server.protocol.errors import ApiError, internal_error
 
 log = logging.getLogger("headway.server")

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.engine.isolation import panics_as_errors
+from infer.sampling.isolation import panics_as_errors
 from infer.server.protocol.error_responses import response_of
 from infer.server.protocol.errors import REQUEST_ID, ApiError, internal_error, is_anthropic
 

@@ -27,7 +27,7 @@ from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config import ServeConfig
-from infer.environment import wake_collector
+from infer.options.environment import wake_collector
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 APPLICATION = "headway"

@@ -65,7 +65,7 @@ class Service:
         self.thinks = self.config.reasoning_parser == "think" or (
             self.config.reasoning_parser == "auto" and THINK in "\n".join(self.tokenizer.chat.texts.values())
         )
-        self.proposer, self.proposers = engine.proposer_name, tuple(engine.proposer_names)
+        self.proposer, self.proposers = engine.proposer_name, tuple(engine.speculator.names)
         self.metrics.speculative = self.proposer != "none"
         # No longer text can fit the context; saves tokenizing megabytes only to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)

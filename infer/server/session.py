@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.engine.isolation import panics_as_errors
 from infer.request import FinishReason, SpeculationStats, StepOutput
+from infer.sampling.isolation import panics_as_errors
 from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.stopping import StopText
 from infer.server.metrics import Metrics

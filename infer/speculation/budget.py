@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 PARTS = 8  # a tree may be drafted in eighths of its nodes
@@ -23,16 +23,6 @@ class Budget(NamedTuple):
 
 
 NOTHING = Budget(0, 0)
-
-
-class Grant(NamedTuple):
-    """What one request may draft in a step."""
-
-    budget: Budget
-    places: Callable[[Budget], int]  # places past the root that a draft under a budget takes in the pool
-
-
-Grants = Mapping[str, Grant]  # by request id, those of a step's decoding requests
 
 
 def candidate_budgets(limit: Budget) -> list[Budget]:

@@ -1,36 +1,40 @@
 """The speculator: the one owner of what is drafted for whom, and of what becomes of it.
 
-A step calls, in this order, `plan` (what would pay), `grant` (the budget of every request, and whose state drafters
-keep), `sync` (who was admitted and pre-empted), `propose`, `verified` for each draft, `commit`, and `observe` (what the
-step took).
+A request gets its drafter from `assign`. A step calls, in this order, `plan` (what would pay), `track` (whose state
+drafters keep, and what they can draft), `sync` (who was admitted and pre-empted), `propose`, `verified` for each draft,
+`commit`, and `observe` (what the step took).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from infer.request import DrafterState, Phase, Request
-from infer.speculation.budget import NOTHING, Budget, Grant, Grants, VerifiedDraft
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.planner import PLAN_STEPS, Planner
+from infer.speculation.drafter import Drafter, drafter_of
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.tree import DraftTree
 
 log = logging.getLogger(__name__)
+T = TypeVar("T", bound=Hashable)
+PLAIN = NoProposer()
 
 
-def grouped(names: Sequence[str]) -> list[list[int]]:
-    """Return the indices of each name."""
-    groups: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        groups.setdefault(name, []).append(index)
-    return list(groups.values())
+def grouped(keys: Sequence[T]) -> dict[T, list[int]]:
+    """Return the indices of each key."""
+    groups: dict[T, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return groups
 
 
 class Speculator:
@@ -46,12 +50,9 @@ class Speculator:
         context: int,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        limits = {"none": (NoProposer(), NOTHING), **proposers}
-        self._proposers: dict[str, Proposer] = {name: proposer for name, (proposer, _) in limits.items()}
-        self._limits = {name: limit for name, (_, limit) in limits.items()}
+        self._proposers: dict[str, tuple[Proposer, Budget]] = {"none": (PLAIN, NOTHING), **proposers}
         self._context, self.default, self._timer = context, default, timer
         self.planner: Planner = Planner()
-        self._idle: dict[str, int] = {}  # by request that a drafter keeps state of, steps since its last draft
         self.seconds = 0.0  # spent in proposing, in all
         self.failures = 0  # requests whose proposer failed
         if default not in self._proposers:
@@ -61,93 +62,42 @@ class Speculator:
     def names(self) -> list[str]:
         return sorted(self._proposers)
 
-    def name_for(self, request: Request) -> str:
-        return "none" if request.drafter_state is DrafterState.NONE else self._drafter(request)
+    def assign(self, request: Request) -> None:
+        """Choose the request's drafter, before anything else is done with it."""
+        name = (request.params.proposer or self.default) if request.params.speculate else "none"
+        proposer, limit = self._proposers[name]
+        request.drafter = Drafter(proposer, limit, self._context)
 
-    def _drafter(self, request: Request) -> str:
-        """Return the name of the proposer that drafts for the request whenever that pays."""
-        if not request.params.speculate or request.drafting_failed:
-            return "none"
-        return request.params.proposer or self.default
+    # ---- queries: how much is drafted ----------------------------------------------------------------------------
 
-    # ---- the decision: how much is drafted, and for whom state is kept --------------------------------------------
-
-    def plan(self, decoding: Sequence[Request], load: int) -> None:
-        """Plan the drafts of the next step. `load` counts the decoding requests and those about to join them."""
+    def plan(self, decoding: Sequence[Request], load: int) -> list[Budget]:
+        """Return how much would pay for each request. `load` counts them and the requests that are about to join."""
         names = tuple(request.request_id for request in decoding)
-        self.planner.plan(names, lambda: self._candidates(decoding, load))
-
-    def grant(self, decoding: Sequence[Request], admissible: Sequence[Request], load: int) -> Grants:
-        """Return the budget of each decoding request in this step; start and stop tracking requests accordingly.
-
-        `admissible`: the waiting requests that may be admitted in this step. For each of them the drafter's state is
-        decided, on which it depends which cached pages it can use.
-        """
-        for request in admissible:
-            self._on_admission(request, load)
-        return {
-            request.request_id: Grant(self._granted(request, load), partial(self.places, request))
-            for request in decoding
-        }
-
-    def sync(self, admitted: Sequence[Request], preempted: Sequence[Request]) -> None:
-        """Take note of what the scheduler did: drop the state of pre-empted requests, adopt that of cached pages.
-
-        A request may have been pre-empted and admitted again.
-        """
-        for request in preempted:
-            self.release(request)
-        for request in admitted:
-            if request.computed:
-                try:
-                    self._proposer_for(request).resume(request)
-                except Exception as error:
-                    self._give_up(request, error)
+        if self.planner.next_step(names):
+            self.planner.plan(names, self._candidates(decoding, load))
+        return [self.planner.budget(request.request_id, drafter_of(request).budget(request)) for request in decoding]
 
     def steady_budget(self, request: Request) -> tuple[str, Budget] | None:
         """Return which proposer drafts for the request, and its budget for as long as the request does not end.
 
         None if its drafter must first start tracking it.
         """
-        name, drafter = self.name_for(request), self._drafter(request)
-        if name != drafter and not self.planner.skips(request.request_id):
-            return None
-        if name == "none" or not self._proposer_for(request).ready(request):
-            return name, NOTHING
-        budget = self.planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
-        return ("none", NOTHING) if budget == NOTHING and not self._keeps_state(name) else (name, budget)
+        drafter = drafter_of(request)
+        budget = self.planner.budget(request.request_id, drafter.steady_budget(request))
+        if not drafter.tracks:
+            return None if budget.nodes else ("none", NOTHING)
+        budget = budget if drafter.ready(request) else NOTHING
+        return ("none", NOTHING) if budget == NOTHING and drafter.tracker is None else (drafter.name, budget)
 
-    def places(self, request: Request, budget: Budget) -> int:
-        return self._proposer_for(request).places(budget) if budget.nodes else 0
-
-    def budget(self, request: Request) -> Budget:
-        """Return the request's largest budget: no deeper than the tokens it may still emit before the bonus token."""
-        name = self._drafter(request)
-        if name == "none":
-            return NOTHING
-        room = min(request.remaining, self._context - len(request.tokens)) - 1
-        requested = request.params.max_draft_tokens
-        return self._within(name, room if requested is None else min(room, requested))
-
-    def verified(self, request: Request, draft: VerifiedDraft) -> None:
-        """Record the outcome of a draft. Called before its tokens are appended to the request."""
-        self.planner.record_draft(request.request_id, self.name_for(request), request.params.temperature > 0, draft)
-
-    def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record what a step without prefill took; see `Planner.record_step`."""
-        self.planner.record_step(batch, rows, drafting, seconds)
-
-    def _within(self, name: str, depth: int | None) -> Budget:
-        """Return the largest budget of this proposer that is no deeper than `depth`."""
-        limit = self._limits[name]
-        depth = limit.depth if depth is None else max(0, min(limit.depth, depth))
-        return NOTHING if depth == 0 else Budget(depth if limit.is_chain else limit.nodes, depth)
+    def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Return which hidden states of the target these requests' proposers read; () if none reads any."""
+        return next((aux for request in requests if (aux := request.drafter.aux_layers)), ())
 
     def _should_track(self, request: Request, load: int, unread: int = 0) -> bool:
-        candidate = self._candidate(request)
-        candidate = candidate._replace(allowed=self._limits[candidate.drafter])
-        tokens = request.remaining - (0 if request.drafter_state is DrafterState.FULL else candidate.warm_up)
-        return self.planner.should_track(candidate, load, tokens, unread)
+        drafter = drafter_of(request)
+        candidate = drafter.candidate(request)
+        tokens = request.remaining - (0 if drafter.state is DrafterState.FULL else candidate.warm_up)
+        return self.planner.should_track(candidate._replace(allowed=drafter.limit), load, tokens, unread)
 
     def _candidates(self, decoding: Sequence[Request], load: int) -> list[Candidate]:
         """Return those of these requests that may be drafted for.
@@ -155,184 +105,138 @@ class Speculator:
         Empty if more are about to join with which drafting will not pay: during a burst of prompts only few requests
         decode, and only for a moment.
         """
-        joining = load > len(decoding)
-        if joining and not any(self._should_track(request, load) for request in decoding if self.budget(request).nodes):
+        pairs = [(request, drafter_of(request).candidate(request)) for request in decoding]
+        pairs = [(request, candidate) for request, candidate in pairs if candidate.allowed.nodes]
+        if load > len(decoding) and not any(self._should_track(request, load) for request, _ in pairs):
             return []
-        candidates = [(request, self._candidate(request)) for request in decoding]
         return [
             candidate._replace(worth_tracking=candidate.ready or self._should_track(request, load))
-            for request, candidate in candidates
-            if candidate.allowed.nodes and request.remaining > candidate.warm_up
+            for request, candidate in pairs
+            if request.remaining > candidate.warm_up
         ]
 
-    def _candidate(self, request: Request) -> Candidate:
-        name = self._drafter(request)
-        warm_up = 0 if self._is_ready(request) else 1 + self._proposers[name].warm_up
-        return Candidate(request.request_id, name, self.budget(request), request.params.temperature > 0, warm_up)
+    # ---- whose state drafters keep -------------------------------------------------------------------------------
 
-    def _on_admission(self, request: Request, load: int) -> None:
+    def track(
+        self, decoding: Sequence[Request], planned: Sequence[Budget], admissible: Sequence[Request], load: int
+    ) -> list[Budget]:
+        """Start and stop tracking requests as the plan asks; return how much each decoding one can draft.
+
+        `admissible`: the waiting requests that may be admitted in this step. For each of them the drafter's state is
+        decided, on which it depends which cached pages it can use. A drafter that is not ready gets NOTHING.
+        """
+        for request in admissible:
+            self._decide_state(request, load)
+        for request, budget in zip(decoding, planned, strict=True):
+            drafter = drafter_of(request)
+            if drafter.proposer.tracker is None:
+                continue
+            drafter.idle = 0 if budget.nodes else drafter.idle + drafter.tracks
+            if budget.nodes and not drafter.tracks:
+                with self._or_give_up(request):
+                    drafter.start_tracking(request)
+            elif drafter.idle and drafter.idle % PLAN_STEPS == 0 and not self._should_track(request, load):
+                drafter.stop_tracking(request)
+        pairs = zip(decoding, planned, strict=True)
+        return [budget if drafter_of(request).ready(request) else NOTHING for request, budget in pairs]
+
+    def _decide_state(self, request: Request, load: int) -> None:
         """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
 
         While nothing is drafted, the cost of speculation is this tracking: features are kept, prompts are read. So
-        where drafting would not pay no request is tracked; `_granted` starts tracking one that may draft after all.
+        where drafting would not pay no request is tracked; `track` starts with one that may draft after all.
         """
-        name = self._drafter(request)
-        if not self._keeps_state(name):
+        drafter, parent = drafter_of(request), request.parent
+        if drafter.proposer.tracker is None:
             return
         pays = self._should_track(request, load, len(request.tokens))
-        request.drafter_state = DrafterState.FULL if pays else DrafterState.NONE
-        parent = request.parent
-        if pays and parent is not None and parent.phase is Phase.DECODE and not self._caught_up(parent):
-            request.parent = None  # the drafter's KV in its pages is incomplete
+        drafter.state = DrafterState.FULL if pays else DrafterState.NONE
+        if pays and parent is not None and parent.phase is Phase.DECODE:
+            with self._or_give_up(parent):
+                drafter_of(parent).catch_up(parent)
+            if parent.drafter.state is not DrafterState.FULL:
+                request.parent = None  # the drafter's KV in its pages is incomplete
 
-    def _caught_up(self, request: Request) -> bool:
-        """Make its drafter read all committed positions; return False if it has not tracked it from the start."""
-        if request.drafter_state is DrafterState.FULL:
-            try:
-                self._proposer_for(request).catch_up(request)
-            except Exception as error:
-                self._give_up(request, error)
-        return request.drafter_state is DrafterState.FULL
+    def sync(self, admitted: Sequence[Request], preempted: Sequence[Request]) -> None:
+        """Take note of what the scheduler did: drop the state of pre-empted requests, adopt that of cached pages.
 
-    def _granted(self, request: Request, load: int) -> Budget:
-        """Return the request's budget in this step.
-
-        Starts tracking a request that may draft again, and releases one that has been idle for long while drafting
-        does not pay. A request whose drafter is not ready gets NOTHING.
+        A request may have been pre-empted and admitted again.
         """
-        request_id = request.request_id
-        skipped = self.planner.skips(request_id)
-        if skipped and request.drafter_state is DrafterState.NONE:  # the common case where drafting does not pay
-            return NOTHING
-        granted = NOTHING if skipped else self.planner.budget(request_id, self.budget(request))
-        name = self._drafter(request)
-        if not self._keeps_state(name):
-            return granted
-        if granted.nodes:
-            self._idle[request_id] = 0
-            if request.drafter_state is DrafterState.NONE:
-                request.drafter_state = DrafterState.PARTIAL
-                try:
-                    self._proposers[name].start_tracking(request)
-                except Exception as error:
-                    self._give_up(request, error)
-            return granted if self._is_ready(request) else NOTHING
-        if request.drafter_state is not DrafterState.NONE:
-            self._idle[request_id] = self._idle.get(request_id, 0) + 1
-            idle_too_long = self._idle[request_id] % PLAN_STEPS == 0
-            if idle_too_long and not self._should_track(request, load):
-                self.release(request)
-                request.drafter_state = DrafterState.NONE
-        return NOTHING
-
-    def _is_ready(self, request: Request) -> bool:
-        return request.drafter_state is not DrafterState.NONE and self._proposer_for(request).ready(request)
-
-    def _keeps_state(self, name: str) -> bool:
-        return self._proposers[name].keeps_state
-
-    # ---- drafts and the state of drafters ------------------------------------------------------------------------
-
-    def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """Return which hidden states of the target these requests' proposers read; () if none reads any."""
-        return next((aux for request in requests if (aux := self._proposer_for(request).aux_layers)), ())
-
-    def reads(self, request: Request) -> bool:
-        """Return whether the request's proposer takes its features."""
-        return request.drafter_state is not DrafterState.NONE and bool(self._proposer_for(request).aux_layers)
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        """Return one tree per request, from whichever proposer drafts for it."""
-        begin = self._timer()
-        try:
-            return self._propose_all(requests, budgets)
-        finally:
-            self.seconds += self._timer() - begin
-
-    def _propose_all(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        trees: list[DraftTree] = []
-        rows: list[list[int]] = []
-        pairs = zip(requests, budgets, strict=True)
-        for group in grouped([self.name_for(request) if budget.nodes else "none" for request, budget in pairs]):
-            trees.append(self._propose([requests[i] for i in group], [budgets[i] for i in group]))
-            rows.append(group)
-        return trees[0] if len(trees) == 1 else DraftTree.stack(trees, rows)
+        for request in preempted:
+            drafter_of(request).release(request)
+        for request in admitted:
+            with self._or_give_up(request):
+                drafter_of(request).resume(request)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Commit the `counts[b]` new positions of each request.
 
         `features` `[n, F]`: those of the requests whose proposers take them, one request after another.
         """
-        reading = [count if self.reads(request) else 0 for request, count in zip(requests, counts, strict=True)]
-        groups = grouped([self.name_for(request) for request in requests])
-        pieces = features.split(reading) if len(groups) > 1 and any(reading) else ()
-        for group in groups:
-            batch, drafter = [requests[i] for i in group], self._proposer_for(requests[group[0]])
-            all_rows = sum(reading) == sum(reading[i] for i in group)
-            rows = features if all_rows or not drafter.aux_layers else torch.cat([pieces[i] for i in group])
-            try:
-                drafter.commit(batch, [counts[i] for i in group], rows)
-            except Exception as error:  # its state of any of them can no longer be trusted
-                for request in batch:
-                    self._give_up(request, error)
-
-    def read_again(self, requests: Sequence[Request], features: Tensor) -> None:
-        """Make drafters read all committed positions of each request like a prompt, with these `features` `[n, F]`."""
-        for request in requests:
-            self._proposer_for(request).release(request)
-            request.phase = Phase.PREFILL
-        self.commit(requests, [request.computed for request in requests], features)
-        for request in requests:
-            request.phase = Phase.DECODE
-
-    def filled_by(self, request: Request) -> str:
-        """Return a name for the KV layers that the request fills.
-
-        Requests with the same name fill the same layers of their pages, and may share them.
-        """
-        return self.name_for(request) if self._proposer_for(request).kv_layers else ""
-
-    def synced(self, request: Request) -> int:
-        """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
-        return (
-            self._proposer_for(request).synced(request)
-            if request.drafter_state is DrafterState.FULL
-            else request.computed
-        )
+        by_tracker = grouped([drafter_of(request).tracker for request in requests])
+        groups = {tracker: group for tracker, group in by_tracker.items() if tracker is not None}
+        taken = [count if request.drafter.aux_layers else 0 for request, count in zip(requests, counts, strict=True)]
+        pieces = features.split(taken) if len(groups) > 1 else ()
+        for tracker, group in groups.items():
+            batch = [requests[i] for i in group]
+            with self._or_give_up(*batch):  # its state of any of them can no longer be trusted
+                rows = torch.cat([pieces[i] for i in group]) if pieces else features
+                tracker.commit(batch, [counts[i] for i in group], rows)
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
-        self.release(request)
+        drafter_of(request).release(request)
         self.planner.forget(request.request_id)
 
-    def release(self, request: Request) -> None:
-        """Drop what drafters keep of a request."""
-        for proposer in self._proposers.values():
-            try:
-                proposer.release(request)
-            except Exception:  # the request still ends, and the others continue
-                log.exception("%s: proposer %s could not release its state", request.request_id, proposer.name)
-        self._idle.pop(request.request_id, None)
+    @contextmanager
+    def _or_give_up(self, *requests: Request) -> Iterator[None]:
+        """If the block raises, nothing is drafted for these requests any more."""
+        try:
+            yield
+        except Exception as error:
+            for request in requests:
+                drafter = drafter_of(request)
+                text = "%s: proposer %s failed and no longer drafts for this request: %r"
+                log.warning(text, request.request_id, drafter.name, error)
+                drafter.release(request)
+                self.failures += 1
+                request.drafter = Drafter(PLAIN, NOTHING, self._context)
+                request.drafter.state = DrafterState.NONE
 
-    def _proposer_for(self, request: Request) -> Proposer:
-        return self._proposers[self.name_for(request)]
+    # ---- drafts and their outcome --------------------------------------------------------------------------------
 
-    def _propose(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        """Return one tree per request, from whichever proposer drafts for it."""
+        begin = self._timer()
+        pairs = zip(requests, budgets, strict=True)
+        groups = grouped([drafter_of(request).proposer if budget.nodes else PLAIN for request, budget in pairs])
+        try:
+            trees = [
+                self._propose(proposer, [requests[i] for i in group], [budgets[i] for i in group])
+                for proposer, group in groups.items()
+            ]
+            return trees[0] if len(trees) == 1 else DraftTree.stack(trees, list(groups.values()))
+        finally:
+            self.seconds += self._timer() - begin
+
+    def _propose(self, proposer: Proposer, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Return the trees of one proposer's requests. A failure costs only the request that caused it its drafts."""
-        proposer = self._proposer_for(requests[0]) if budgets[0].nodes else NoProposer()
+        if len(requests) == 1:
+            with self._or_give_up(*requests):
+                return proposer.propose(requests, budgets)
+            return PLAIN.propose(requests, budgets)
         try:
             return proposer.propose(requests, budgets)
-        except Exception as error:
-            if len(requests) == 1:
-                self._give_up(requests[0], error)
-                return NoProposer().propose(requests, budgets)
-        pairs = zip(requests, budgets, strict=True)
-        trees = [self._propose([request], [budget]) for request, budget in pairs]
-        return DraftTree.stack(trees, [[index] for index in range(len(trees))])
+        except Exception:
+            pairs = zip(requests, budgets, strict=True)
+            trees = [self._propose(proposer, [request], [budget]) for request, budget in pairs]
+            return DraftTree.stack(trees, [[index] for index in range(len(trees))])
 
-    def _give_up(self, request: Request, error: Exception) -> None:
-        name = self.name_for(request)
-        log.warning("%s: proposer %s failed and no longer drafts for this request: %r", request.request_id, name, error)
-        self.release(request)
-        self.failures += 1
-        request.drafting_failed, request.drafter_state = True, DrafterState.NONE
+    def verified(self, request: Request, draft: VerifiedDraft) -> None:
+        """Record the outcome of a draft. Called before its tokens are appended to the request."""
+        name, sampled = drafter_of(request).name, request.params.temperature > 0
+        self.planner.record_draft(request.request_id, name, sampled, draft)
+
+    def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
+        """Record what a step without prefill took; see `Planner.record_step`."""
+        self.planner.record_step(batch, rows, drafting, seconds)

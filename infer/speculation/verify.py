@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.engine.isolation import together
 from infer.request import Request
 from infer.sampling.choose import Choices
-from infer.speculation import lossy
+from infer.sampling.isolation import together
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import block, typical_mask
+from kernels.acceptance import block, synthetic, typical_mask
 from kernels.upload import sent
 from kernels.verify import accept
 
@@ -56,7 +55,7 @@ def verify(
         last[b], choice[b, accepted] = accepted, bonus
     for b, request in enumerate(requests):
         if request.rule == "synthetic":
-            last[b] = lossy.synthetic(rates, int(tree.length[b]) - 1, request.seed, request.computed)
+            last[b] = synthetic(rates, int(tree.length[b]) - 1, request.seed, request.computed)
     return last
 
 

@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: Limits) -> Tile:
-    """Return the tile for `rows` rows and weights `[outputs, K]` of a dtype, by what was fastest on an H100 (LOG.md).
+    """Return the tile for `rows` rows and weights `[outputs, K]` of a dtype, by what was fastest on an H100.
 
     Few programs must keep the memory busy: if each has a multiprocessor to itself, its tiles under way fill the shared
     memory; else two share it, and one reads while the other starts or ends.

@@ -1,4 +1,4 @@
-"""Finds and reads the tensors of a checkpoint folder: safetensors, in one file or in shards, or one pickle."""
+"""Finds and reads the tensors of a checkpoint folder: safetensors, or of pickles, in one file or in shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.weights import INDEX, SINGLE, LazyTensors, shard_files
+from models.weights import LazyTensors, indexed_files
 
 PICKLES = (".bin", ".pt", ".pth")
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -16,20 +16,19 @@ log = logging.getLogger("headway.heads")
 
 
 def read_weights(folder: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Read the first of the files `names` that exists; model.safetensors also stands for shards.
+    """Read the first of the files `names` that exists, or its shards by their index.
 
     Of a pickle only tensors are read, with a warning. Raises ValueError if there is no file.
     """
     for file in (folder / name for name in names):
-        if file.is_file() and file.suffix in PICKLES:
-            log.warning(
-                "%s: a pickle, of which tensors are read and nothing is run; safetensors need no such care", file
-            )
-            return read_pickle(file)
-        if file.is_file():
-            return dict(LazyTensors([file]))
-        if file.name == SINGLE and (folder / INDEX).is_file():
-            return dict(LazyTensors(shard_files(folder)))
+        index = file.with_name(f"{file.name}.index.json")
+        if not (file.is_file() or index.is_file()):
+            continue
+        files = [file] if file.is_file() else indexed_files(index)
+        if file.suffix not in PICKLES:
+            return dict(LazyTensors(files))
+        log.warning("%s: a pickle, of which tensors are read and nothing is run; safetensors need no such care", file)
+        return {name: value for shard in files for name, value in read_pickle(shard).items()}
     raise ValueError(f"{folder}: no weights; looked for {', '.join(names)}")
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # tensors that a head may share with its target
-# Tokens of a slot that a corrector chooses among where nothing else is configured (LOG.md, 2026-11-26, "A block's draft
-# in few calls"), and the most that kernels rank
+# Tokens of a slot that a corrector chooses among where nothing else is configured, and the most that kernels rank: τ of
+# SmolLM2's dspark head is 1.412, 1.489 and 1.516 with 4, 16 and 64, and 1.507 over the whole vocabulary
 CANDIDATES, MAX_CANDIDATES = 64, 64
 PROVENANCE = "provenance.json"  # beside config.json and the weights of an exported head
 

@@ -78,7 +78,8 @@ def fetch_head(hub_id: str, revision: str | None = None, *, weights: bool = True
     folder = fetch_snapshot(hub_id, revision, ("*.json", "*.safetensors"), option)
     if any(folder.glob("*.safetensors")):
         return folder
-    pickles = {name for form in FORMATS.values() for name in form.weights if name.endswith(PICKLES)}
+    names = {Path(name) for form in FORMATS.values() for name in form.weights if name.endswith(PICKLES)}
+    pickles = {pattern for name in names for pattern in (name.name, f"{name.stem}-*{name.suffix}")}  # and shards
     return fetch_snapshot(hub_id, revision, ("*.json", *sorted(pickles)), option)
 
 

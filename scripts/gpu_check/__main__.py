@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-import infer.environment  # noqa: F401
+import infer.options.environment  # noqa: F401
 
 # isort: split
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from scripts.gpu_check import plan
 
 SECONDS = 120  # that all processes together may take on a GPU

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.config import EngineConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
+from infer.options.paths import REPO_ROOT
 from infer.request import Completion, SamplingParams
 from models.heads import HEADS
 from models.heads.base import Head

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import torch
 
-from infer.config_checks import REPO_ROOT
 from infer.graphs import warm_up
+from infer.options.paths import REPO_ROOT
 from kernels.triton import in_use
 from scripts.gpu_check import ENDS, EXTRA, STAGES, compiling, plan
 from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from scripts.gpu_check.plan import Check, Group, LeftOut, Lines
 
 SECONDS = 60  # that it takes beside `minutes`

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli import compose
 from infer.config import HeadConfig, ProposerConfig
 from infer.console.compare import Pair, Run
 from infer.engine import Engine
+from infer.options.cli import compose
 from scripts.bench import measure, slower_than_plain
 from scripts.config import BenchConfig
 from scripts.document import without_folders

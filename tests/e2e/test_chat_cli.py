@@ -20,9 +20,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from infer.chat import run
-from infer.cli import compose
 from infer.config import ChatConfig, ModelConfig, ProposerConfig
 from infer.console.chat_session import describe_drafts
+from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from scripts import collect_runs, make_tables
 from train.config import TrainConfig
 from train.loop import train

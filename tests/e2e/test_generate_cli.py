@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.console.display import use_color
 from infer.generate import run
+from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 
 ROOT = Path(__file__).resolve().parents[2]

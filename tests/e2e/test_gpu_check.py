@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from models.heads import HEADS
 from scripts.gpu_check import PARTS, STAGES, compiling, exactness, plan, ptxas, runner
 from scripts.gpu_check.arguments import parse

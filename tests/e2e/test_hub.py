@@ -42,12 +42,20 @@ def branches(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     (head / "model.safetensors").unlink()
     torch.save(eagle.tensors(), head / "pytorch_model.bin")
     (head / "training_state.pt").write_bytes(b"never fetched")
+    shards = eagle.write(folder / "shards")
+    (shards / "model.safetensors").unlink()
+    weight_map = dict[str, str]()
+    for number, (name, value) in enumerate(eagle.tensors().items()):
+        weight_map[name] = file = f"pytorch_model-{number:05}.bin"
+        torch.save({name: value}, shards / file)
+    (shards / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     empty = folder / "empty"
     empty.mkdir()
     (empty / "README.md").write_text("to come")
     return {
         (TARGET, MAIN): tiny_target_folder,
         (HEAD, MAIN): head,
+        (HEAD, "shards"): shards,
         (EAGLE3, MAIN): empty,
         (EAGLE3, "v1"): eagle3.write(folder / "eagle3"),
     }
@@ -103,6 +111,14 @@ def test_target_and_head_are_fetched_once_and_draft(hub: Mirror, run: Run, tmp_p
     for later in (again, offline):
         assert later.stdout.startswith(PROMPT + text + "\n")
         assert f"head eagle from {HEAD}" in later.stdout
+
+
+def test_a_pickle_in_shards_is_read(hub: Mirror, run: Run, text: str) -> None:
+    result = run("infer/generate.py", f"model={TARGET}", f"head={HEAD}", "head.revision=shards")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(PROMPT + text + "\n")
+    assert f"head eagle from {HEAD}, revision shards" in result.stdout
+    assert result.stderr.count("a pickle, of which tensors are read and nothing is run") == 1
 
 
 def padded(branches: dict[tuple[str, str], Path], folder: Path) -> dict[tuple[str, str], Path]:

@@ -82,6 +82,11 @@ def test_a_table_has_a_block_for_each_level(tmp_path: Path, monkeypatch: pytest.
     assert speeds(page) == [*best, *lowered]
     write(tmp_path, "few-demo_2-core-avx2_2026-11-20", 30, level="avx2", lowered=False)
     assert speeds(page) == [*best, "AVX2: EPYC, 2 cores", "| plain | 30 (1.00) |  | all |"]
+    page.write_text("<!-- table few:avx512 -->\n<!-- end -->\n")
+    assert speeds(page) == best
+    page.write_text("<!-- table few:amx -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="table few: level amx has no results of all of them"):
+        make_tables.rewrite(page)
 
 
 def test_several_results_are_of_one_level_in_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

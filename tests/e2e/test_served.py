@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.tokenizer import Tokenizer
 from scripts import make_tables
 from scripts.config import BenchConfig, ServedConfig

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from infer.speculation.control.cost_model import CostTable, Curve
 from scripts.step_time import plot_costs
 

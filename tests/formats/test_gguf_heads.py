@@ -14,9 +14,9 @@ from gguf import GGUFReader, GGUFWriter, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run as generate
+from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.options.model_names import read_head_config
 from kernels.blocks import BLOCK_FORMATS

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from infer.cli import CONF, compose
-from infer.config import GenerateConfig
+from infer.config import GenerateConfig, PublishedHeadConfig
 from infer.engine.loading import read_names
-from infer.options.exported_heads import PublishedHeadConfig, choose_head, kind_of, published_head, with_head
+from infer.options.cli import CONF, compose
+from infer.options.exported_heads import choose_head, kind_of, published_head, with_head
 from infer.options.model_names import read_model
 from models.formats.conversion import detect, read_checkpoint
 from models.heads.files import load_head

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run
+from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from models.config import RopeConfig
 from models.formats.conversion import FORMATS, render

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run
+from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, interpret
 from models.heads.files import load_head

@@ -74,7 +74,7 @@ def check(layer: PackedLinear, dtype: torch.dtype, weight: torch.Tensor | None, 
 @pytest.mark.parametrize("level", REACHED)
 def test_every_combination_computes(level: str, kernels: str) -> None:
     switch = {"HEADWAY_CPU_KERNELS": "torch"} if kernels == "torch" else {}
-    program = "import infer.environment\nfrom tests.kernels.test_slower_paths import run_sweep\nrun_sweep()"
+    program = "import infer.options.environment\nfrom tests.kernels.test_slower_paths import run_sweep\nrun_sweep()"
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "HEADWAY_CPU_LEVEL": level, **switch},
@@ -126,7 +126,7 @@ def test_without_onednn_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_is_invariant_with_a_library_that_sums_in_an_order_by_shape() -> None:
     """Under MKL_CBWR=COMPATIBLE, MKL's products of few rows have other bits than those of many."""
     program = (
-        "import infer.environment, torch\nfrom kernels.attention import assert_rows_independent\n"
+        "import infer.options.environment, torch\nfrom kernels.attention import assert_rows_independent\n"
         "for dim in (8, 16, 64): assert_rows_independent(4, 2, dim, torch.float32, torch.device('cpu'))"
     )
     switches = {"HEADWAY_CPU_KERNELS": "torch", "MKL_CBWR": "COMPATIBLE"}

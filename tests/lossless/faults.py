@@ -20,7 +20,7 @@ class Fault(Exception):
 
 
 def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
-    """Make proposers raise Fault at the moment `fault_of(request)` of every call with this request; None: never.
+    """Make proposers and trackers raise Fault at the moment `fault_of(request)` of every call with it; None: never.
 
     Covers calls of `combined` to its sources. Call it after the engine's proposers have been created.
     """
@@ -41,8 +41,9 @@ def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
 
     for proposer, _ in engine._proposers.values():
         if not isinstance(proposer, CombinedProposer):
-            for name in ("propose", "commit"):
-                setattr(proposer, name, failing(name, getattr(proposer, name)))
+            proposer.propose = failing("propose", proposer.propose)
+            if (tracker := proposer.tracker) is not None:
+                tracker.commit = failing("commit", tracker.commit)
 
 
 @contextmanager
@@ -73,8 +74,8 @@ class PanicException(BaseException):
 # Whether a call with these arguments, on behalf of one or of several requests, concerns the request.
 Concerns = Callable[[Request, tuple[Any, ...]], bool]
 FUNCTIONS: dict[str, tuple[str, Concerns]] = {
-    "penalty counts": ("infer.sampling.choose.count_tokens", lambda request, args: args[0] is request),
-    "shaping": ("infer.sampling.choose.shape_logits", lambda request, args: args[1] is request.params),
+    "penalty counts": ("infer.sampling.logits_processors.count_tokens", lambda request, args: args[0] is request),
+    "shaping": ("infer.sampling.choose.shape_rows", lambda request, args: args[0] is request),
     "log-probabilities": (
         "infer.sampling.choose.token_logprobs",
         lambda request, args: request.params.logprobs in args[2],

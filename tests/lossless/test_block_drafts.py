@@ -30,8 +30,8 @@ KINDS = {
     "dspark, rnn": {"draft_vocab_size": 208},
     "dflash2": {"num_layers": 2},
 }
-# Torch operations of a draft of two requests: a chain of any length, a tree of 4 x 5. Before the walk (LOG.md,
-# 2026-11-26) a chain of 5 took 39, 64 and 137.
+# Torch operations of a draft of two requests: a chain of any length, a tree of 4 x 5. Before the walk a chain of 5
+# took 39, 64 and 137.
 OPERATIONS = {"dflash": (36, 119), "dspark": (43, 140), "dflash2": (44, 141)}
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 MakeEngine = Callable[..., Engine]

@@ -35,11 +35,12 @@ class AtRandom(Planner):
     def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         return self.rng.random() < self.pays
 
-    def plan(self, decoding, find_candidates) -> None:
+    def next_step(self, decoding) -> bool:
         self.quiet -= 1
         if self.quiet < -20:
             self.quiet = self.rng.choice([3, KEPT_ROWS + 9])
             self.longest = max(self.longest, self.quiet)
+        return False
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         if self.quiet > 0 or self.rng.random() < 0.3:
@@ -76,7 +77,6 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
         assert planner.longest > KEPT_ROWS
         assert engine.stats.proposer_failures == 0
         assert engine.stats.speculation.drafted > 0
-        assert not engine.speculator._idle
         assert_nothing_left(engine)
     engine.set_proposer("none")
     assert planned == [ids(engine.generate(few, long))] * 2
@@ -89,8 +89,9 @@ class AtAnyPrice(Planner):
         self.rng, self.confidence = random.Random(seed), Confidence(AcceptanceModel())
         self.depths: set[int] = set()
 
-    def plan(self, decoding, find_candidates) -> None:
+    def next_step(self, decoding) -> bool:
         self.confidence.prices = Prices(*(self.rng.random() ** 3 for _ in range(3)))
+        return False
 
     def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
         self.confidence.update(request_id, draft.depth, len(draft.path))
@@ -153,12 +154,12 @@ def test_a_drafter_follows_nobody_while_drafting_does_not_pay_and_all_once_it_do
     requests = [engine.request(name) for name in names]
     for _ in range(40):
         engine.step()
-    assert [request.drafter_state for request in requests] == [DrafterState.NONE] * 4
+    assert [request.drafter.state for request in requests] == [DrafterState.NONE] * 4
     assert sum(request.stats.drafted for request in requests) == 0
     switch.pays = True
     while engine.has_work:
         engine.step()
-    assert [request.drafter_state for request in requests] == [DrafterState.PARTIAL] * 4
+    assert [request.drafter.state for request in requests] == [DrafterState.PARTIAL] * 4
     assert all(request.stats.drafted > 0 for request in requests)
     assert sum(request.stats.accepted for request in requests) > 0
     assert engine.stats.proposer_failures == 0
@@ -178,7 +179,7 @@ def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_e
         engine.step()
     seen = len(request.tokens) - woken
     assert MIN_SEEN <= seen <= MIN_SEEN + engine.config.page_size + 8  # a page must begin, and a step emits several
-    assert request.drafter_state is DrafterState.PARTIAL
+    assert request.drafter.state is DrafterState.PARTIAL
 
 
 @pytest.mark.parametrize(("proposer", "shape"), [("head", "chain"), ("head", "tree"), ("combined", "chain")])
@@ -197,7 +198,7 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, proposer
     while engine.has_work:
         engine.step()
         followed.append(
-            sum(request.drafter_state is not DrafterState.NONE for request in requests if request.finish_reason is None)
+            sum(request.drafter.state is not DrafterState.NONE for request in requests if request.finish_reason is None)
         )
         assert not controller.current.budgets
     assert {0, 1} <= set(followed) <= {0, 1, 2}  # a probed request is released a few steps later
@@ -214,8 +215,11 @@ def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, promp
     counts = []
 
     class Watch(Switch):
-        def plan(self, decoding, find_candidates) -> None:
-            counts.append((len(decoding), len(find_candidates())))
+        def next_step(self, decoding) -> bool:
+            return True
+
+        def plan(self, decoding, candidates) -> None:
+            counts.append((len(decoding), len(candidates)))
 
     engine.speculator.planner = watch = Watch()
     for prompt in [prompts[4], prompts[7], prompts[8]]:  # the first decodes while the others are prefilled
@@ -424,24 +428,27 @@ def test_reading_again_fills_a_drafters_layers(make_engine, prompts):
     """`prefill_drafter`, which is timed, makes the drafter fill its layers for the whole prompt."""
     engine = make_engine(proposer="head")
     profiled = engine.profiled()
-    (request,) = profiled.start([prompts[5]], replace(GREEDY, max_tokens=8))
-    caches = engine._pool.layers.caches[engine._head._first_layer :]
-    for cache in caches:
-        cache.zero_()
-    profiled.prefill_drafter([request])
-    size = engine.config.page_size
-    slots = [request.pages[position // size] * size + position % size for position in range(1, request.computed + 1)]
-    assert len(slots) >= len(prompts[5])
-    assert all(bool((cache[:, :, slots] != 0).any(-1).all()) for cache in caches)
-    profiled.discard([request])
+    with profiled.decoding([prompts[5]], replace(GREEDY, max_tokens=8)) as (request,):
+        caches = engine._pool.layers.caches[engine._head._first_layer :]
+        for cache in caches:
+            cache.zero_()
+        profiled.prefill_drafter([request])
+        size = engine.config.page_size
+        places = range(1, request.computed + 1)
+        slots = [request.pages[place // size] * size + place % size for place in places]
+        assert len(slots) >= len(prompts[5])
+        assert all(bool((cache[:, :, slots] != 0).any(-1).all()) for cache in caches)
     assert_nothing_left(engine)
 
 
-def test_a_context_too_short_to_measure_in(make_small_engine):
+def test_a_context_too_short_to_measure_in(make_small_engine, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
     engine = make_small_engine()
     engine.context = 8
-    with pytest.raises(ValueError, match="adaptive=true: drafts of 4 tokens leave nothing of a context of 8"):
-        engine.set_proposer("head", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
+    engine.set_proposer("head", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
+    reason = "drafts of 4 tokens leave nothing of a context of 8"
+    assert f"costs not measured ({reason}): no drafts until trial steps have shown" in capfd.readouterr().err
+    assert engine.costs is None
 
 
 def test_requests_that_ask_for_less_are_planned_within_it(make_engine, prompts):

@@ -12,7 +12,8 @@ import torch
 
 from infer.request import SamplingParams
 from infer.sampling import constraint as constraint_module
-from infer.sampling.constraint import Constraints, without_forbidden
+from infer.sampling.constraint import Constraints
+from infer.sampling.emission import without_forbidden
 from infer.sampling.grammar import Grammar
 from kernels.shape import unpacked
 from tests.drafts import checked_tree

@@ -197,7 +197,7 @@ def test_a_head_that_was_woken_late(make_small_engine, replays):
             switch.pays = True
             while engine.has_work:
                 engine.step()
-            assert [item.drafter_state for item in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
+            assert [item.drafter.state for item in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
             results[graphs, shape is None] = [item.output_ids for item in requests]
             assert (replays["step"] > 9) == (graphs == "on")
             replays.clear()

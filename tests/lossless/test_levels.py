@@ -239,7 +239,7 @@ def test_judged_chains_too_which_end_at_any_level(folder, monkeypatch, count):
 def test_a_head_that_was_woken_within_a_text(folder):
     engine, bases = serve(folder, "eagle3", torch.float32, "same"), set()
     notes, proposer = compare(engine), engine._head
-    engine.speculator._on_admission = lambda request, load: setattr(request, "drafter_state", DrafterState.NONE)
+    engine.speculator._decide_state = lambda request, load: setattr(request.drafter, "state", DrafterState.NONE)
     unread_rows = proposer._unread_rows
 
     def noted(requests, *depth):

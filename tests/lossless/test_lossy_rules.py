@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
-from infer.speculation import lossy
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import coin, draw, stream, typical_mask, verify_block
+from kernels.acceptance import DRAFTS, coin, draw, stream, typical_mask, verify_block
 from kernels.noise import MASK32, gumbel_noise
 from kernels.verify import accept
 from tests.distributions import Z, chi_square_excess
@@ -22,7 +21,7 @@ TOKENS = scaled(30, 8)
 def drawn_chain(draft, root_token, seed, root, length):
     """Sample a chain as a drafter does for block verification: with this step's noise for drafts."""
     tokens, token = [], root_token
-    high = torch.tensor([(seed >> 32) ^ stream(lossy.DRAFTS, root)])
+    high = torch.tensor([(seed >> 32) ^ stream(DRAFTS, root)])
     for index in range(length):
         row = draft(token)
         noise = gumbel_noise(torch.tensor([seed & MASK32]), high, torch.tensor([root + index]), torch.arange(len(row)))

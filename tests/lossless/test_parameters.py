@@ -97,7 +97,7 @@ def controlled(engine: Engine) -> Engine:
     drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
     acceptance = AcceptanceModel()
     engine.speculator.planner = planner = Controller(
-        CostModel(CostTable((1, 24), curves, dict.fromkeys(engine.proposer_names, drafts))),
+        CostModel(CostTable((1, 24), curves, dict.fromkeys(engine.speculator.names, drafts))),
         acceptance,
         Confidence(acceptance),
         probe_share=0.3,

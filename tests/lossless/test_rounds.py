@@ -104,8 +104,9 @@ class Changing(Planner):
     def __init__(self) -> None:
         self.rng, self.depths = random.Random(3), dict[str, int]()
 
-    def plan(self, decoding, find_candidates) -> None:
+    def next_step(self, decoding) -> bool:
         self.depths = {name: self.rng.randrange(4) for name in decoding}
+        return False
 
     def budget(self, request_id, allowed):
         return allowed.within(self.depths.get(request_id, 0))
@@ -292,9 +293,6 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
     records = []
 
     class Recorder(Switch):
-        def skips(self, request_id) -> bool:
-            return not self.pays
-
         def record_step(self, batch, rows, drafting, seconds) -> None:
             records.append((rounds["read"], batch, rows, drafting, seconds > 0))
 

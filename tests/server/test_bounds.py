@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from infer.request import Request
-from infer.sampling.batch import choice_parameters
-from infer.sampling.choose import shape_rows
+from infer.sampling.choose import choice_parameters
+from infer.sampling.logits_processors import shape_rows
 from infer.sampling.params import FLOATS, INTEGERS, LEAST_TEMPERATURE, MAX_INT, SamplingParams
 from infer.server.protocol.bodies import MAX_NESTING, parse
 from infer.server.protocol.chat import ChatRequest

@@ -1,4 +1,4 @@
-"""DESIGN section 10: every field of OpenAI's, Anthropic's and vLLM's schemas is classified; how a class is treated."""
+"""Every field of OpenAI's, Anthropic's and vLLM's schemas is classified (docs/design.md); how a class is treated."""
 
 from __future__ import annotations
 

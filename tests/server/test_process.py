@@ -91,7 +91,7 @@ def test_start_serve_and_ctrl_c(tiny_target_folder: Path) -> None:
         steps = ("loading tiny", "reading weights: file 1 of 1, 0 of", "Headway serves")
         indices = [process.output.index(step) for step in steps]
         assert indices == sorted(indices)
-        assert "n-gram lookup" in process.output
+        assert "suffix decoding, up to" in process.output
         assert "512 tokens" in process.output
         assert re.search(r"end tokens +0 <\|endoftext\|>", process.output)
         assert f"{url}/v1/completions" in process.output

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from infer.cli import compose
 from infer.config import ServeConfig
+from infer.options.cli import compose
 from infer.server.api.tokens import DetokenizeRequest, TokenizeRequest
 from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.completions import CompletionRequest

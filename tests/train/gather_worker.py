@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.parallel.process_end import run_process
 from train.config import TrainConfig
 from train.distributed.parallel import broadcast, gather, make_accelerator

@@ -12,7 +12,7 @@ from typing import Any
 
 import train.distributed.liveness
 import train.loop
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.parallel.process_end import run_process
 from train.config import TrainConfig
 

@@ -16,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train.loop
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.parallel.process_end import run_process
 from tests.train.running import leave_out_plots
 from train.config import TrainConfig

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infer.cli import compose
+from infer.options.cli import compose
 from tests.train.launching import ROOT
 from train.config import TrainConfig
 from train.loop import train

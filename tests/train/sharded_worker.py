@@ -14,7 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import train.loop
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.parallel.process_end import run_process
 from infer.request import SamplingParams
 from models.targets import load_target

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from infer.cli import compose
 from infer.engine import Engine
+from infer.options.cli import compose
 from models.tokenizer import Tokenizer
 from tests.server.conftest import make_server  # noqa: F401  # a fixture
 from tests.server.harness import MakeServer, Server

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from train.config import TrainConfig
 from train.loop import train
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
 from infer.kvcache.memory import weight_bytes
+from infer.options.cli import compose
 from kernels.quantise import NarrowFormat, quantise, widen
 from models.config import LAST
 from models.layers import Linear, pack

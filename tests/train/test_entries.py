@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.tokenizer import Tokenizer
 from train.config import FilesDataConfig, TrainConfig
 from train.data.builtin_prompts import builtin_items, documented

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.request import SpeculationStats
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head

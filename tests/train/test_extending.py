@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from infer.cli import compose
+from infer.options.cli import compose
 from tests.train.running import assert_equal, run
 from train.config import TrainConfig
 from train.loop import Run, train

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
 from infer.engine import Engine
+from infer.options.cli import compose
 from models.config import LAST
 from models.targets import load_target
 from models.targets.llama import LlamaTarget

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.cli import compose
 from infer.engine import Engine
+from infer.options.cli import compose
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from tests.train.running import SETTINGS

@@ -21,7 +21,7 @@ import importlib, os, signal, sys
 
 module, owner, name, calls, *settings = sys.argv[1:]
 sys.path.insert(0, os.getcwd())
-from infer.cli import compose
+from infer.options.cli import compose
 from train.config import TrainConfig
 from train.loop import train
 

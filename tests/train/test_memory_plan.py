@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.heads.weights import initialize, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
@@ -35,7 +35,7 @@ HEADS = [
 ]  # fmt: skip
 TRAIN_EACH = """
 import json, sys
-from infer.cli import compose
+from infer.options.cli import compose
 from train.config import TrainConfig
 from train.loop import train
 for words in json.loads(sys.argv[1]):

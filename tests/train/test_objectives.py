@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from infer.cli import compose
 from infer.engine import Engine
+from infer.options.cli import compose
 from models.attention import CausalAttention, repeat_kv
 from models.heads.base import Head
 from models.targets import load_target

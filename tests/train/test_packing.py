@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.attention import CausalAttention
 from models.heads import HEADS
 from models.heads.objectives import BlockObjectiveConfig, JointObjectiveConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from infer.cli import compose
+from infer.options.cli import compose
 from tests.train.launching import on_two_processes
 from tests.train.modes_worker import HEADS, TORN, poisoned
 from tests.train.running import leave_out_plots

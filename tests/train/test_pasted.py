@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from infer import generate
-from infer.cli import compose
 from infer.config import ModelConfig, ProposerConfig, ServeConfig
-from infer.config_checks import REPO_ROOT
+from infer.console.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_overrides, python_command
 from infer.engine import Engine
-from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_overrides, python_command
+from infer.options.cli import compose
 from infer.options.exported_heads import export_folder
 from infer.options.literal_text import literal_overrides
+from infer.options.paths import REPO_ROOT
 from tests.train.running import SETTINGS, run
 from train.publishing.provenance import portable
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.train.launching import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
+from infer.options.cli import compose
 from tests.train.running import run
 from train.config import TrainConfig
 from train.planning import precision as module

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.tokenizer import Tokenizer
 from train.config import FilesDataConfig, TrainConfig
 from train.data.prompts import Prompts, Reader, name_of, read_prompts

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli import compose, save_config
+from infer.options.cli import compose, save_config
 from train.config import TrainConfig
 from train.features.store import MANIFEST
 from train.loop import train

@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.cli import compose
-from infer.options.command_words import python_command
+from infer.console.command_words import python_command
+from infer.options.cli import compose
 from models.heads.base import Head
 from tests.train.conftest import full_disk
 from tests.train.launching import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, LOOK, RESULT, SYSTEM, USER, calling, with_templates
 from train.config import FilesDataConfig, TrainConfig

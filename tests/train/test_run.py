@@ -18,11 +18,11 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from infer.cli import compose
 from infer.config import GenerateConfig
+from infer.console.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
 from infer.engine import Engine
 from infer.graphs.cuda_graph import Graph
-from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
+from infer.options.cli import compose
 from infer.request import SamplingParams
 from models.config import LAST
 from models.heads.files import load_head

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.cli import compose
+from infer.options.cli import compose
 from tests.train.launching import ROOT, on_two_processes
 from tests.train.test_parallel_modes import SETTINGS, last
 from train.config import TrainConfig

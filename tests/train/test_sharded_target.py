@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.cli import compose
 from infer.config import EngineConfig
 from infer.engine import Engine
+from infer.options.cli import compose
 from infer.request import SamplingParams
 from models.config import LAST
 from models.targets import load_target

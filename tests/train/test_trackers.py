@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infer.options.tracker_config import TrackerConfig, WandbConfig
+from infer.config import TrackerConfig, WandbConfig
 from train.publishing import trackers as trackers_module
 from train.publishing.plots import draw_plots
 from train.publishing.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode

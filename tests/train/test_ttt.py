@@ -46,7 +46,7 @@ def run(ttt: Objective, target: LlamaTarget, batch: Batch, features: Features) -
 def slow(
     head: Eagle3Head, target: LlamaTarget, batch: Batch, features: Features, *, weight: float, drop: bool, loss: str
 ) -> tuple[float, list[list[float]]]:
-    """Compute by slot and step, over all slots of the batch and the full vocabulary, directly from DESIGN section 6."""
+    """Compute by slot and step, over all slots of the batch and the full vocabulary, by docs/design.md, Alignment."""
     attention, state = TrainingTimeTestAttention(), head.fuse(features.aux)
     length = batch.ids.shape[1]
     total, rows = 0.0, []

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.cli import compose
 from infer.engine import Engine
+from infer.options.cli import compose
 from tests.train.running import assert_equal, run, tensors
 from train.config import TrainConfig
 from train.data.sequences import Sequences

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.config_checks import resolve_path
+from infer.options.paths import resolve_path
 from kernels import cache
 from kernels.cache import VARIABLE, cache_file, can_write
 from models.checks import home_path

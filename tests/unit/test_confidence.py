@@ -116,10 +116,12 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     confidence = Confidence(acceptance)
     controller = Controller(make_costs(row=0.5, draft=0.3), acceptance, confidence)
     candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
-    controller.plan(("0", "1", "2"), lambda: candidates)
-    controller.record_step(3, 3, 0.0, controller.costs.plain(3))  # the first step shows what a plain one costs
-    for _ in range(PLAN_STEPS):
-        controller.plan(("0", "1", "2"), lambda: candidates)
+    names = tuple(candidate.request_id for candidate in candidates)
+    for step in range(1 + PLAN_STEPS):
+        if controller.next_step(names):
+            controller.plan(names, candidates)
+        if not step:
+            controller.record_step(3, 3, 0.0, controller.costs.plain(3))  # shows what a plain step costs
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
     speed, prices = controller.current.speed, confidence.prices
     assert prices is not None

@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from infer import config as infer_config
-from infer.cli import CONF, compose, groups_of, help_text, load_config, save_config
 from infer.options import removed_keys
+from infer.options.cli import CONF, compose, groups_of, help_text, load_config, save_config
 from infer.options.exported_heads import export_folder
 from models.heads import HEADS
 from scripts import config as scripts_config
@@ -282,7 +282,7 @@ def test_mistakes_in_a_file_name_the_file(
         (tmp_path / file).write_text((Path(CONF) / file).read_text())
     with (tmp_path / "head" / "none.yaml").open("a") as file:
         file.write(line + "\n")
-    monkeypatch.setattr("infer.cli.CONF", str(tmp_path))
+    monkeypatch.setattr("infer.options.cli.CONF", str(tmp_path))
     with pytest.raises(ValueError) as error:  # noqa: PT011
         compose("serve", infer_config.ServeConfig, ["head=none"])
     assert str(error.value) == message

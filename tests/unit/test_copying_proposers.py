@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
 from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import EstimatingProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer, assembled
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.ngram import NgramProposer
-from infer.speculation.proposers.suffix_decoding.answers import AnswerFile, EarlierAnswers, digest
 from infer.speculation.proposers.suffix_decoding.automaton import MOST_COUNTED, ROOT, Match, SuffixAutomaton
 from infer.speculation.proposers.suffix_decoding.drafts import follow
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
+from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile, digest
 from infer.speculation.speculator import Speculator
+from infer.speculation.tree import DraftTree
 from tests.drafts import checked_tree, make_request
 
 tokens_of = st.lists(st.integers(0, 2), max_size=20)
@@ -113,8 +115,8 @@ def test_a_text_that_repeats_itself_is_drafted_beyond_its_end():
     assert follow(automaton, state, automaton.length[state], lambda length: 1.0, 7, 0.1).tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
-def suffix_proposer(most_answers: int = 100, file: AnswerFile | None = None, **options: Any) -> SuffixProposer:
-    return SuffixProposer(EarlierAnswers(most_answers, file), **options)
+def suffix_proposer(most_responses: int = 100, file: ResponseFile | None = None, **options: Any) -> SuffixProposer:
+    return SuffixProposer(EarlierResponses(most_responses, file), **options)
 
 
 def drafted(proposer, request, budget=FAR):
@@ -131,23 +133,23 @@ def finish(proposer, request, reason="stop"):
 FILE = list(range(100, 500))  # a text without repetitions
 
 
-def right_tokens(draft, answer):
-    return next((place for place, token in enumerate(draft) if answer[place : place + 1] != [token]), len(draft))
+def right_tokens(draft, response):
+    return next((place for place, token in enumerate(draft) if response[place : place + 1] != [token]), len(draft))
 
 
 def copied(proposer, depth):
-    """τ of an answer that repeats its prompt, but for two tokens."""
-    answer = FILE[:]
-    answer[150], answer[300] = 7, 8
-    request = make_request([*FILE, 1, *answer[:2]], prompt=len(FILE) + 1)
+    """τ of a response that repeats its prompt, but for two tokens."""
+    response = FILE[:]
+    response[150], response[300] = 7, 8
+    request = make_request([*FILE, 1, *response[:2]], prompt=len(FILE) + 1)
     steps = 0
-    left = answer[2:]
+    left = response[2:]
     while left:
         draft = drafted(proposer, request, Budget(depth, depth))
         right = right_tokens(draft, left)
         request.tokens.extend(left[: right + 1])
         left, steps = left[right + 1 :], steps + 1
-    return len(answer) / steps
+    return len(response) / steps
 
 
 @pytest.mark.parametrize("depth", [4, 8, 16, 32])
@@ -194,14 +196,14 @@ def test_limits_of_a_draft_are_the_documents_options():
         assert len(drafted(suffix_proposer(**options), make_request(tokens, prompt=45))) == length, options
 
 
-def test_suffix_drafts_from_earlier_answers_of_the_same_tenant_only():
+def test_suffix_drafts_from_earlier_responses_of_the_same_tenant_only():
     proposer = suffix_proposer()
     finish(proposer, make_request([1, 2, 3, 4, 5, 6, 7], cache_salt="a"))
     assert drafted(proposer, make_request([9, 2, 3, 4], cache_salt="a")) == [5, 6, 7]
     assert drafted(proposer, make_request([9, 2, 3, 4], cache_salt="b")) == []
 
 
-def test_an_answer_that_ends_while_another_is_drafted_is_copied_from():
+def test_an_response_that_ends_while_another_is_drafted_is_copied_from():
     proposer = suffix_proposer()
     running = make_request([9, 2, 3, 4])
     assert drafted(proposer, running) == []
@@ -210,104 +212,105 @@ def test_an_answer_that_ends_while_another_is_drafted_is_copied_from():
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "deadline"])
-def test_an_answer_that_was_broken_off_is_not_remembered(reason):
+def test_an_response_that_was_broken_off_is_not_remembered(reason):
     proposer = suffix_proposer()
     finish(proposer, make_request([1, 2, 3, 4, 5]), reason)
     assert drafted(proposer, make_request([9, 2, 3, 4])) == []
 
 
-def test_no_earlier_answers_with_a_bound_of_none():
-    proposer = suffix_proposer(most_answers=0)
+def test_no_earlier_responses_with_a_bound_of_none():
+    proposer = suffix_proposer(most_responses=0)
     finish(proposer, make_request([1, 2, 3, 4, 5, 6, 7]))
     assert drafted(proposer, make_request([9, 2, 3, 4])) == []
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    answers=st.lists(
+    responses=st.lists(
         st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), min_size=1, max_size=30)), max_size=40
     ),
-    most_answers=st.integers(1, 12),
+    most_responses=st.integers(1, 12),
     most_tokens=st.integers(2, 100),
 )
-def test_what_is_remembered_is_bounded_and_holds_the_newest(answers, most_answers, most_tokens):
-    memory = EarlierAnswers(most_answers, most_tokens=most_tokens)
-    for tenant, tokens in answers:
+def test_what_is_remembered_is_bounded_and_holds_the_newest(responses, most_responses, most_tokens):
+    memory = EarlierResponses(most_responses, most_tokens=most_tokens)
+    for tenant, tokens in responses:
         memory.add(tenant, tokens)
         generations = [generation for salt in "abc" for generation in memory.of(salt)]
         assert sum(generation.automaton.tokens for generation in generations) <= most_tokens
-        assert sum(generation.answers for generation in generations) <= most_answers
+        assert sum(generation.responses for generation in generations) <= most_responses
         newest = memory.of(tenant)[0].automaton
         assert state_of(newest, tokens[: most_tokens // 2]) >= 0
 
 
-def test_an_answer_is_remembered_once_though_two_proposers_draw_on_it():
+def test_an_response_is_remembered_once_though_two_proposers_draw_on_it():
     suffix, ngram = suffix_proposer(), NgramProposer(1, 2)
     limits = {"suffix": (suffix, Budget(3, 3)), "ngram": (ngram, Budget(3, 3))}
     speculator = Speculator({**limits, "combined": (CombinedProposer(limits), Budget(3, 3))}, "combined", context=100)
     request = make_request([1, 2, 3, 2])
+    speculator.assign(request)
     speculator.propose([request], [Budget(3, 3)])
     request.finish_reason = "stop"
-    speculator.release(request)
-    (generation,) = suffix._answers.of("")
-    assert generation.answers == 1
+    speculator.forget(request)
+    (generation,) = suffix._responses.of("")
+    assert generation.responses == 1
     assert not suffix._sources
     assert not ngram._indexes
 
 
-# ---- the file of earlier answers -----------------------------------------------------------------------------------
+# ---- the file of earlier responses -----------------------------------------------------------------------------------
 
 
-def test_answers_survive_a_restart_for_their_tenant(tmp_path):
-    path = str(tmp_path / "folder" / "answers.jsonl")
-    finish(suffix_proposer(file=AnswerFile(path, 1000)), make_request([1, 2, 3, 4, 5, 6, 7], cache_salt="a secret"))
-    again = suffix_proposer(file=AnswerFile(path, 1000))
+def test_responses_survive_a_restart_for_their_tenant(tmp_path):
+    path = str(tmp_path / "folder" / "responses.jsonl")
+    finish(suffix_proposer(file=ResponseFile(path, 1000)), make_request([1, 2, 3, 4, 5, 6, 7], cache_salt="a secret"))
+    again = suffix_proposer(file=ResponseFile(path, 1000))
     assert drafted(again, make_request([9, 2, 3, 4], cache_salt="a secret")) == [5, 6, 7]
     assert drafted(again, make_request([9, 2, 3, 4])) == []
     assert "a secret" not in Path(path).read_text()
 
 
-def test_a_file_keeps_the_newest_answers_and_leaves_out_what_it_cannot_read(tmp_path):
-    path = tmp_path / "answers.jsonl"
-    file = AnswerFile(str(path), 1000)
+def test_a_file_keeps_the_newest_responses_and_leaves_out_what_it_cannot_read(tmp_path):
+    path = tmp_path / "responses.jsonl"
+    file = ResponseFile(str(path), 1000)
     assert list(file.read(3, 100)) == []
     for last in range(6):
         file.append(digest(""), [1, 2, last])
     with path.open("a") as lines:
         lines.write('{"tenant": "x", "ids": [5000]}\n{"tenant": "x", "ids": [1, 2')  # outside the vocabulary; cut off
-    assert [tokens[-1] for _, tokens in AnswerFile(str(path), 1000).read(3, 100)] == [3, 4, 5]
+    assert [tokens[-1] for _, tokens in ResponseFile(str(path), 1000).read(3, 100)] == [3, 4, 5]
     assert len(path.read_text().splitlines()) == 4  # the rest is gone, so that the file stays bounded
-    assert [tokens[-1] for _, tokens in AnswerFile(str(path), 1000).read(3, 6)] == [4, 5]
+    assert [tokens[-1] for _, tokens in ResponseFile(str(path), 1000).read(3, 6)] == [4, 5]
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"vocabulary": 7}\n', "holds answers in a vocabulary of 7 tokens, and this target has 1000"),
-        ("some notes\n", "is no file of answers"),
-        ("[1]\n", "is no file of answers"),
-        ("\xff\xfe", "is no file of answers"),
+        ('{"vocabulary": 7}\n', "holds responses in a vocabulary of 7 tokens, and this target has 1000"),
+        ("some notes\n", "is no file of responses"),
+        ("[1]\n", "is no file of responses"),
+        ("\xff\xfe", "is no file of responses"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_and_kept(tmp_path, text, complaint):
-    path = tmp_path / "answers.jsonl"
+    path = tmp_path / "responses.jsonl"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=complaint):
-        list(AnswerFile(str(path), 1000).read(3, 100))
+        list(ResponseFile(str(path), 1000).read(3, 100))
     assert path.read_text(encoding="latin-1") == text
 
 
 def test_a_file_that_cannot_be_written_is_an_error_at_start_and_a_warning_later(tmp_path, caplog):
-    with pytest.raises(ValueError, match="proposer.memory=/proc/answers: cannot be written"):
-        list(AnswerFile("/proc/answers", 1000).read(3, 100))
-    file = AnswerFile(str(tmp_path / "answers.jsonl"), 1000)
+    with pytest.raises(ValueError, match="proposer.memory=/proc/responses: cannot be written"):
+        list(ResponseFile("/proc/responses", 1000).read(3, 100))
+    file = ResponseFile(str(tmp_path / "responses.jsonl"), 1000)
     assert list(file.read(3, 100)) == []
-    (tmp_path / "answers.jsonl").unlink()
-    (tmp_path / "answers.jsonl").mkdir()
+    (tmp_path / "responses.jsonl").unlink()
+    (tmp_path / "responses.jsonl").mkdir()
     for _ in range(2):
         file.append("", [1, 2])
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        f"proposer.memory={tmp_path / 'answers.jsonl'}"
+        f"proposer.memory={tmp_path / 'responses.jsonl'}"
     ]
     assert json.dumps([1, 2]) not in caplog.text
 
@@ -413,3 +416,46 @@ def test_a_proposer_without_estimates_is_ranked_by_what_was_accepted():
         best += drafted(alone, again, Budget(1, 1))[:1] == [token]
         again.tokens.append(token)
     assert hits >= best - 2
+
+
+class Fixed(Proposer):
+    """Drafts the same tokens in every step."""
+
+    name = "fixed"
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def propose(self, requests, budgets):
+        return DraftTree.chains([request.tokens[-1] for request in requests], [self.tokens for _ in requests])
+
+
+class Estimated(Fixed, EstimatingProposer):
+    """The same, each token with a probability of 0.6 if those before it are right."""
+
+    name = "estimated"
+
+    def chances(self, request):
+        return falling([0.6] * len(self.tokens))
+
+
+def test_beside_a_better_copy_one_that_agrees_adds_nothing():
+    text, budget = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], Budget(4, 4)
+    combined = CombinedProposer({"ngram": (NgramProposer(2, 4), budget), "suffix": (suffix_proposer(), budget)})
+    both = [make_request(text), make_request([*text, 4])]
+    tree, expected = combined.propose(both, [budget] * 2), suffix_proposer().propose(both, [budget] * 2)
+    assert tree.is_chain
+    assert torch.equal(tree.token, expected.token)
+    assert torch.equal(tree.length, expected.length)
+
+
+def test_copies_that_contradict_better_ones_are_drafted_as_long_as_that_pays():
+    budget = Budget(2, 2)
+    combined = CombinedProposer({"wrong": (Fixed([8, 8]), budget), "right": (Estimated([5, 5]), budget)})
+    request, first_level = make_request([1, 5]), list[int]()
+    for _ in range(60):
+        tree = combined.propose([request], [Budget(4, 4)])
+        first_level.append(int((tree.parent[0, 1 : int(tree.length[0])] == 0).sum()))
+        request.tokens.extend([5, 5])
+    assert first_level[0] == 2
+    assert first_level[-1] == 1

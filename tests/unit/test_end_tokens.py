@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
 from infer.console.card import describe_end_tokens
 from infer.engine import Engine
+from infer.options.paths import REPO_ROOT
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import SamplingParams
 from models.config import TargetConfig

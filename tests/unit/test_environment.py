@@ -1,4 +1,4 @@
-"""infer/environment.py sets variables before libraries read them, as OpenMP's report of its settings shows."""
+"""infer/options/environment.py sets variables before libraries read them, as OpenMP's report of its settings shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 def test_threads_spin_shortly_unless_the_user_says_how(chosen: dict[str, str], expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     process = subprocess.run(
-        [sys.executable, "-c", "import infer.environment, torch; torch.ones(1)"],
+        [sys.executable, "-c", "import infer.options.environment, torch; torch.ones(1)"],
         cwd=ROOT,
         env={**environment, **chosen, "OMP_DISPLAY_ENV": "verbose"},
         capture_output=True,

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
+from infer.options.paths import REPO_ROOT
 from infer.request import SamplingParams
-from infer.speculation.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json
 from models.heads.config import PROVENANCE, HeadConfig
+from models.heads.measured_tree import RANK_ACCURACY, rank_accuracy
 from models.targets import load_target
 from scripts import inflate_demo
 from scripts.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_of, write_target

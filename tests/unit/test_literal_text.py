@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from infer import config as infer_config
-from infer.cli import compose, load_config, save_config, to_config
 from infer.config import GenerateConfig, ServeConfig
+from infer.options.cli import compose, load_config, save_config, to_config
 from infer.options.literal_text import literal_overrides
 from scripts.config import EvalConfig
 from train import config as train_config

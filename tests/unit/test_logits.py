@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from infer.request import Request
 from infer.sampling.choose import choose_rows, drafted_paths, row_parameters
-from infer.sampling.logits_processors import TokenCounts, shape_logits
+from infer.sampling.logits_processors import count_tokens, shape_rows
 from infer.sampling.params import SamplingParams
 from tests.drafts import checked_tree
 
@@ -19,10 +19,10 @@ PROMPT, OUTPUT = [1, 2, 3, 2], [4, 5, 4]
 
 def shaped(params, paths, logits=None):
     logits = torch.linspace(-2, 2, V).repeat(len(paths), 1) if logits is None else logits
-    counts = TokenCounts(V, PROMPT, torch.device("cpu"))
-    counts.update(PROMPT + OUTPUT[:1])
-    counts.update(PROMPT + OUTPUT)
-    return shape_logits(logits, params, counts, PROMPT + OUTPUT, len(OUTPUT), paths, [0, 9])
+    request = Request("r", PROMPT, params, 0, PROMPT + OUTPUT[:1], frozenset((0, 9)))
+    count_tokens(request, V, logits.device)
+    request.tokens += OUTPUT[1:]
+    return shape_rows(request, logits, paths)
 
 
 def reference(params, path, logits):

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
+from infer.engine.loading import resolve_tree
 from infer.options.draft_tree import parse_tree
-from infer.speculation.measured_tree import best_paths, resolve_tree
 from infer.speculation.tree_shapes import tree_shape
+from models.heads.measured_tree import best_paths
 
 
 def test_a_chain_where_only_first_ranks_are_right() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.cli import compose
-from infer.config import EngineConfig, GenerateConfig, ModelConfig, ProposerConfig, ServeConfig
+from infer.config import EngineConfig, GenerateConfig, ModelConfig, ProposerConfig, ServeConfig, ServerConfig
 from infer.engine import Engine
 from infer.kvcache.memory import MIB
+from infer.options.cli import compose
 from infer.options.removed_keys import elsewhere
 from infer.request import SamplingParams
 from models.heads.config import HeadConfig
@@ -48,6 +49,21 @@ def test_keys_without_their_group() -> None:
     generate = compose("generate", GenerateConfig, ["seed=3"])
     assert (generate.seed, generate.engine.seed) == (3, None)  # a command's own key
     assert compose("train", TrainConfig, ["seed=3"]).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("schema", "key", "hint"),
+    [
+        (EngineConfig, "gpu_memory_utilization", "here engine.memory_share"),
+        (EngineConfig, "tensor_parallel_size", "here engine.tensor_parallel"),
+        (ProposerConfig, "num_speculative_tokens", "here proposer.max_draft_tokens"),
+        (ServerConfig, "api_key", "here HEADWAY_API_KEY or server.api_keys_file"),
+        (ModelConfig, "nonsense", "known: name, path, revision, dtype, device"),
+    ],
+)
+def test_keywords_in_python(schema: Any, key: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"{schema.__name__}: {key}: unknown key; {hint}"):
+        schema(**{key: 1})
 
 
 @pytest.mark.parametrize(
@@ -144,7 +160,7 @@ def test_the_rule_of_requests_that_name_none(tiny_target_folder: Path, tiny_head
     assert rule == "exact"
     rule, everything, drafted = accepted(params, acceptance="typical", posterior_threshold=0.0)
     assert (rule, everything > exact, drafted - everything < 4) == ("typical", True, True)  # but for the last step
-    asked = SamplingParams(**{**vars(params), "acceptance": "rejection"})
+    asked = replace(params, acceptance="rejection")
     assert accepted(asked, acceptance="typical", posterior_threshold=0.0)[:2] == ("exact", exact)
-    strict = SamplingParams(**{**vars(params), "posterior_threshold": 1.0, "posterior_alpha": 1.0})
+    strict = replace(params, posterior_threshold=1.0, posterior_alpha=1.0)
     assert accepted(strict, acceptance="typical", posterior_threshold=0.0)[1] < everything

@@ -7,6 +7,7 @@ import itertools
 import json
 import platform
 import random
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -15,9 +16,9 @@ import pytest
 from infer.config import ProposerConfig
 from infer.console.card import describe_costs
 from infer.engine import Engine
+from infer.engine.startup.profiler import START_S, Stopwatch, Unmeasured, kept_table, measure
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, contradiction
-from infer.speculation.control.profiler import START_S, Stopwatch, Unmeasured, kept_table, measure
 from tests.drafts import make_costs
 
 
@@ -31,7 +32,8 @@ class KnownMachine:
     def __init__(self, holds: int) -> None:
         self.holds, self.now = holds, 0.0
 
-    def start(self, prompts, params, check):
+    @contextmanager
+    def decoding(self, prompts, params, check):
         check()
         room = self.holds
         self.now += self.READS * sum(map(len, prompts))
@@ -41,10 +43,7 @@ class KnownMachine:
             if room >= 0:
                 requests.append(SimpleNamespace(computed=len(prompt), tokens=prompt))
         self.requests = requests
-        return requests
-
-    def discard(self, requests) -> None:
-        assert requests is self.requests
+        yield requests
 
     def step(self) -> None:
         self.verify(self.requests, 0)
@@ -128,7 +127,7 @@ def test_a_context_that_graphs_do_not_reach_is_measured_as_the_host_runs_it():
 
 def test_batches_that_do_not_fit_into_the_cache_are_left_out():
     assert profile(KnownMachine(300)).batches == (1, 2)
-    with pytest.raises(ValueError, match="no request of 64 tokens fits"):
+    with pytest.raises(Unmeasured, match="no request of 64 tokens fits"):
         profile(KnownMachine(80))
 
 
@@ -285,7 +284,7 @@ def test_costs_of_one_level_of_processors_are_not_those_of_another(tiny_target, 
         keys.append(key)
         return SANE
 
-    monkeypatch.setattr("infer.speculation.control.adaptive.kept_table", keep)
+    monkeypatch.setattr("infer.engine.startup.controller.kept_table", keep)
     for level in ("", "", "baseline"):
         monkeypatch.setenv("HEADWAY_CPU_LEVEL", level)
         drafts = ProposerConfig(name="ngram", adaptive=True)

@@ -8,7 +8,8 @@ import logging
 import pytest
 
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.drafter import drafter_of
+from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
@@ -39,9 +40,11 @@ def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
     proposer = Failing()
     drafting = Speculator({"failing": (proposer, Budget(1, 1))}, "failing", context=100)
     requests = [make_request([1, 2]), make_request([1, 13]), make_request([1, 4])]
+    for request in requests:
+        drafting.assign(request)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            budgets = [drafting.budget(request) for request in requests]
+            budgets = [drafter_of(request).budget(request) for request in requests]
             tree = drafting.propose(requests, budgets)
             assert tree.length.tolist() == [2, 1, 2]
             assert tree.token[:, 0].tolist() == [2, 13, 4]
@@ -49,7 +52,7 @@ def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
     assert len(records) == 1
     assert requests[1].request_id in records[0].getMessage()
     assert proposer.released == [requests[1].request_id]
-    assert drafting.budget(requests[1]) == Budget(0, 0)
+    assert drafter_of(requests[1]).budget(requests[1]) == Budget(0, 0)
 
 
 def test_each_request_has_its_own_proposer_and_limits():
@@ -59,8 +62,10 @@ def test_each_request_has_its_own_proposer_and_limits():
     off = make_request([1, 2, 1], speculate=False)
     short = make_request([3, 4, 3], max_draft_tokens=2)
     batch = [plain, custom, off, short]
-    assert [drafting.name_for(r) for r in batch] == ["ngram", "failing", "none", "ngram"]
-    budgets = [drafting.budget(r) for r in batch]
+    for request in batch:
+        drafting.assign(request)
+    assert [drafter_of(r).name for r in batch] == ["ngram", "failing", "none", "ngram"]
+    budgets = [drafter_of(r).budget(r) for r in batch]
     assert budgets == [Budget(3, 3), Budget(5, 5), Budget(0, 0), Budget(2, 2)]
     tree = drafting.propose(batch, budgets)
     assert [tree.token[b, : int(tree.length[b])].tolist() for b in range(4)] == [[1, 2, 1], [6, 7], [1], [3, 4, 3]]
@@ -72,5 +77,14 @@ def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
     drafting = Speculator({"ngram": (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
     for length, expected in itertools.product(range(5, 10), [None]):
         request = make_request(list(range(length)))
-        assert drafting.budget(request).depth == max(0, min(3, 10 - length - 1)), expected
+        drafting.assign(request)
+        assert drafter_of(request).budget(request).depth == max(0, min(3, 10 - length - 1)), expected
     assert isinstance(NoProposer().propose([make_request([1, 2])], [Budget(0, 0)]), DraftTree)
+
+
+@pytest.mark.parametrize("interface", [Proposer, Tracker, Needs])
+def test_an_interface_is_read_at_a_glance(interface):
+    """Every public name of a base class counts, which its users may use and its subclasses may override."""
+    inherited = {name for base in interface.__mro__[1:] for name in vars(base)}
+    declared = {*vars(interface), *vars(interface).get("__annotations__", {})}
+    assert 0 < len([name for name in declared - inherited if not name.startswith("_")]) <= 8

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.cli import compose
 from infer.config import ModelConfig, ProposerConfig
 from infer.engine import Engine
+from infer.options.cli import compose
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.heads.config import HeadConfig

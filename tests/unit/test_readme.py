@@ -1,10 +1,12 @@
-"""README.md and the manuals: their commands parse, their Python runs, their tables, links and file tree are right.
+"""README.md, docs/ and the manuals: commands parse, Python runs, tables, links, pictures, log and file tree are right.
 
 Files, configuration keys and names of the code that they mention exist.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -14,25 +16,30 @@ from pathlib import Path
 import pytest
 
 from infer import config as infer_config
-from infer.cli import compose
+from infer.options.cli import compose
 from infer.options.literal_text import literal_overrides
 from scripts import config as scripts_config
-from scripts.make_tables import PAGES, rewrite
+from scripts.make_tables import PAGES, newest, rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("conf", "models", "kernels", "train", "infer", "scripts", "tests")
+FOLDERS = ("conf", "models", "kernels", "train", "infer", "scripts", "tests", "docs")
+LOG = sorted((ROOT / "docs" / "log").glob("*.md"), reverse=True)  # a file per month, the newest first
 FILES = {
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS
     for path in (ROOT / folder, *(ROOT / folder).rglob("*"))
     if path.suffix != ".pyc"
 }
-TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 README = TEXTS["README.md"]
 MANUALS = {
     path: (ROOT / path).read_text(encoding="utf-8")
-    for path in ("README.md", "CONTRIBUTING.md", *sorted(path for path in FILES if path.endswith("/README.md")))
+    for path in (
+        "README.md",
+        "CONTRIBUTING.md",
+        *sorted(path for path in FILES if path.endswith("/README.md") or re.fullmatch(r"docs/\w+\.md", path)),
+    )
 }
 HOW_TO_ADD = ("infer/speculation/proposers", "kernels", "models/formats", "models/heads", "models/targets")
 SCHEMAS = {
@@ -85,8 +92,55 @@ def test_the_engine_can_be_used_from_python_as_shown() -> None:
     assert float(acceptance_length) >= 1
 
 
+def test_the_front_page_is_short_and_shows_two_pictures() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    first_commands = [number for number, line in enumerate(lines) if line.startswith("    ")][:2]
+    assert max(first_commands) < 10
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert (ROOT / picture).read_text(encoding="utf-8").startswith("<svg")
+        assert (ROOT / picture).stat().st_size < 100_000
+
+
+def test_the_chart_shows_what_its_result_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "images"))
+    draw = importlib.import_module("draw")
+    file = newest("smollm2-programs")
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert draw.chart(results) == (ROOT / "docs/images/speed.svg").read_text(encoding="utf-8")
+
+
+def test_the_index_of_the_log_agrees_with_its_entries() -> None:
+    """Date, question and verdict of every entry, the newest first, with a link to its heading."""
+    index = re.findall(r"^- (\S+) · \[(.+)\]\((\S+)\) · (.+)$", (ROOT / "LOG.md").read_text(), re.MULTILINE)
+    entries = []
+    for month in LOG:
+        for entry in re.split(r"^## ", month.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            heading, _, body = entry.partition("\n\n")
+            date, question = heading.split(" · ")
+            verdict = body.partition("\n\n")[0]
+            assert verdict.startswith("**Verdict.** "), heading
+            link = f"{month.relative_to(ROOT).as_posix()}#{anchor_of(heading)}"
+            entries.append((date, question, link, " ".join(verdict.split()).removeprefix("**Verdict.** ")))
+    assert len(entries) > 70
+    assert index == entries
+    assert [date for date, *_ in entries] == sorted((date for date, *_ in entries), reverse=True)
+
+
+def test_paths_in_the_drawings_exist() -> None:
+    page = MANUALS["docs/architecture.md"]
+    drawings = re.findall(r"```mermaid\n(.*?)```", page, re.DOTALL)
+    assert len(drawings) == 3
+    paths = {path.rstrip("/") for path in re.findall(r"\b(?:infer|train|models|kernels)/[\w/.]+", "".join(drawings))}
+    assert len(paths) > 8
+    assert [path for path in sorted(paths) if path not in FILES] == []
+
+
 def test_the_tree_exists() -> None:
-    block = README[README.index("```\nconf/") + 4 :].split("```")[0]
+    page = MANUALS["docs/architecture.md"]
+    block = page[page.index("```\nconf/") + 4 :].split("```")[0]
     folders: list[str] = []  # that contain the current line, one per two spaces of indentation
     paths: list[str] = []
     for line in block.splitlines():
@@ -109,16 +163,18 @@ def test_tables_are_what_the_result_files_say(page: Path) -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return GitHub's anchors of the page's headings: lower case, no punctuation, hyphens for spaces."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    return {anchor_of(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)}
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
 def test_links_lead_somewhere() -> None:
-    folders = ("models", "infer", "kernels")
-    pages = {*PAGES, *(page for folder in folders for page in (ROOT / folder).rglob("README.md"))}
+    pages = [ROOT / page for page in (*MANUALS, "LOG.md")] + LOG
     links = [
         (page, *link)
-        for page in sorted(pages)
+        for page in pages
         for link in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8"))
     ]
     assert len(links) > 50

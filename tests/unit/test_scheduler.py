@@ -12,7 +12,7 @@ from infer.engine.scheduler import Scheduler
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import KVLayers, LayerShape
 from infer.request import Phase, Request, SamplingParams
-from infer.speculation.budget import Budget, Grant
+from infer.speculation.budget import Budget
 
 CONTEXT = 64
 
@@ -33,9 +33,9 @@ def make(num_pages, max_batch, max_rows, chunk):
 
 def schedule(scheduler, drafts):
     """Schedule a step in which every request may draft chains of up to `drafts` tokens."""
-    limits = {request.request_id: max(0, min(drafts, request.remaining - 1)) for request in scheduler.decoding}
-    grants = {name: Grant(Budget(limit, limit), lambda budget: budget.nodes) for name, limit in limits.items()}
-    return scheduler.schedule(grants, scheduler.admissible())
+    limits = [max(0, min(drafts, request.remaining - 1)) for request in scheduler.decoding]
+    budgets = [Budget(limit, limit) for limit in limits]
+    return scheduler.schedule(scheduler.decoding, budgets, scheduler.admissible())
 
 
 def take_step(pool, scheduler, max_batch, max_rows, drafts, generator):

@@ -20,7 +20,7 @@ print([name for name in ("accelerate", "sympy", "torch._dynamo", "transformers")
 
 def test_schemas_of_heads_load_no_torch() -> None:
     """A command line is checked, and --help printed, before anything needs it."""
-    code = "import sys, infer.cli, train.config, models.heads; print('torch' in sys.modules)"
+    code = "import sys, infer.options.cli, train.config, models.heads; print('torch' in sys.modules)"
     started = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert started.stdout == "False\n"
 

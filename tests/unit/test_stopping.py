@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.request import Request
+from infer.sampling.emission import cut
 from infer.sampling.params import SamplingParams
-from infer.sampling.stopping import StopStrings, cut
+from infer.sampling.stopping import StopStrings
 
 
 class Letters:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.engine import threads as module
-from infer.engine.threads import (
+from infer.parallel import threads as module
+from infer.parallel.threads import (
     CLEARLY,
     FIRST_S,
     LOOK_S,

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 
 from accelerate import Accelerator
 
-from infer.cli import USER_ERROR
-from infer.config_checks import resolve_path
+from infer.options.cli import USER_ERROR
+from infer.options.paths import resolve_path
 from infer.parallel import messages
 from infer.parallel.liveness import ENDED, FAILED, GRACE_S, MOST_BYTES, REASON_S, Liveness
 from infer.parallel.process_end import end_at_once

@@ -1,7 +1,7 @@
 """Features (the target's hidden states that a head is trained on), computed by the target in this process.
 
 Computed for each batch, or once for all sequences and cached in memory. The head defines the layers. Independent of
-losses; DESIGN section 2 defines what a feature is.
+losses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shifts and masks that define what a head reads and predicts at every slot, as pure functions (DESIGN section 6).
+"""Shifts and masks that define what a head reads and predicts at every slot, as pure functions (docs/design.md).
 
 Slot i holds the head's input after the target has just emitted token t[i+1]: the pair (t[i+1], feature f[i]) at
 rotary position i. Its draft approximates p[i+1], the target's distribution over t[i+2]. At training-time-test step k

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from infer.config_checks import resolve_path
+from infer.kvcache.memory import context_of
 from infer.options.devices import free_bytes, resolve_device
-from infer.options.engine_sizes import context_of
+from infer.options.paths import resolve_path
 from models.heads import HEADS
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from infer.config_checks import resolve_path
 from infer.options.exported_heads import head_at
+from infer.options.paths import resolve_path
 from models.heads import HEADS
 from models.heads.files import read_head
 from models.heads.objectives import JointObjectiveConfig

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from accelerate import Accelerator
 
-from infer.config_checks import resolve_path
 from infer.engine import Engine
+from infer.options.paths import resolve_path
 from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfig
 from train.data.sequences import Sequences
 from train.distributed.parallel import log_main, stopping_together

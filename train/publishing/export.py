@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.options.command_words import (
+from infer.console.command_words import (
     HEAD_FOLDER,
     OUTPUTS,
     TARGET_FOLDER,
@@ -23,11 +23,11 @@ from infer.options.command_words import (
 )
 from infer.options.exported_heads import export_folder
 from infer.request import SpeculationStats
-from infer.speculation.measured_tree import RANK_ACCURACY
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.files import load_head, save_head
+from models.heads.measured_tree import RANK_ACCURACY
 from models.targets.llama import LlamaTarget
 from models.targets.writing import copy_beside
 from train.config import TrainConfig

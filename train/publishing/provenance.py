@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.config import ModelConfig
-from infer.config_checks import REPO_ROOT
-from infer.options.command_words import portable_path
+from infer.console.command_words import portable_path
+from infer.options.paths import REPO_ROOT
 from train.publishing.trackers import redact
 
 PACKAGES = ("headway", "torch", "accelerate", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy")

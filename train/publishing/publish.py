@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.options.command_words import model_overrides, portable_path, python_command
+from infer.console.command_words import model_overrides, portable_path, python_command
 from train import checkpoint
 from train.config import TrainConfig
 from train.evaluation import acceptance_metrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from infer.config import TrackerConfig, WandbConfig
 from infer.engine import Engine
-from infer.options.tracker_config import TrackerConfig, WandbConfig
 from infer.request import SamplingParams, StepOutput
 from models.tokenizer import Tokenizer
 from train.publishing.trackers import Sample

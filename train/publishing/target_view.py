@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from infer.config import EngineConfig, ProposerConfig
-from infer.config_checks import resolve_path
 from infer.engine import Engine
+from infer.options.paths import resolve_path
 from infer.request import SamplingParams
 from models.lora import merge, unadapted
 from models.targets import load_target

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from infer.options.tracker_config import TrackerConfig, WandbConfig
+from infer.config import TrackerConfig, WandbConfig
 from train.storage import atomic
 
 METRICS, WANDB_ID, WANDB_SENT = "metrics.jsonl", "wandb-id", "wandb-sent"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from infer import config as infer_config
-from infer.cli import load_config, save_config
-from infer.config_checks import resolve_path
-from infer.options.command_words import python_command
+from infer.console.command_words import python_command
+from infer.options.cli import load_config, save_config
+from infer.options.paths import resolve_path
 from train import config as train_config
 from train.config import TrainConfig
 from train.schedule import Budget

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from infer.config_checks import REPO_ROOT
+from infer.options.paths import REPO_ROOT
 from infer.sampling.grammar import Grammar
 from infer.server.parsing.grammar_worker import MEMORY_MB
 

@@ -22,10 +22,10 @@ from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
 SELF_LIMITING = ("suffix",)  # drafters that end a chain where it becomes unlikely
 # Conditional acceptance rate of a drafter without evidence: as likely right as wrong.
 UNKNOWN = 0.5
-# Drafts that a prior counts like; with a quarter, chance alone ends drafting (LOG.md, 2026-11-23, "Two misses").
+# Drafts that a prior counts like; with a quarter, chance alone ends drafting: two misses in a row.
 PRIOR_WEIGHT = 16.0
 # Decay of evidence per draft: a request's content changes within some 30 drafts; a drafter's rate is that of some 200,
-# of many requests. With 100 for either, useless drafts cost up to 5 % (LOG.md, 2026-11-26, "The controller's diet").
+# of many requests. With 100 for either, useless drafts cost up to 5 % (tests/judge_controller.py).
 REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.995
 
 
@@ -112,6 +112,8 @@ class AcceptanceModel:
         for place in range(budget.nodes):
             if key.chain:
                 prior = measured[min(place, len(measured) - 1)]
+            elif place and drafter in SELF_LIMITING:  # it goes on only while it is as sure
+                prior = rates[-1]
             else:  # by Zipf's law from one rank to the next
                 prior = rates[-1] * place / (place + 1) if place else measured[0]
             rates.append(of_drafter.rate(place, prior) if of_drafter else prior)

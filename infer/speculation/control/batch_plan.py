@@ -6,7 +6,6 @@ Pure functions of the candidates, the cost model and the acceptance model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,8 +30,7 @@ class Candidate(NamedTuple):
         return not self.warm_up
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     budgets: Mapping[str, Budget]  # by request id; only those that are drafted for
     depth: int  # of the deepest budget
     speed: float  # expected tokens per second
@@ -48,7 +46,6 @@ class Piece(NamedTuple):
 
     request_id: str
     drafter: str
-    level: int  # of the deepest of them
     rows: int
     gain: float  # in expected tokens
     budget: Budget  # of the request, with these nodes
@@ -63,32 +60,28 @@ def best_plan(
     gain per row, chains from the root on and trees from their best node on, up to the number of highest expected speed.
     """
     seconds = costs.plain(batch)
-    best = none = Plan({}, 0, batch / seconds, batch / seconds) if seconds else Plan({}, 0, 0.0, 0.0)
+    speed = batch / seconds if seconds else 0.0
+    best, least = Plan({}, 0, speed, speed), speed * (1 + margin)
     pieces = sorted(split_into_pieces(candidates, acceptance), key=lambda piece: -piece.gain / piece.rows)
-    if not pieces or not seconds:
-        return none
+    if not seconds:
+        return best
     verify = np.array([costs.verify(batch, batch + n) for n in range(sum(piece.rows for piece in pieces) + 1)])
-    drafters = {piece.drafter for piece in pieces}
-    for depth in sorted({piece.level for piece in pieces}):
-        taken = [piece for piece in pieces if piece.level <= depth]
-        rows = np.cumsum([piece.rows for piece in taken])
-        time = verify[rows]
-        for drafter in drafters:
-            requests = set[str]()
-            counts: list[int] = []
+    for depth in sorted({piece.budget.depth for piece in pieces}):
+        taken = [piece for piece in pieces if piece.budget.depth <= depth]
+        time = verify[np.cumsum([piece.rows for piece in taken])]
+        for drafter in {piece.drafter for piece in taken}:
+            requests, counts = set[str](), list[int]()  # that it drafts for, with one piece after another
             for piece in taken:
-                if piece.drafter == drafter:
-                    requests.add(piece.request_id)
+                requests |= {piece.request_id} if piece.drafter == drafter else set()
                 counts.append(len(requests))
-            by_count = np.array([costs.draft(drafter, count, depth) for count in range(len(requests) + 1)])
-            time = time + by_count[counts]
+            time = time + np.array([costs.draft(drafter, n, depth) for n in range(len(requests) + 1)])[counts]
         speeds = (batch + np.cumsum([piece.gain for piece in taken])) / time
         last = int(speeds.argmax())
-        if speeds[last] > max(best.speed, none.speed * (1 + margin)):
+        if speeds[last] > max(best.speed, least):
             budgets: dict[str, Budget] = {}
             for piece in taken[: last + 1]:
                 budgets[piece.request_id] = max(piece.budget, budgets.get(piece.request_id, NOTHING))
-            best = Plan(budgets, depth, float(speeds[last]), none.speed)
+            best = Plan(budgets, depth, float(speeds[last]), speed)
     return best
 
 
@@ -98,13 +91,10 @@ def split_into_pieces(candidates: Sequence[Candidate], acceptance: AcceptanceMod
     Nodes that gain more per row than those before them are merged with these, without which they cannot be drafted.
     """
     pieces: list[Piece] = []
-    for candidate in candidates:
-        gains = acceptance.gains(candidate.request_id, candidate.drafter, candidate.allowed, candidate.sampled)
+    for name, drafter, allowed, sampled, *_ in candidates:
         merged, nodes, tokens = list[Piece](), 0, 0.0
-        for budget, gain in gains.items():
-            piece = Piece(
-                candidate.request_id, candidate.drafter, budget.depth, budget.nodes - nodes, gain - tokens, budget
-            )
+        for budget, gain in acceptance.gains(name, drafter, allowed, sampled).items():
+            piece = Piece(name, drafter, budget.nodes - nodes, gain - tokens, budget)
             nodes, tokens = budget.nodes, gain
             while merged and piece.gain * merged[-1].rows > merged[-1].gain * piece.rows:
                 before = merged.pop()

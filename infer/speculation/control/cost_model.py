@@ -1,6 +1,7 @@
 """Cost model of a step on this machine: verifying B requests of R rows in all, and drafting for them.
 
-A table, measured once by profiler.py, and corrections learnt from the steps since, as tables age. Pure arithmetic.
+A table, measured once (infer/engine/startup/profiler.py), and corrections learnt from the steps since, as tables age.
+Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import Any
 
 from infer.speculation.budget import Budget
 
-# Weight of the newest step in a correction: steps vary by a tenth (LOG.md, 2026-11-23), a mean of ten by a thirtieth.
+# Weight of the newest step in a correction: steps vary by a tenth, a mean of ten by a thirtieth.
 LEARNS = 0.1
 # After a change between plain and speculative steps a correction counts like this many steps, since it may have aged.
 AGED = 2.0
 # A step that takes so many times what those before it took, and a table in which a smaller work takes so many times
-# what a larger one does, show another process at work (LOG.md, 2026-11-25, "Threads beside busy processes").
+# what a larger one does, show another process at work.
 DISTURBED = 2.0
 # Guessed cost of a further row, and of a level of drafts, as shares of a plain step: about those of SmolLM2 on two
-# cores (LOG.md, 2026-11-26, "The controller's diet").
+# cores.
 GUESSED_SHARE = 0.2
-# Seconds until caches and clock have settled into another kind of work (LOG.md, 2026-11-24, "What a plain step").
+# Seconds until caches and clock have settled into another kind of work: of plain steps after drafted ones the first
+# took 4.5 ms, the ninth 2.6 (docs/log/2026-11.md, "Why did `auto` lose where every drafted step gained?").
 SETTLES_S = 0.025
 
 
@@ -57,10 +59,10 @@ class CostTable:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CostTable:
-        def curves(written: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
-            return tuple(Curve(tuple(item["sizes"]), tuple(item["seconds"])) for item in written)
+        def curves(written: Sequence[dict[str, Sequence[float]]]) -> tuple[Curve, ...]:
+            return tuple(Curve(tuple(curve["sizes"]), tuple(curve["seconds"])) for curve in written)
 
-        drafts = {name: curves(item) for name, item in data["drafts"].items()}
+        drafts = {name: curves(written) for name, written in data["drafts"].items()}
         return cls(tuple(data["batches"]), curves(data["steps"]), drafts, data["reads"])
 
     def step(self, batch: int, rows: int) -> float:

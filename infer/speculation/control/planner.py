@@ -7,26 +7,27 @@ whole batch to maximise tokens per second (batch_plan.py). The plan decides how 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, Plan, best_plan
-from infer.speculation.control.confidence import DRAFTER, Confidence, Prices
+from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import SETTLES_S, CostModel
 
-PLAN_STEPS = 16  # that a plan stays in force; twice as many adapt too late (LOG.md, 2026-11-23, "Two to six rows")
+PLAN_STEPS = 16  # that a plan stays in force; twice as many adapt too late: 0.96 to 0.98 of the speed at T = 0
 # Expected gain over plain decoding above which drafts go on. They begin above twice as much, since a change between the
-# two costs caches and drafter state: with 4 % no cell of the sweeps was slower than plain (LOG.md, 2026-11-24).
+# two costs caches and drafter state: with 4 % no cell of the sweeps was slower than plain.
 GAIN = 0.02
 # Share of the time that may go into probes of what is not in use. A tenth of what a sweep can tell from noise.
 PROBE_SHARE = 0.005
-# What tracking a request adds to a plain step, as a share of one of one request (LOG.md, 2026-11-23, "A fast hour").
+# What tracking a request adds to a plain step, as a share of one of one request: 0.11 to 0.14 ms
+# of 2.0 were measured at one and two requests (docs/log/2026-11.md, "What does a steady hour show of the controller?").
 TRACKING_SHARE = 0.05
 # Seconds of a step per scored token above which early exit saves more than scoring costs: it saves 5 % of a step, a
-# score takes the host 0.1 ms (LOG.md, 2026-11-23, "Two to six rows", "Host").
+# score takes the host 0.1 ms.
 SCORED_TOKEN_S = 2e-3
 
 
@@ -47,8 +48,12 @@ class Planner:
         """The current forecast; None from a planner that makes none."""
         return None
 
-    def plan(self, decoding: tuple[str, ...], find_candidates: Callable[[], Sequence[Candidate]]) -> None:
-        """Plan the next step of the `decoding` requests. `find_candidates`: those of them that may be drafted for."""
+    def next_step(self, decoding: tuple[str, ...]) -> bool:
+        """Take note that a step of the `decoding` requests begins; return whether its drafts must be planned anew."""
+        return False
+
+    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate]) -> None:
+        """Plan the next steps of the `decoding` requests; `candidates`: those of them that may be drafted for."""
 
     def should_track(self, candidate: Candidate, batch: int, tokens: int, unread: int = 0) -> bool:
         """Return whether tracking a request without history is worth its cost at this batch size.
@@ -57,11 +62,8 @@ class Planner:
         """
         return True
 
-    def skips(self, request_id: str) -> bool:
-        """Return whether the request's budget is NOTHING whatever is allowed; cheaper than `budget`."""
-        return False
-
     def budget(self, request_id: str, allowed: Budget) -> Budget:
+        """Return the request's budget in the next step, within what is allowed."""
         return allowed
 
     def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
@@ -82,6 +84,39 @@ class NoDrafts(Planner):
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return NOTHING
+
+
+class Stretch:
+    """Steps of one kind in a row, with drafts or plain. Says which of them the planner may judge by.
+
+    A step of the other kind begins a new stretch. It settles after SETTLES_S, until when steps are slow; those before
+    show only what is faster than expected. Drafts that were planned and ended before they settled make the planner
+    impatient: the next stretch of drafts is judged from its first step on, or drafts that always end early, as those
+    of short answers do, would never be judged. A stretch of drafts that settles makes it patient again.
+    """
+
+    def __init__(self) -> None:
+        self.drafts, self.seconds = False, SETTLES_S  # as if plain steps had settled
+        self._patient = True
+        self._lasted = True  # whether the drafts that were planned last went on until they settled
+        self.judged = True  # whether the last step was
+
+    def add(self, drafts: bool, seconds: float, *, planned: bool) -> int | None:
+        """Add a step, with drafts that were planned or by a probe. Return in how many steps the plan is to be reviewed.
+
+        None if nothing calls for a review: a step after drafts have settled shows whether they do as promised.
+        """
+        first = drafts != self.drafts
+        if first:
+            self.drafts, self.seconds, self._patient = drafts, 0.0, self._lasted or not drafts
+        settled = self.seconds >= SETTLES_S
+        self.judged = settled or not self._patient
+        self.seconds += seconds
+        if not drafts:
+            return None
+        settles = self.seconds >= SETTLES_S and not settled
+        self._lasted = self.seconds >= SETTLES_S or (self._lasted and not planned)
+        return 2 if settles else 0 if first and not self._patient else None
 
 
 @dataclass
@@ -111,30 +146,28 @@ class Controller(Planner):
         self.costs, self.acceptance, self.confidence = costs, acceptance, confidence
         self._probe_share = probe_share
         self.current = Plan({}, 0, 0.0, 0.0)
-        self._age = PLAN_STEPS  # steps that the plan in force has lasted
+        self._steps_left = 0  # until the plan in force is looked at again
         self._planned: frozenset[str] = frozenset()  # requests that decoded when it was made
+        self._stretch = Stretch()
         self._probe: Probe | None = None
         self._credit_s, self._turn = 0.0, 0  # time earned for probes; whose turn is next
-        self._drafted, self._alike_s = False, SETTLES_S  # whether the last step drafted; seconds of such steps in a row
-        self._lasted = self._lenient = True  # whether planned drafts went on until they settled; whether these may
         self._depths: dict[str, list[int]] = {}  # by drafter, of the drafts in this step
         self._speedups: dict[tuple[str, Budget, bool, int], float] = {}  # expected by the plan in force's evidence
 
     # ---- the plan --------------------------------------------------------------------------------------------------
 
-    def plan(self, decoding: tuple[str, ...], find_candidates: Callable[[], Sequence[Candidate]]) -> None:
-        self._age += 1
+    def next_step(self, decoding: tuple[str, ...]) -> bool:
+        self._steps_left -= 1
         self._depths.clear()
-        if self._probe is not None:
-            self._probe.steps -= 1
-            ended = self._probe.candidate is not None and self._probe.candidate.request_id not in decoding
-            if ended or self._probe.steps <= 0:
+        if (probe := self._probe) is not None:
+            probe.steps -= 1
+            if probe.steps <= 0 or (probe.candidate is not None and probe.candidate.request_id not in decoding):
                 self._probe = None
         joined = bool(self.current.budgets or not self._planned) and not self._planned.issuperset(decoding)
-        if self._age < PLAN_STEPS and not joined:
-            return
-        candidates = find_candidates()
-        self._age, self._planned = 0, frozenset(decoding)
+        return self._steps_left <= 0 or joined
+
+    def plan(self, decoding: tuple[str, ...], candidates: Sequence[Candidate]) -> None:
+        self._steps_left, self._planned = PLAN_STEPS, frozenset(decoding)
         self._speedups.clear()
         planned = [] if self.costs.guessed else [c for c in candidates if c.ready or c.worth_tracking]
         self.current = best_plan(len(decoding), planned, self.costs, self.acceptance, self._margin)
@@ -164,16 +197,12 @@ class Controller(Planner):
         saved_s = tokens * plain / batch * (1 - 1 / speedup)
         return speedup > 1 + self._margin and saved_s > self.costs.read(drafter, unread)
 
-    def skips(self, request_id: str) -> bool:
-        if self._probe is not None:
-            return self._probe.candidate is None or self._probe.candidate.request_id != request_id
-        return request_id not in self.current.budgets
-
     def budget(self, request_id: str, allowed: Budget) -> Budget:
-        if self.skips(request_id):
-            return NOTHING
-        probed = self._probe.candidate if self._probe is not None else None
-        granted = self.current.budgets[request_id] if probed is None else probed.allowed
+        if self._probe is None:
+            granted = self.current.budgets.get(request_id, NOTHING)
+        else:
+            probed = self._probe.candidate
+            granted = probed.allowed if probed is not None and probed.request_id == request_id else NOTHING
         return Budget(min(granted.nodes, allowed.nodes), min(granted.depth, allowed.depth))
 
     def _price_early_exit(self, confidence: Confidence, candidates: Sequence[Candidate]) -> None:
@@ -182,21 +211,21 @@ class Controller(Planner):
         Also sets the prices of a row and of a level. If scoring costs more than it saves, it is turned off instead.
         """
         confidence.scoring, confidence.prices = True, None
-        plan, batch, costs = self.current, len(self._planned), self.costs
-        scored = {c.request_id: c.allowed for c in candidates if c.drafter == DRAFTER and c.request_id in plan.budgets}
+        plan, batch, costs, drafter = self.current, len(self._planned), self.costs, confidence.drafter
         if not plan.budgets:
             return
+        scored = {c.request_id: c.allowed for c in candidates if c.drafter == drafter and c.request_id in plan.budgets}
         tokens = sum(plan.budgets[name].depth for name in scored)
-        seconds = costs.verify(batch, batch + tokens) + costs.draft(DRAFTER, len(scored), plan.depth)
+        seconds = costs.verify(batch, batch + tokens) + costs.draft(drafter, len(scored), plan.depth)
         confidence.scoring = tokens * SCORED_TOKEN_S < seconds
         if not confidence.scoring:
             return
         rows = batch + sum(budget.nodes for budget in plan.budgets.values())
         row = (costs.verify(batch, 2 * rows) - costs.verify(batch, rows)) / rows
-        one, all_ = (costs.draft(DRAFTER, n, 2) - costs.draft(DRAFTER, n, 1) for n in (1, batch))
+        one, all_ = (costs.draft(drafter, n, 2) - costs.draft(drafter, n, 1) for n in (1, batch))
         step = max(0.0, all_ - one) / max(1, batch - 1)
         confidence.prices = Prices(*(plan.speed * max(0.0, cost) for cost in (row, step, one - step)))
-        self.current = replace(plan, budgets={**plan.budgets, **scored})
+        self.current = plan._replace(budgets={**plan.budgets, **scored})
 
     def _next_probe(self, candidates: Sequence[Candidate]) -> Probe | None:
         """Return a probe of plain steps if drafts are planned, else of one request, in rotation; None if not earned.
@@ -237,29 +266,28 @@ class Controller(Planner):
         self.acceptance.record(request_id, drafter, draft, expected, sampled)
         if self._probe is not None and self._probe.candidate is not None:
             self._credit_s += accepted * self.costs.plain(len(self._planned)) / len(self._planned)
-            self._probe, self._age = None, PLAN_STEPS
+            self._end_probe()
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         self._credit_s += self._probe_share * seconds
-        if self._drafted != (rows > batch):
-            self._drafted, self._alike_s, self._lenient = rows > batch, 0.0, self._lasted or rows == batch
-        self.costs.settled = self._alike_s >= SETTLES_S or not self._lenient
-        self._alike_s += seconds
-        if not self._drafted:
-            if self.costs.settled or self.costs.knows_plain(batch):  # the first is not to be a slow one
-                self.costs.learn_plain(batch, seconds - (drafting or 0.0))
-            if self._alike_s >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
-                self._probe, self._age = None, PLAN_STEPS  # several short steps: one may have been slow by chance
+        stretch, costs = self._stretch, self.costs
+        review = stretch.add(rows > batch, seconds, planned=bool(self.current.budgets))
+        self._steps_left = self._steps_left if review is None else min(self._steps_left, review)
+        costs.settled = stretch.judged
+        if rows == batch:
+            if costs.settled or costs.knows_plain(batch):  # the first is not to be a slow one
+                costs.learn_plain(batch, seconds - (drafting or 0.0))
+            if stretch.seconds >= 2 * SETTLES_S and self._probe is not None and self._probe.candidate is None:
+                self._end_probe()  # several short steps: one may have been slow by chance
             return
-        if self._alike_s - seconds < SETTLES_S <= self._alike_s:  # the next step shows whether drafts do as promised
-            self._age = max(self._age, PLAN_STEPS - 2)
-        elif self._alike_s == seconds and not self._lenient:
-            self._age = PLAN_STEPS
-        self._lasted = self._alike_s >= SETTLES_S or (self._lasted and not self.current.budgets)
         if len(self._depths) == 1:
             ((drafter, depths),) = self._depths.items()
             counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
-            self.costs.learn_drafted(batch, rows, drafter, counts, seconds, drafting)
+            costs.learn_drafted(batch, rows, drafter, counts, seconds, drafting)
+
+    def _end_probe(self) -> None:
+        """End the probe and plan anew, since it may have shown that another plan pays."""
+        self._probe, self._steps_left = None, 0
 
     def forget(self, request_id: str) -> None:
         self.acceptance.forget(request_id)

@@ -1,21 +1,28 @@
-"""Builds the proposers, which draft tokens for the engine, by name."""
+"""Builds the proposers, which draft tokens for the engine, by name, and packs what they draft with."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
-from infer.config import ProposerConfig
+from infer.config import EngineConfig, ProposerConfig
 from infer.options.draft_tree import Beam
+from infer.options.stored_weights import drafter_format
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.proposers.ngram import NgramProposer
-from infer.speculation.proposers.suffix_decoding.answers import AnswerFile, EarlierAnswers
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
+from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile
 from infer.speculation.proposers.synthetic import SyntheticProposer
 from infer.speculation.tree import MAX_NODES
+from models.heads.base import Head
+from models.heads.borrowing import borrow
+from models.heads.draft_model.head import DraftModelHead
+from models.heads.weights import pack
+from models.targets.llama import LlamaTarget
 
 
 def build_proposers(
@@ -44,10 +51,31 @@ def build_proposers(
     return proposers
 
 
+def pack_head(head: Head, target: LlamaTarget, engine: EngineConfig, drafts: ProposerConfig) -> HeadProposer:
+    """Return the proposer that drafts with a copy of `head`, packed for serving beside the packed `target`."""
+    weight = target.norm.weight
+    packed = copy.deepcopy(head, {id(target.embed_tokens): target.embed_tokens})
+    borrow(packed, target)
+    packed.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
+    narrow = drafter_format(engine.head_weights, weight.dtype, weight.device)
+    pack(packed, exact=engine.exact, weight_format=narrow)
+    return HeadProposer(packed, target.config.num_layers, drafts)
+
+
+def pack_draft_model(
+    model: DraftModelHead, target: LlamaTarget, engine: EngineConfig, drafts: ProposerConfig
+) -> DraftModelProposer:
+    """Return the proposer that drafts with `model` itself, packed for serving."""
+    weight = target.norm.weight
+    narrow = drafter_format(engine.draft_weights, weight.dtype, weight.device)
+    pack(model, exact=engine.exact, weight_format=narrow)
+    return DraftModelProposer(model, drafts)
+
+
 def suffix_proposer(config: ProposerConfig, vocab_size: int) -> SuffixProposer:
-    memory = None if config.memory is None else AnswerFile(config.memory, vocab_size)
+    memory = None if config.memory is None else ResponseFile(config.memory, vocab_size)
     return SuffixProposer(
-        EarlierAnswers(config.suffix_decoding_max_cached_requests, memory),
+        EarlierResponses(config.suffix_decoding_max_cached_requests, memory),
         max_depth=config.suffix_decoding_max_tree_depth,
         factor=config.suffix_decoding_max_spec_factor,
         min_probability=config.suffix_decoding_min_token_prob,

@@ -14,13 +14,15 @@ from torch import Tensor
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.proposers.base import Proposer
+from infer.speculation.proposers.base import EstimatingProposer, Needs, Proposer, Tracker
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
 
 LEAST = 0.1  # probability to be accepted below which a node is not worth its row in a verify
 LEVEL = 0.2  # that below which a level is not worth a forward of a model that drafts
+# The name of the rates of copies that contradict better ones: they are right far less often than copies usually are.
+CONTRADICTING = "contradicting"
 
 
 class CombinedProposer(Proposer):
@@ -30,12 +32,24 @@ class CombinedProposer(Proposer):
 
     def __init__(self, sources: Mapping[str, tuple[Proposer, Budget]]) -> None:
         self.sources = tuple(proposer for proposer, _ in sources.values())
+        estimates = {source: isinstance(source, EstimatingProposer) for source in self.sources}
+        self._ordered = sorted(self.sources, key=lambda source: (source.tracker is not None, not estimates[source]))
         self._limits = {proposer: limit for proposer, limit in sources.values()}
         self._acceptance = PerTenant(AcceptanceModel)
-        self._drafts: dict[str, list[tuple[Proposer, Budget, int, Drafted]]] = {}  # by request, the last to be measured
-        self.aux_layers = next((source.aux_layers for source in self.sources if source.aux_layers), ())
-        self.kv_layers = tuple(layer for source in self.sources for layer in source.kv_layers)
-        self.warm_up = max(source.warm_up for source in self.sources)
+        # By request, the last to be measured: the name of their rates, their budget, tokens before them
+        self._drafts: dict[str, list[tuple[str, Budget, int, Drafted]]] = {}
+        needs = [source.needs for source in self.sources]
+        self.needs = Needs(
+            next((need.aux_layers for need in needs if need.aux_layers), ()),
+            tuple(layer for need in needs for layer in need.kv_layers),
+            max(need.warm_up for need in needs),
+        )
+        trackers = [source.tracker for source in self.sources if source.tracker is not None]
+        self._tracker = Trackers(trackers) if trackers else None
+
+    @property
+    def tracker(self) -> Tracker | None:
+        return self._tracker
 
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, *(source.places(self._within(source, budget)) for source in self.sources))
@@ -44,26 +58,38 @@ class CombinedProposer(Proposer):
         for request in requests:
             self._record(request)
         drafts: list[list[Drafted]] = [[] for _ in requests]
-        for source in sorted(self.sources, key=lambda source: source.keeps_state):
+        trees: list[DraftTree] = []  # those of which nodes are merged
+        for source in self._ordered:
             limits = [self._worthwhile(source, *each) for each in zip(requests, budgets, drafts, strict=True)]
             drafting = [index for index, limit in enumerate(limits) if limit.nodes]
             if not drafting:
                 continue
             tree = source.propose([requests[index] for index in drafting], [limits[index] for index in drafting])
+            lengths, useful = tree.length.tolist(), False
             for row, index in enumerate(drafting):
-                request, limit = requests[index], limits[index]
-                estimates = source.chances(request)
-                measured = self._measured(source, request, limit) if estimates is None else estimates
-                draft = Drafted.of(tree, row, measured)
-                drafts[index].append(draft)
-                if estimates is None:
-                    unmeasured = self._drafts.setdefault(request.request_id, [])
-                    unmeasured.append((source, limit, len(request.tokens), draft))
+                if lengths[row] == 1 or repeats(source, tree, row, drafts[index]):
+                    continue
+                useful = True
+                drafts[index].append(self._drafted(source, requests[index], limits[index], tree, row, drafts[index]))
+            trees += [tree] * useful
+        if len(trees) == 1 and len(trees[0].length) == len(requests) and trees[0].is_chain:
+            return trees[0]
         merged = [
             merge(row, budget.nodes, LEAST) if row else ([request.tokens[-1]], [-1])
             for row, request, budget in zip(drafts, requests, budgets, strict=True)
         ]
         return assembled(merged)
+
+    def _drafted(
+        self, source: Proposer, request: Request, limit: Budget, tree: DraftTree, row: int, others: Sequence[Drafted]
+    ) -> Drafted:
+        """Return a row of the source's drafts with the probability of each node, estimated by it or measured here."""
+        if isinstance(source, EstimatingProposer):
+            return Drafted.of(tree, row, source.chances(request))
+        name = source.name if source.tracker is not None or not others else CONTRADICTING
+        draft = Drafted.of(tree, row, self._measured(name, request, limit))
+        self._drafts.setdefault(request.request_id, []).append((name, limit, len(request.tokens), draft))
+        return draft
 
     def _within(self, source: Proposer, budget: Budget) -> Budget:
         """Return the part of a budget that the source may draft."""
@@ -74,44 +100,32 @@ class CombinedProposer(Proposer):
     def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
         """Return the source's budget beside what others have drafted."""
         allowed = self._within(source, budget)
-        if not source.keeps_state:
-            return allowed
+        if source.tracker is None:
+            if not drafts or isinstance(source, EstimatingProposer):
+                return allowed
+            right = self._measured(CONTRADICTING, request, allowed)[0]
+            return allowed if right * (1 - max(draft.chances[1] for draft in drafts)) >= LEAST else NOTHING
         sure = [draft.chances for draft in drafts if len(draft.chances) > budget.nodes]
         if any(chances[budget.nodes] >= 1 - chances[1] for chances in sure):
             return NOTHING  # none of its nodes could be among the likeliest
         if not allowed.is_chain:
             return allowed
-        depth = sum(chance >= LEVEL for chance in self._measured(source, request, allowed))
+        depth = sum(chance >= LEVEL for chance in self._measured(source.name, request, allowed))
         return Budget(max(1, depth), max(1, depth))
 
-    def _measured(self, source: Proposer, request: Request, budget: Budget) -> Sequence[float]:
-        """Return how often each node of the source's drafts was right."""
-        return self._acceptance.of(request).chances(
-            request.request_id, source.name, budget, request.params.temperature > 0
-        )
+    def _measured(self, name: str, request: Request, budget: Budget) -> Sequence[float]:
+        """Return how often each node of drafts with these rates was right."""
+        return self._acceptance.of(request).chances(request.request_id, name, budget, request.params.temperature > 0)
 
     def _record(self, request: Request) -> None:
         """Record which tokens of the request's last drafts were right, whether they were verified or not."""
-        for source, budget, start, draft in self._drafts.pop(request.request_id, ()):
+        for name, budget, start, draft in self._drafts.pop(request.request_id, ()):
             emitted, nodes = request.tokens[start:], len(draft.tokens) - 1
             if not (emitted and nodes):
                 continue
             deepest = min(nodes if budget.is_chain else budget.depth, len(emitted))
             outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
-            self._acceptance.of(request).record(
-                request.request_id, source.name, outcome, 0.0, request.params.temperature > 0
-            )
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        for source in self.sources:
-            source.commit(requests, counts, features)
-
-    def synced(self, request: Request) -> int:
-        return min(source.synced(request) for source in self.sources)
-
-    def resume(self, request: Request) -> None:
-        for source in self.sources:
-            source.resume(request)
+            self._acceptance.of(request).record(request.request_id, name, outcome, 0.0, request.params.temperature > 0)
 
     def release(self, request: Request) -> None:
         self._drafts.pop(request.request_id, None)
@@ -119,23 +133,48 @@ class CombinedProposer(Proposer):
         for source in self.sources:
             source.release(request)
 
-    def catch_up(self, request: Request) -> None:
-        for source in self.sources:
-            source.catch_up(request)
+
+class Trackers(Tracker):
+    """Several proposers' trackers, at least one, as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def resume(self, request: Request) -> None:
+        for tracker in self._trackers:
+            tracker.resume(request)
 
     def start_tracking(self, request: Request) -> None:
-        for source in self.sources:
-            source.start_tracking(request)
+        for tracker in self._trackers:
+            tracker.start_tracking(request)
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        for tracker in self._trackers:
+            tracker.commit(requests, counts, features)
+
+    def catch_up(self, request: Request) -> None:
+        for tracker in self._trackers:
+            tracker.catch_up(request)
+
+    def synced(self, request: Request) -> int:
+        return min(tracker.synced(request) for tracker in self._trackers)
 
     def ready(self, request: Request) -> bool:
-        return all(source.ready(request) for source in self.sources)
+        return all(tracker.ready(request) for tracker in self._trackers)
+
+
+def repeats(source: Proposer, tree: DraftTree, row: int, others: Sequence[Drafted]) -> bool:
+    """Return whether a copy begins like a better one, from which it would differ only where that is likelier right."""
+    return source.tracker is None and any(int(tree.token[row, 1]) == other.tokens[1] for other in others)
 
 
 def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:
     lengths = [len(tokens) for tokens, _ in merged]
     width = max(lengths)
-    return DraftTree.assemble(
+    tree = DraftTree.assemble(
         token=torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in merged]),
         parent=torch.tensor([parents + [0] * (width - len(parents)) for _, parents in merged]),
         length=torch.tensor(lengths),
     )
+    tree.is_chain = all(parents == list(range(-1, len(parents) - 1)) for _, parents in merged)
+    return tree

@@ -10,7 +10,7 @@ costs one forward over the nodes that are grown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request
-from infer.sampling.constraint import narrowed
+from infer.sampling.emission import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.early_exit import EarlyExit, exit_rows
@@ -30,12 +30,9 @@ from kernels.upload import upload
 from models.heads.base import Head
 from models.layers import copy_packed
 
-if TYPE_CHECKING:
-    from infer.graphs.step_graph import StepGraphs
-
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
-# the first drafts would hardly ever be right (LOG.md), and would spoil the estimate of the head's acceptance rate.
+# the first four were right in 17 of 100 cases, the 12th to 15th in 75, and spoil the estimate of its acceptance rate.
 MIN_SEEN = 24
 
 
@@ -56,6 +53,18 @@ class Pending:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
+class CapturedDrafts(Protocol):
+    """Graphs in which the head drafts for steps that the host runs (infer/graphs/step_graph.py)."""
+
+    width: int  # most unread positions of a request that they can read
+
+    def draft(
+        self, requests: Sequence[Request], budgets: Sequence[Budget]
+    ) -> tuple[DraftTree, list[list[float]]] | None:
+        """Return the drafts, and of chains that may exit early the log-probabilities; None if they fit no graph."""
+        ...
+
+
 class HeadProposer(ModelProposer):
     """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on."""
 
@@ -64,20 +73,21 @@ class HeadProposer(ModelProposer):
 
     def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
         super().__init__(head, config, "engine.head_weights")
-        self.aux_layers, self.draft_ids = head.config.aux_layers, self.loop.draft_ids
-        self.warm_up = MIN_SEEN if self.kv_layers else 0
-        self._first_layer = first_layer
+        warm_up = MIN_SEEN if self.needs.kv_layers else 0
+        self.needs = self.needs._replace(aux_layers=head.config.aux_layers, warm_up=warm_up)
+        self.draft_ids, self._first_layer = self.loop.draft_ids, first_layer
         self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
         # Requests whose pending features were read in this step; kept until the commit, should the draft be retried.
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
-        self.graphs: StepGraphs | None = None  # in which it drafts where they are captured and no draft needs the host
+        # in which it drafts where they are captured and no draft needs the host
+        self.graphs: CapturedDrafts | None = None
 
     @property
     def feature_size(self) -> int:
         """Size of the features of one position, over all aux layers."""
-        return len(self.aux_layers) * self.module.config.target_hidden_size
+        return len(self.needs.aux_layers) * self.module.config.target_hidden_size
 
     @property
     def max_depth(self) -> int | None:
@@ -121,14 +131,14 @@ class HeadProposer(ModelProposer):
                 rows = rows[len(rows) - max(num_new, 0) :]
             if not len(rows):
                 continue
-            if not self.kv_layers:  # without KV only the last position matters
+            if not self.needs.kv_layers:  # without KV only the last position matters
                 self._pending[request.request_id] = Pending(rows[-1:].clone())
             elif (pending := self._unread(request)) is None:
                 self._pending[request.request_id] = Pending(rows)
             else:
                 pending.add(rows)
             self._read.discard(request.request_id)
-        if not self.kv_layers:
+        if not self.needs.kv_layers:
             return
         # Few features are kept: prompts are read chunk by chunk, and texts without drafts every KEPT_ROWS positions.
         # Of a prompt's last chunk a graph could not read more than of a verify.
@@ -161,18 +171,18 @@ class HeadProposer(ModelProposer):
         self._base.pop(request.request_id, None)
 
     def catch_up(self, request: Request) -> None:
-        if self.kv_layers and self._count(request):
+        if self.needs.kv_layers and self._count(request):
             self._fill([request])
 
     def start_tracking(self, request: Request) -> None:
         """Begin the head's KV at the next page boundary; no row attends to what lies before it."""
-        if self.kv_layers:
+        if self.needs.kv_layers:
             assert self._pool is not None
             self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
 
     def ready(self, request: Request) -> bool:
         base = self._base.get(request.request_id, 0)
-        return self.tracks(request) and (not base or request.computed - base >= self.warm_up)
+        return self.tracks(request) and (not base or request.computed - base >= self.needs.warm_up)
 
     def features(self, requests: Sequence[Request]) -> list[Tensor]:
         """Return the pending features of each request, `[n, F]`."""
@@ -212,11 +222,12 @@ class HeadProposer(ModelProposer):
         if drafted is None:
             return None
         self.was_read(requests)
+        tree, scores = drafted
         if self.confidence is not None and self.confidence.scoring:
-            for request, budget, log_probs in zip(requests, budgets, drafted.log_probs, strict=True):
+            for request, budget, log_probs in zip(requests, budgets, scores, strict=True):
                 if log_probs:
                     self.confidence.record(request, budget.depth, log_probs)
-        return drafted.tree
+        return tree
 
     def _needs_host(self, request: Request) -> bool:
         """Return whether the host reads or changes the logits that it drafts from."""

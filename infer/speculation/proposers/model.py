@@ -14,9 +14,9 @@ from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import LayerShape
 from infer.request import Request
-from infer.sampling.batch import choice_parameters
+from infer.sampling.choose import choice_parameters
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.draft_loops import draft_loop
 from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.tree import DraftTree
@@ -27,7 +27,7 @@ from models.heads.base import Head
 from models.layers import Linear
 
 
-class ModelProposer(Proposer):
+class ModelProposer(Proposer, Tracker):
     """Drafts with `head`, packed for serving. `shape` None: chains."""
 
     module: Head
@@ -36,13 +36,18 @@ class ModelProposer(Proposer):
     shape: TreeShape | None
 
     def __init__(self, head: Head, config: ProposerConfig, weights_key: str) -> None:
-        layers = [module.packed for module in head.modules() if isinstance(module, Linear)]
-        say_slower(slower_layers((packed for packed in layers if packed is not None), weights_key))
+        linears = [module.packed for module in head.modules() if isinstance(module, Linear)]
+        say_slower(slower_layers((packed for packed in linears if packed is not None), weights_key))
         shape = head.config.attention
-        self.kv_layers = () if shape is None else (LayerShape(shape.num_kv_heads, shape.head_dim),) * shape.layers
+        layers = () if shape is None else (LayerShape(shape.num_kv_heads, shape.head_dim),) * shape.layers
+        self.needs = Needs(kv_layers=layers)
         self.module, self.loop = head, draft_loop(head)
         self._pool: KVPool | None = None
         self.set_drafts(config)
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Set whether it drafts chains or trees. Raises ValueError for a tree wider than what it can draft."""
@@ -106,7 +111,7 @@ class ModelProposer(Proposer):
         slots = [start + row for start, width in zip(starts, widths, strict=True) for row in range(width)]
         last_rows = [end - 1 - spare for end in itertools.accumulate(widths)]
         roots, rows = [len(request.tokens) - 1 for request in requests], None
-        if self.kv_layers:
+        if self.needs.kv_layers:
             assert self._pool is not None
             places = [start + 1 for start in starts]
             rows = self._pool.rows(requests, places, widths, first=self._first_place, bases=bases)

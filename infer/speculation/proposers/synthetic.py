@@ -1,4 +1,4 @@
-"""Drafts meaningless tokens at no cost, for synthetic acceptance (infer/speculation/lossy.py).
+"""Drafts meaningless tokens at no cost, for synthetic acceptance (kernels/acceptance.py).
 
 How many of them are accepted is set by the given rates.
 """

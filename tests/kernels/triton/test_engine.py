@@ -20,7 +20,7 @@ PARAMS = [replace(GREEDY, max_tokens=4), replace(SAMPLED, max_tokens=4)]
 def kernels_used(monkeypatch):
     """Run the engine on Triton, as on a GPU; the kinds of step for which attention was planned."""
     monkeypatch.setenv(switch.SWITCH, "triton")
-    monkeypatch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
+    monkeypatch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)  # minutes in the interpreter
     kinds = set()
 
     class Seen(TritonAttention):

@@ -1,1 +1,1 @@
-"""Suffix decoding: copies from the text so far and from earlier answers."""
+"""Suffix decoding: copies from the text so far and from earlier responses."""

@@ -1,6 +1,6 @@
 """Suffix decoding (arXiv 2411.04975): drafts what followed earlier occurrences of the text's suffix.
 
-Every suffix that occurred before, in the request's prompt and output or in earlier answers of the same tenant, has a
+Every suffix that occurred before, in the request's prompt and output or in earlier responses of the same tenant, has a
 draft: what most often followed it. So has a copy that an edit interrupts: what follows the place where it left off. The
 draft with the most expected tokens is proposed. How likely a token is to be accepted follows from its share of what
 followed, and from how often tokens after matches of that length were right, in this request and in others.
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from infer.request import Request
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.base import Proposer
-from infer.speculation.proposers.suffix_decoding.answers import EarlierAnswers, Generation
+from infer.speculation.proposers.base import EstimatingProposer
 from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, CopyRates
+from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, Generation
 from infer.speculation.proposers.suffix_decoding.sources import CopySource, Earlier, Interrupted, Text
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import DraftTree
 
-READ_BACK = 64  # tokens of a prompt that are matched with earlier answers: few matches are longer
+READ_BACK = 64  # tokens of a prompt that are matched with earlier responses: few matches are longer
 
 
 class UsualRates:
@@ -45,7 +45,7 @@ class Sources:
         return (self.text, *self.earlier.values())
 
 
-class SuffixProposer(Proposer):
+class SuffixProposer(EstimatingProposer):
     """Drafts chains; reads no features and keeps no KV.
 
     `max_depth`: most tokens of a draft; None: its budget. `factor`: most drafted tokens per matched token, None for
@@ -56,14 +56,14 @@ class SuffixProposer(Proposer):
 
     def __init__(
         self,
-        answers: EarlierAnswers,
+        responses: EarlierResponses,
         *,
         max_depth: int | None = None,
         factor: float | None = None,
         min_probability: float = 0.1,
     ) -> None:
         self._max_depth, self._factor, self._min_probability = max_depth, factor, min_probability
-        self._answers = answers
+        self._responses = responses
         self._usual = PerTenant(UsualRates)
         self._sources: dict[str, Sources] = {}
 
@@ -84,12 +84,12 @@ class SuffixProposer(Proposer):
 
     def release(self, request: Request) -> None:
         sources = self._sources.pop(request.request_id, None)
-        # Answers are kept only of requests that were drafted for, since adding one costs milliseconds.
+        # Responses are kept only of requests that were drafted for, since adding one costs milliseconds.
         if sources is not None and request.finish_reason in ("stop", "length"):
-            self._answers.add(request.params.cache_salt, request.output_ids)
+            self._responses.add(request.params.cache_salt, request.output_ids)
 
     def _read(self, request: Request) -> Sources:
-        """Read the request's new tokens, and what its tenant's newest generations of answers are."""
+        """Read the request's new tokens, and what its tenant's newest generations of responses are."""
         sources = self._sources.get(request.request_id)
         if sources is None:
             usual = self._usual.of(request)
@@ -109,7 +109,7 @@ class SuffixProposer(Proposer):
         sources.read = len(tokens)
         sources.earlier = {
             generation: sources.earlier.get(generation) or self._matched(generation, request)
-            for generation in self._answers.of(request.params.cache_salt)
+            for generation in self._responses.of(request.params.cache_salt)
         }
         return sources
 

@@ -1,4 +1,4 @@
-"""What drafts are copied from: the request's text, the place where a copy in it was interrupted, earlier answers."""
+"""What drafts are copied from: the request's text, the place where a copy in it was interrupted, earlier responses."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Text(CopySource):
 
 
 class Earlier(CopySource):
-    """A generation of earlier answers."""
+    """A generation of earlier responses."""
 
     def __init__(self, automaton: SuffixAutomaton, usual: CopyRates) -> None:
         super().__init__(automaton, usual)

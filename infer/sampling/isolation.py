@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from infer.request import Request
+from infer.request import Request
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

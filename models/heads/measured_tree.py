@@ -1,44 +1,21 @@
-"""Builds a static draft tree from measured accuracies, as Medusa does (arXiv 2401.10774, section 2.3.3).
+"""Reads what training measured of an exported head, and finds the best static draft tree by it.
 
-`accuracy[d][r]` is how often the token that the target chose at depth d had rank r in the head's draft at that depth.
-If misses at different depths were independent, the acceptance rate of a node would be the product of the accuracies
-along its path; the tree of the nodes with the highest products then has the greatest expected acceptance length of its
-size.
+Medusa builds its trees so (arXiv 2401.10774, section 2.3.3). `accuracy[d][r]` is how often the token that the target
+chose at depth d had rank r in the head's draft at that depth. If misses at different depths were independent, the
+acceptance rate of a node would be the product of the accuracies along its path; the tree of the nodes with the highest
+products then has the greatest expected acceptance length of its size.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from infer.config import ProposerConfig
-from infer.options.draft_tree import Measured
 from models.config import read_json
 from models.heads.config import PROVENANCE
 
 RANK_ACCURACY = "rank_accuracy"  # key of `accuracy` in an exported head's provenance file
-
-
-def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
-    """Replace `proposer.tree=measured` by the tree of the exported head in `folder`; return any other config unchanged.
-
-    The tree is no deeper than `proposer.max_draft_tokens`. Raises ValueError for a head that was not measured.
-    """
-    tree = config.shape
-    if not isinstance(tree, Measured):
-        return config
-    accuracy = rank_accuracy(folder)
-    if accuracy is None:
-        raise ValueError(
-            f"proposer.tree={config.tree}: {folder / PROVENANCE} holds no {RANK_ACCURACY}, which training writes; "
-            "give the paths themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree=beam:4x5"
-        )
-    paths, _ = best_paths(accuracy[: config.max_draft_tokens], tree.nodes)
-    if not paths:
-        raise ValueError(f"proposer.tree={config.tree}: the head in {folder} was never right")
-    return replace(config, tree=[list(path) for path in paths])
 
 
 def rank_accuracy(folder: Path) -> list[list[float]] | None:

@@ -1,4 +1,4 @@
-"""Answers to earlier requests of each tenant, which suffix decoding copies from: bounded, and of no other tenant."""
+"""Responses to earlier requests of each tenant, which suffix decoding copies from: bounded, and of no other tenant."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from pathlib import Path
 
 from infer.speculation.proposers.suffix_decoding.automaton import SuffixAutomaton
 
-MOST_TOKENS = 200_000  # of all tenants' answers; LOG.md says what an automaton of them takes
+MOST_TOKENS = 200_000  # of all tenants' responses; an automaton of 32,000 tokens takes 17 MB
 log = logging.getLogger(__name__)
 
 
 class Generation:
-    """Answers that are forgotten together."""
+    """Responses that are forgotten together."""
 
     def __init__(self) -> None:
-        self.automaton, self.answers = SuffixAutomaton(), 0
+        self.automaton, self.responses = SuffixAutomaton(), 0
 
     def add(self, tokens: Sequence[int]) -> None:
         self.automaton.begin()
         for token in tokens:
             self.automaton.append(token)
-        self.answers += 1
+        self.responses += 1
 
 
-class EarlierAnswers:
-    """At most `most_answers` answers and `most_tokens` tokens, the least recently used tenants forgotten first.
+class EarlierResponses:
+    """At most `most_responses` responses and `most_tokens` tokens, the least recently used tenants forgotten first.
 
     A tenant has two generations: when the newer one holds half of what is allowed, the older one is forgotten. With
     `file` they are written to it, and those that it holds are read.
     """
 
-    def __init__(self, most_answers: int, file: AnswerFile | None = None, most_tokens: int = MOST_TOKENS) -> None:
-        self._most_answers, self._most_tokens, self._file = most_answers, most_tokens, None
+    def __init__(self, most_responses: int, file: ResponseFile | None = None, most_tokens: int = MOST_TOKENS) -> None:
+        self._most_responses, self._most_tokens, self._file = most_responses, most_tokens, None
         self._tenants: OrderedDict[str, list[Generation]] = OrderedDict()  # newest first; last used last
-        if file is not None and most_answers:
-            for tenant, tokens in file.read(most_answers, most_tokens):
+        if file is not None and most_responses:
+            for tenant, tokens in file.read(most_responses, most_tokens):
                 self._remember(tenant, tokens)
             self._file = file
 
@@ -52,9 +52,9 @@ class EarlierAnswers:
         return generations
 
     def add(self, salt: str, tokens: Sequence[int]) -> None:
-        """Remember an answer of at least one token."""
+        """Remember a response of at least one token."""
         tokens = tokens[: self._most_tokens // 2]
-        if self._most_answers and tokens:
+        if self._most_responses and tokens:
             self._remember(digest(salt), tokens)
             if self._file is not None:
                 self._file.append(digest(salt), tokens)
@@ -63,7 +63,7 @@ class EarlierAnswers:
         generations = self._tenants.setdefault(tenant, [Generation()])
         self._tenants.move_to_end(tenant)
         newest, size = generations[0], generations[0].automaton.tokens + len(tokens)
-        if newest.answers and (size > self._most_tokens // 2 or newest.answers >= self._most_answers / 2):
+        if newest.responses and (size > self._most_tokens // 2 or newest.responses >= self._most_responses / 2):
             generations[:] = [Generation(), newest]
         generations[0].add(tokens)
         while len(self._tenants) > 1 and self._too_many():
@@ -74,16 +74,16 @@ class EarlierAnswers:
     def _too_many(self) -> bool:
         every = [generation for generations in self._tenants.values() for generation in generations]
         tokens = sum(generation.automaton.tokens for generation in every)
-        return tokens > self._most_tokens or sum(generation.answers for generation in every) > self._most_answers
+        return tokens > self._most_tokens or sum(generation.responses for generation in every) > self._most_responses
 
 
 def digest(salt: str) -> str:
-    """Return the name under which a tenant's answers are kept: a file must not reveal the salt."""
+    """Return the name under which a tenant's responses are kept: a file must not reveal the salt."""
     return hashlib.sha256(salt.encode()).hexdigest()[:32]
 
 
-class AnswerFile:
-    """JSON Lines: {"vocabulary": V}, then {"tenant": digest, "ids": [...]} for each answer, the newest last.
+class ResponseFile:
+    """JSON Lines: {"vocabulary": V}, then {"tenant": digest, "ids": [...]} for each response, the newest last.
 
     A line that cannot be read, as a stop in the middle of writing leaves one, is left out. Raises ValueError for a file
     of another kind or vocabulary, or one that cannot be written.
@@ -94,33 +94,33 @@ class AnswerFile:
         self._header = json.dumps({"vocabulary": vocabulary}) + "\n"
         self._full = False
 
-    def read(self, most_answers: int, most_tokens: int) -> Iterator[tuple[str, list[int]]]:
-        """Yield the newest answers within these bounds, and drop the others from the file."""
+    def read(self, most_responses: int, most_tokens: int) -> Iterator[tuple[str, list[int]]]:
+        """Yield the newest responses within these bounds, and drop the others from the file."""
         lines = self._lines()
         kept, tokens = deque[str](), 0
         for line in reversed(lines):
-            answer = parse(line, self._vocabulary)
-            if answer is None:
+            response = parse(line, self._vocabulary)
+            if response is None:
                 continue
-            tokens += len(answer[1])
-            if len(kept) == most_answers or tokens > most_tokens:
+            tokens += len(response[1])
+            if len(kept) == most_responses or tokens > most_tokens:
                 break
             kept.appendleft(line)
         if len(kept) < len(lines) or not self._path.exists():
             self._write(kept)
         for line in kept:
-            answer = parse(line, self._vocabulary)
-            assert answer is not None
-            yield answer
+            response = parse(line, self._vocabulary)
+            assert response is not None
+            yield response
 
     def append(self, tenant: str, tokens: Sequence[int]) -> None:
-        """Write an answer; what cannot be written is lost, with one warning."""
+        """Write a response; what cannot be written is lost, with one warning."""
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps({"tenant": tenant, "ids": list(tokens)}) + "\n")
         except OSError as error:
             if not self._full:
-                log.warning("proposer.memory=%s: answers are no longer written: %s", self._path, error)
+                log.warning("proposer.memory=%s: responses are no longer written: %s", self._path, error)
             self._full = True
 
     def _lines(self) -> list[str]:
@@ -133,11 +133,11 @@ class AnswerFile:
         except OSError as error:
             raise ValueError(f"proposer.memory={self._path}: cannot be read: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"proposer.memory={self._path}: is no file of answers; name a new file") from error
+            raise ValueError(f"proposer.memory={self._path}: is no file of responses; name a new file") from error
         if vocabulary != self._vocabulary:
             raise ValueError(
-                f"proposer.memory={self._path}: holds answers in a vocabulary of {vocabulary} tokens, and this target "
-                f"has {self._vocabulary}; name another file"
+                f"proposer.memory={self._path}: holds responses in a vocabulary of {vocabulary} tokens, and this "
+                f"target has {self._vocabulary}; name another file"
             )
         return lines
 
@@ -154,8 +154,8 @@ class AnswerFile:
 def parse(line: str, vocabulary: int) -> tuple[str, list[int]] | None:
     """Return tenant and tokens of a line; None if it is not one."""
     try:
-        answer = json.loads(line)
-        tenant, ids = answer["tenant"], answer["ids"]
+        response = json.loads(line)
+        tenant, ids = response["tenant"], response["ids"]
     except (ValueError, KeyError, TypeError):
         return None
     if not (isinstance(tenant, str) and isinstance(ids, list) and ids):

@@ -19,34 +19,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infer.graphs.replay import replays_of
+from infer.engine.startup.profiled_engine import ProfiledEngine
+from infer.graphs.replay import Replays, replays_of
 from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import SETTLES_S, CostTable, Curve, contradiction
 from kernels.cache import cache_file
 
-if TYPE_CHECKING:
-    from infer.speculation.control.profiled_engine import ProfiledEngine
-
 log = logging.getLogger(__name__)
 
 VERSION = 17  # of what is measured and how
-# Seconds that start-up waits for all of it, apart from the work running at that time (DESIGN section 7: a few seconds).
+# Seconds that start-up waits for all of it, apart from the work running at that time: a few seconds.
 START_S = 4.5
 PROMPT_TOKENS = 64  # of profiled requests: a page or more, while longer ones take the time of larger batches
 REPEATS = 20  # runs of a work at most: SETTLES_S hold as many steps of 1.3 ms, the shortest known (curves-demo_*.json)
 # Ratio within which the two shortest times of a work must lie, or something disturbed it: between what steps vary by, a
-# tenth, and what a busy second core does to them, a factor (LOG.md, 2026-11-25, "Threads beside busy processes").
+# tenth, and what a busy second core does to them, a factor (docs/log/2026-11.md, "Why do streams stall").
 REPEATABLE = 1.25
 
 
 class Unmeasured(Exception):
-    """This machine is too slow or too busy to be measured in the time that start-up may wait."""
+    """This machine is too slow, too busy or too small to be measured in the time that start-up may wait."""
 
 
 class OutOfTime(Unmeasured):
@@ -66,50 +63,36 @@ def measure(
 ) -> CostTable:
     """Measure the cost table. `drafters`: the largest budget of each per step.
 
-    `check` is called every few steps; what it raises ends the profiling. Raises ValueError if too little fits into the
-    context or the cache, Unmeasured if no reliable table can be obtained within START_S.
+    `check` is called every few steps; what it raises ends the profiling. Raises Unmeasured if too little fits into the
+    context or the cache, or if no reliable table can be obtained within START_S.
     """
     widest = 1 + max(budget.nodes for budget in drafters.values())
     room = context - widest - tokens(widest, 1)
     if room < 1:
-        raise ValueError(
-            f"proposer.adaptive=true: drafts of {widest - 1} tokens leave nothing of a context of {context}; draft less"
-        )
+        raise Unmeasured(f"drafts of {widest - 1} tokens leave nothing of a context of {context}")
     watch = Stopwatch(clock, check)
-    profiled = Profiled(engine, watch, min(PROMPT_TOKENS, room), vocab_size, widest, max_rows)
-    replays = replays_of(engine.overlap, drafters, profiled.length + tokens(widest, max_batch))
+    profiler = Profiler(engine, watch, min(PROMPT_TOKENS, room), vocab_size, widest, max_rows)
+    replays = replays_of(engine.overlap, drafters, profiler.length + tokens(widest, max_batch))
     most = max_batch if replays is None else replays.largest
-    measured, reads = list[tuple[int, Curve, dict[str, Curve]]](), dict[str, float]()
+    measured = list[tuple[int, Curve, dict[str, Curve]]]()
     for batch in (2**power for power in range(most.bit_length())):
-        began, curves = watch.left, dict[str, Curve]()
+        began = watch.left
         try:
-            for name, limit in drafters.items():
-                with profiled.requests(name, batch) as requests:
-                    if len(requests) < batch:
-                        break
-                    if replays is not None:
-                        step, curves[name] = replays.curves(requests, limit, watch.time)
-                    else:
-                        if not curves:
-                            step = profiled.steps(requests)
-                        curves[name] = profiled.drafts(requests, limit)
-                    if name not in reads:
-                        reads[name] = profiled.reading(requests)
+            curves = profiler.curves(batch, drafters, replays)
         except OutOfTime:
             if not measured:
                 raise
             break
-        if len(curves) < len(drafters):  # no more requests fit
+        if curves is None:  # no more requests fit
             break
-        measured.append((batch, step, curves))
+        measured.append((batch, *curves))
         if 2 * (began - watch.left) > watch.left:  # what twice as many requests would take
             break
     if not measured:
-        raise ValueError(
-            f"proposer.adaptive=true: no request of {profiled.length} tokens fits in the cache of keys and values"
-        )
+        raise Unmeasured(f"no request of {profiler.length} tokens fits in the cache of keys and values")
     batches, steps, drafts = zip(*measured, strict=True)
-    table = CostTable(batches, steps, {name: tuple(curves[name] for curves in drafts) for name in drafters}, reads)
+    by_drafter = {name: tuple(curves[name] for curves in drafts) for name in drafters}
+    table = CostTable(batches, steps, by_drafter, profiler.reads)
     if reason := contradiction(table):
         raise Unmeasured(reason)
     return table
@@ -167,7 +150,7 @@ def repeatable(seconds: Sequence[float]) -> bool:
     return second <= REPEATABLE * first
 
 
-class Profiled:
+class Profiler:
     """Times the parts of steps of requests of random tokens that exist only while they are profiled."""
 
     def __init__(
@@ -176,10 +159,33 @@ class Profiled:
         self._engine, self._watch, self.length = engine, watch, length
         self._widest, self._max_rows = widest, max_rows  # rows of one request, and of all in a step
         self._vocab_size, self._generator = vocab_size, torch.Generator().manual_seed(0)
+        self.reads = dict[str, float]()  # by drafter: seconds per token of a prompt
+
+    def curves(
+        self, batch: int, drafters: Mapping[str, Budget], replays: Replays | None
+    ) -> tuple[Curve, dict[str, Curve]] | None:
+        """Return the seconds of a step over its rows, and of each drafter over its depth, for this many requests.
+
+        None if so many do not fit.
+        """
+        step, drafts = None, dict[str, Curve]()
+        for name, limit in drafters.items():
+            with self.requests(name, batch) as requests:
+                if len(requests) < batch:
+                    return None
+                if replays is not None:
+                    step, drafts[name] = replays.curves(requests, limit, self._watch.time)
+                else:
+                    step = step or self.steps(requests)
+                    drafts[name] = self.drafts(requests, limit)
+                if name not in self.reads:
+                    self.reads[name] = self.reading(requests)
+        assert step is not None, "there is a drafter"
+        return step, drafts
 
     @contextmanager
     def requests(self, name: str, count: int) -> Iterator[list[Request]]:
-        """Yield requests drafted for by `name`; fewer if no more fit.
+        """Yield decoding requests drafted for by `name`; fewer if no more fit.
 
         Each has two tokens for the drafter to read, about as many as there are between two drafts.
         """
@@ -187,15 +193,12 @@ class Profiled:
         # Sampled: drafts and their rows then cost a little more, and an error should favour plain decoding. Requests
         # that are prefilled first decode until the others are prefilled too.
         params = SamplingParams(temperature=1.0, max_tokens=tokens(self._widest, count), ignore_eos=True, proposer=name)
-        requests = self._engine.start(prompts, params, self._watch.check)
-        try:
+        with self._engine.decoding(prompts, params, self._watch.check) as requests:
             if requests:
                 self._engine.draft(requests, Budget(1, 1))
                 self._engine.step()
                 self._engine.step()
             yield requests
-        finally:
-            self._engine.discard(requests)
 
     def steps(self, requests: Sequence[Request]) -> Curve:
         """Return the seconds of steps without drafting, over their rows: a plain step, and verifies of more rows."""
@@ -222,7 +225,7 @@ class Profiled:
         return self._watch.time(work, before=lambda: self._engine.verify(requests, 0))
 
 
-def kept_table(key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:
+def kept_table(key: Mapping[str, object], make: Callable[[], CostTable]) -> CostTable:
     """Return the table stored earlier under the same `key`, or a new one, which is stored.
 
     A stored table that is damaged or contradicts itself is measured again.

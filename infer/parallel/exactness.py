@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infer.engine.threads import ThreadPlan, cpu_threads
 from infer.parallel.target_worker import Shard
+from infer.parallel.threads import ThreadPlan, cpu_threads
 from kernels.attention import assert_rows_independent, plan_attention
 from kernels.elementwise import Gate, gate_mul
 from kernels.linear import PackedLinear, assert_row_invariant

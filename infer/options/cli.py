@@ -26,10 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from infer.config import REGISTERED, RESOLVERS
-from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.exported_heads import with_head
 from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_choices import OPTION, PROVIDER, named_choices
+from infer.options.paths import REPO_ROOT, resolve_path
 from infer.options.removed_keys import drop_constants, full_keys, removal
 from infer.parallel.launched import launched_rank
 from models.heads.config import HeadConfig

@@ -3,67 +3,61 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from infer.engine.core import EngineCore
 from infer.engine.stats import EngineStats
 from infer.engine.step import StepRunner
-from infer.engine.threads import cpu_threads
 from infer.kvcache.pool import KVPool
+from infer.parallel.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.planner import NoDrafts, Planner
+from infer.speculation.drafter import drafter_of
 from infer.speculation.tree import DraftTree
-
-if TYPE_CHECKING:
-    from infer.engine import Engine
 
 
 class ProfiledEngine:
     """The part of an engine that the profiler times. It must be idle; `pool`, `steps` and `stats` are parts of it."""
 
-    def __init__(self, engine: Engine, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
+    def __init__(self, engine: EngineCore, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
         self._engine, self._pool, self._steps, self._stats = engine, pool, steps, stats
         self._speculator, self._threads = engine.speculator, engine.threads
-        self.overlap, self.step = steps.overlap, engine.step
+        self.overlap, self.step = engine.overlap, engine.step
 
-    @torch.inference_mode()
-    def start(
+    @contextmanager
+    def decoding(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
-    ) -> list[Request]:
-        """Start requests, bring them to decoding and return them. Until `discard` no step drafts.
+    ) -> Iterator[list[Request]]:
+        """Start requests, bring them to decoding and yield them; no step drafts. They end with the block, and no trace
+        of them is left.
 
         These are fewer than `prompts` if no more fit at the same time, or if the first had ended when the last began.
-        `check` is called between steps; if it raises, none of the requests is left.
+        `check` is called between steps, and may raise.
         """
-        self._saved_stats, self._speculator.planner = copy.deepcopy(self._stats), NoDrafts()
-        self._steps.overlap = None
-        pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
-        fitting = min(len(prompts), self._pool.free_pages // pages)
-        requests = [self._engine.request(self._engine.add(prompt, params)) for prompt in prompts[:fitting]]
+        engine, stats = self._engine, copy.deepcopy(self._stats)
+        self._speculator.planner, self._steps.overlap = NoDrafts(), None
+        longest = len(prompts[0]) + params.max_tokens
+        fitting = self._pool.free_pages // (self._pool.pages_for(longest) + 1)
+        requests = [engine.request(engine.add(prompt, params)) for prompt in prompts[:fitting]]
         try:
             while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
                 check()
-                self.step()
-        except BaseException:
-            self.discard(requests)
-            raise
-        requests = [request for request in requests if request.phase is Phase.DECODE]
-        for request in requests:
-            reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
-            assert reserved
-        return requests
-
-    def discard(self, requests: Sequence[Request]) -> None:
-        """End the requests, leaving no trace of them."""
-        for request in requests:
-            self._engine.abort(request.request_id)
-        self._pool.pages.clear_cache()
-        self._stats.restore(self._saved_stats)
-        self._speculator.planner, self._steps.overlap = Planner(), self.overlap
+                engine.step()
+            decoding = [request for request in requests if request.phase is Phase.DECODE]
+            reserved = [self._pool.reserve(request, longest) for request in decoding]
+            assert all(reserved)
+            yield decoding
+        finally:
+            for request in requests:
+                engine.abort(request.request_id)
+            self._pool.pages.clear_cache()
+            self._stats.restore(stats)
+            self._speculator.planner, self._steps.overlap = Planner(), self.overlap
 
     @torch.inference_mode()
     def verify(self, requests: Sequence[Request], drafts: int) -> None:
@@ -79,10 +73,15 @@ class ProfiledEngine:
     @torch.inference_mode()
     def prefill_drafter(self, requests: Sequence[Request]) -> None:
         """Make the drafter read all committed positions of the requests. What it drafts from then on is worthless."""
-        rows, engine = sum(request.computed for request in requests), self._engine
+        counts, engine = [request.computed for request in requests], self._engine
         size = len(self._speculator.wants_features(requests)) * engine.target.config.hidden_size
-        with cpu_threads(self._threads.count(rows)):
-            features = torch.zeros(rows, size, dtype=engine.dtype, device=engine.device)
-            self._speculator.read_again(requests, features)
+        with cpu_threads(self._threads.count(sum(counts))):
+            features = torch.zeros(sum(counts), size, dtype=engine.dtype, device=engine.device)
+            for request in requests:
+                drafter_of(request).release(request)
+                request.phase = Phase.PREFILL  # in which drafters read at once
+            self._speculator.commit(requests, counts, features)
+            for request in requests:
+                request.phase = Phase.DECODE
         if engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
