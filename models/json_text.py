@@ -6,6 +6,7 @@ A text may break off anywhere. Nothing here recurses over a text, and everything
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -14,18 +15,28 @@ MAX_DEPTH = 100  # levels of objects and lists: far below what exhausts a parser
 MAX_DIGITS = 4300  # of an integer: Python's limit for conversion
 LARGEST = sys.float_info.max
 WHITE_SPACE = " \t\n\r"
-HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 REPLACEMENT = "\\ufffd"  # U+FFFD, escaped
+# Both match in time linear in the text. Of an escape, the last alternative is any other, or the beginning of one.
+ESCAPES = re.compile(
+    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|\\u[dD][89a-fA-F][\da-fA-F]{2}|\\.",
+    re.ASCII | re.DOTALL,
+)
+STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+LONE = len(r"\uD800")
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or list that arrives in pieces. Every character is examined once."""
+    """Finds the end of a JSON object or list in a text that grows. Every character is examined once."""
 
     def __init__(self) -> None:
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self._depth, self._in_string, self._escaped, self._scanned = 0, False, False, 0
 
     def end(self, text: str, start: int) -> int | None:
-        """Scan `text[start:]`; return the index in `text` after the value's last character, None if it continues."""
+        """Return the index in `text` after the last character of the value that begins at `start`; None if it goes on.
+
+        What an earlier call has scanned is not scanned again: the text may only have grown, and ended nowhere before.
+        """
+        start, self._scanned = max(start, self._scanned), len(text)
         for index in range(start, len(text)):
             character = text[index]
             if self._in_string:
@@ -88,27 +99,7 @@ def without_lone_surrogates(text: str) -> str:
     """Replace every lone surrogate of a JSON text, escaped or not, by U+FFFD; the result can be encoded as UTF-8."""
     if not text.isascii():
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    pieces, copied, index = [], 0, 0
-    while (index := text.find("\\", index)) >= 0:
-        unit = code_unit(text, index)
-        if unit is None:
-            index += 2
-        elif 0xD800 <= unit < 0xDC00 and 0xDC00 <= (code_unit(text, index + 6) or 0) < 0xE000:
-            index += 12
-        else:
-            if 0xD800 <= unit < 0xE000:
-                pieces += [text[copied:index], REPLACEMENT]
-                copied = index + 6
-            index += 6
-    return "".join([*pieces, text[copied:]])
-
-
-def code_unit(text: str, index: int) -> int | None:
-    """Return the code unit of the escape `\\uXXXX` at `index`; None if there is another escape or none."""
-    digits = text[index + 2 : index + 6]
-    if text[index : index + 2] != "\\u" or len(digits) < 4 or not all(digit in HEXADECIMAL for digit in digits):
-        return None
-    return int(digits, 16)
+    return ESCAPES.sub(lambda match: REPLACEMENT if len(match[0]) == LONE else match[0], text)
 
 
 def members(text: str) -> Iterator[tuple[str, str, bool]]:
@@ -172,11 +163,5 @@ def value_end(text: str, index: int) -> int | None:
 
 def string_end(text: str, index: int) -> int | None:
     """Return the index after the string that begins at `index`, or None if the text breaks off before."""
-    index, quote = index + 1, -1
-    while True:
-        if quote < index and (quote := text.find('"', index)) < 0:
-            return None
-        escape = text.find("\\", index, quote)
-        if escape < 0:
-            return quote + 1
-        index = escape + 2
+    string = STRING.match(text, index)
+    return None if string is None else string.end()

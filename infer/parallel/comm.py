@@ -244,7 +244,7 @@ class Ranks:
         elif not self._raises:
             print(f"error: {message}", file=sys.stderr, flush=True)  # NCCL's watchdog may abort this process first
             if not self._liveness.closed(GRACE_S) and self._in_collective():
-                end_at_once(f"error: {message}. Rank {self.rank} waits for its results and ends too", 1)
+                end_at_once(f"error: {message}. Rank {self.rank} waits for its results and ends too")
 
     def _in_collective(self) -> bool:
         """Return whether a collective is unfinished, on the GPU too, where the host may have moved on."""

@@ -78,7 +78,7 @@ def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
     assert rank
     count = engine.tensor_parallel
     device = rank_device(model, rank, count)
-    _follow(Ranks(rank, count, *_meet(rank, count), device, leave=leave), model, engine)
+    _follow(Ranks(rank, count, *_meet(rank, count), device, leave=end_at_once), model, engine)
 
 
 def follow_parent(commands: Connection, liveness: Connection) -> None:
@@ -92,16 +92,12 @@ def follow_parent(commands: Connection, liveness: Connection) -> None:
 
     def leave_nothing(why: str) -> None:
         remove_store()
-        leave(why)
+        end_at_once(why)
 
     try:
         _follow(Ranks(rank, count, FileStore(store, count), channels, device, leave=leave_nothing), model, engine)
     finally:
         remove_store()
-
-
-def leave(why: str) -> None:
-    end_at_once(why, 1)
 
 
 def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:

@@ -43,7 +43,7 @@ def exit_code(error: SystemExit) -> int:
     return 1
 
 
-def end_at_once(message: str, code: int) -> NoReturn:
+def end_at_once(message: str = "", code: int = 1) -> NoReturn:
     """End the process from any thread, whatever the main thread waits for. `message` goes to standard error."""
     if message:
         with contextlib.suppress(OSError):

@@ -18,7 +18,6 @@ from torch import Tensor
 from infer.kvcache.tensors import KVLayers, LayerShape
 from infer.parallel.comm import Ranks
 from infer.parallel.target_worker import Shard
-from kernels.linear import WeightFormat
 from kernels.rows import AttentionRows
 from models.attention import Attention, CausalAttention
 from models.targets.llama import LlamaTarget, TargetOutput
@@ -27,17 +26,9 @@ from models.targets.llama import LlamaTarget, TargetOutput
 class LeadingShard(Shard):
     """Rank 0's part of the target; the other ranks run each of its operations on their parts at the same time."""
 
-    def __init__(
-        self,
-        target: LlamaTarget,
-        ranks: Ranks,
-        *,
-        exact: bool = True,
-        weights: WeightFormat = "same",
-        activations: str = "same",
-        kv: str = "same",
-    ) -> None:
-        super().__init__(target, exact=exact, weights=weights, activations=activations, kv=kv)
+    def __init__(self, target: LlamaTarget, ranks: Ranks, **packing: Any) -> None:
+        """`packing`: as for `Shard`."""
+        super().__init__(target, **packing)
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)

@@ -64,21 +64,17 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises ValueError with the address and a suggestion."""
     at = f"{host}:{port}"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ValueError(f"server.host={host}: no such address ({error.strerror})") from error
-    listener = socket.socket(family, kind, protocol)
+    dualstack = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or a restart would have to wait a minute
-        listener.bind(address)
-        listener.listen(1024)
+        return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=dualstack)
     except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise ValueError(
             f"server.port={port}: cannot listen on {at} ({reason}); try server.port={other(port)}"
         ) from error
-    return listener
 
 
 def other(port: int) -> int:

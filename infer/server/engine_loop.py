@@ -36,22 +36,12 @@ class Add:
 
 
 @dataclass(frozen=True)
-class Abort:
-    request_id: str
-
-
-@dataclass(frozen=True)
-class Stop:
-    pass
-
-
-@dataclass(frozen=True)
 class Failure:
     request_id: str
     error: ApiError
 
 
-Command = Add | Abort | Stop
+Command = Add | str | None  # a request, the id of one to abort, or None: stop
 Event = StepOutput | Failure
 
 
@@ -63,18 +53,15 @@ class Interrupted(Exception):
     """Ends profiling, since there is a command."""
 
 
+@dataclass(eq=False)
 class EngineLoop:
-    """Runs the engine. `report` is called after every iteration; `run` ends on a Stop, or raises what `step` raised."""
+    """Runs the engine. `report` is called after every iteration; `run` ends on a None, or raises what `step` raised."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        commands: queue.SimpleQueue[Command],
-        report: Callable[[list[Event], EngineStats], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.engine, self.commands, self.report, self._clock = engine, commands, report, clock
-        self.busy_since: float | None = None  # when the step in progress began; None between steps
+    engine: Engine
+    commands: queue.SimpleQueue[Command]
+    report: Callable[[list[Event], EngineStats], None]
+    clock: Callable[[], float] = time.monotonic
+    busy_since: float | None = None  # when the step in progress began; None between steps
 
     def run(self) -> None:
         use_device(self.engine.device)
@@ -83,13 +70,13 @@ class EngineLoop:
             if not self._take_commands(events):
                 return
             if self.engine.has_work:
-                self.busy_since = self._clock()
+                self.busy_since = self.clock()
                 events += self.engine.step()
                 self.busy_since = None
             self.report(events, self.engine.stats.snapshot())
 
     def _take_commands(self, events: list[Event]) -> bool:
-        """Apply all queued commands, and wait for one if the engine has no work. Returns False on a Stop.
+        """Apply all queued commands, and wait for one if the engine has no work. Returns False on a None.
 
         Raises RankLost if a tensor parallel rank has ended meanwhile.
         """
@@ -104,10 +91,10 @@ class EngineLoop:
                 self._profile()
                 continue
             wait = False
-            if isinstance(command, Stop):
+            if command is None:
                 return False
-            if isinstance(command, Abort):
-                self.engine.abort(command.request_id)
+            if isinstance(command, str):
+                self.engine.abort(command)
             elif (error := self._add(command)) is not None:
                 events.append(Failure(command.request_id, error))
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from infer.engine import Engine
+from infer.parallel.process_end import end_at_once
 from infer.server.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def serve(
     if not runtime.stop(THREAD_GRACE_S if runtime.loaded else 0):
         # Still loading, or in a long step: a thread in native code cannot be ended, and the interpreter's normal
         # shutdown would fail on it.
-        leave(code)
+        end_at_once(code=code)
     return code
 
 
@@ -80,16 +80,9 @@ def end_after(died: threading.Event) -> None:
     def wait() -> None:
         died.wait()
         time.sleep(DEAD_LIMIT_S)
-        leave(1)
+        end_at_once()
 
     threading.Thread(target=wait, name="end after the engine", daemon=True).start()
-
-
-def leave(code: int) -> NoReturn:
-    """End the process without waiting for its threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 async def run(

@@ -8,6 +8,7 @@ acceptance length = 1 + accepted_tokens / drafts. A server that never drafts exp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -88,18 +89,15 @@ class WithAliases(Collector):
             yield alias
 
 
+@dataclass(eq=False)
 class EngineCounters(Collector):
-    def __init__(
-        self,
-        labels: tuple[str, str],
-        snapshot: Callable[[], EngineStats],
-        stalls: Callable[[], int],
-        speculative: Callable[[], bool],
-    ) -> None:
-        self._labels, self._snapshot, self._stalls, self._speculative = labels, snapshot, stalls, speculative
+    labels: tuple[str, str]
+    snapshot: Callable[[], EngineStats]
+    stalls: Callable[[], int]
+    speculative: Callable[[], bool]
 
     def collect(self) -> Iterator[Metric]:
-        now = self._snapshot()
+        now = self.snapshot()
         speculation, forecast = now.speculation, now.forecast
         drafts = sum(speculation.drafted_by_position[:1])  # verifies that contained draft tokens
         yield self._gauge("num_requests_running", "Requests in prefill or decode", now.running)
@@ -119,8 +117,8 @@ class EngineCounters(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", now.prompt_tokens)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", now.cached_tokens)
         yield self._counter("generation_tokens", "Generated tokens", now.generation_tokens)
-        yield self._counter("engine_stalls", "Engine steps that took longer than server.stall_s", self._stalls())
-        if not self._speculative() and not drafts:  # a request may name a proposer even if the server has no default
+        yield self._counter("engine_stalls", "Engine steps that took longer than server.stall_s", self.stalls())
+        if not self.speculative() and not drafts:  # a request may name a proposer even if the server has no default
             return
         yield self._counter("spec_decode_num_drafts", "Verifies with drafted tokens", drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens", speculation.drafted)
@@ -131,15 +129,15 @@ class EngineCounters(Collector):
             labels=(*LABELS, "position"),
         )
         for position, value in enumerate(speculation.accepted_by_position):
-            positions.add_metric((*self._labels, str(position)), value)
+            positions.add_metric((*self.labels, str(position)), value)
         yield positions
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"{OURS}{name}", text, labels=LABELS)
-        gauge.add_metric(self._labels, value)
+        gauge.add_metric(self.labels, value)
         return gauge
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         counter = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
-        counter.add_metric(self._labels, value)
+        counter.add_metric(self.labels, value)
         return counter

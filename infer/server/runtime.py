@@ -21,7 +21,7 @@ from infer.engine.offline import completion_params
 from infer.engine.stats import EngineStats
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
-from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Stop, is_last
+from infer.server.engine_loop import Add, Command, EngineLoop, Event, Failure, is_last
 from infer.server.protocol.errors import ApiError
 from infer.server.watchdog import Watchdog
 
@@ -151,13 +151,13 @@ class Runtime:
 
     def stop(self, timeout: float) -> bool:
         """Stop the engine's thread. Returns False if it did not end in time: it is loading, or in a long step."""
-        self._commands.put(Stop())
+        self._commands.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _abort(self, request_id: str) -> None:
         if self._generations.pop(request_id, None) is not None:
-            self._commands.put(Abort(request_id))
+            self._commands.put(request_id)
 
     def _fail_all(self, error: ApiError) -> None:
         for request_id, generation in list(self._generations.items()):

@@ -20,7 +20,6 @@ from infer.server.middleware import tenant_of
 from infer.server.parsing.grammar_check import GrammarCheck
 from infer.server.parsing.stream import THINK
 from infer.server.parsing.tool_styles import STYLES, ToolStyle, style_of
-from infer.server.protocol.chat import Message
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import ApiError, invalid_field
 from infer.server.protocol.fields import Strict, UnknownFields
@@ -110,20 +109,16 @@ class Service:
         encode: Callable[[Any], Prompt],
         prompts: Sequence[Any],
         *,
-        param: str,
-        max_tokens: int | None,
-        default_max_tokens: int | None,
         structure: tuple[str, Grammar] | None,
         only_prompt: bool = False,
         with_special: bool = False,
     ) -> Session:
         """Validate, encode and submit a request, and return its session.
 
-        A `max_tokens` that the context cannot hold is refused; a `default_max_tokens` is shortened, and None fills the
-        context. `structure`: the request field that sets the output's grammar, and the grammar. `with_special`: keep
-        special tokens in the text even if the request does not ask for them.
+        `structure`: the request field that sets the output's grammar, and the grammar. `with_special`: keep special
+        tokens in the text even if the request does not ask for them.
         """
-        arrival = time.monotonic()
+        arrival, param, max_tokens = time.monotonic(), body.prompt_field, body.limit
         self.runtime.check_room(len(prompts) * (body.n or 1))
         encoded = await self.encode_all(encode, prompts, param)
         longest = max(len(prompt.ids) for prompt in encoded)
@@ -131,7 +126,7 @@ class Service:
             raise self._too_long(f"{longest} tokens" + (f" and max_tokens={max_tokens}" if max_tokens else ""), param)
         if max_tokens is None:
             room = self.context - longest
-            max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
+            max_tokens = min(body.soft_limit or room, room)
         params = self._params(body, max_tokens, tenant_of(request), structure and structure[1])
         params = replace(params, skip_special_tokens=params.skip_special_tokens and not with_special)
         assert params.seed is not None
@@ -183,7 +178,7 @@ class Service:
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
         *,
@@ -191,7 +186,7 @@ class Service:
     ) -> str:
         try:
             return self.tokenizer.render_chat(
-                [message.for_template() for message in messages],
+                messages,
                 tools=tools,
                 generation_prompt=generation_prompt,
                 **(options or {}),

@@ -122,41 +122,33 @@ class Choice:
         piece.text += self._text.text[before:]
 
 
+@dataclass(eq=False)
 class Session:
     """The choices of one HTTP request. `close` must always be called; it aborts those that have not finished."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        choices: Sequence[Choice],
-        *,
-        seed: int,
-        prompt_tokens: int,
-        metrics: Metrics,
-        speculative: bool,
-        arrival: float,
-        timeout: float,
-    ) -> None:
-        self.choices = list(choices)
-        self.seed = seed
-        self._generation, self._prompt_tokens = generation, prompt_tokens
-        self._metrics, self._speculative = metrics, speculative
-        self._arrival, self._timeout = arrival, timeout
+    generation: Generation
+    choices: list[Choice]
+    seed: int
+    prompt_tokens: int  # of all prompts
+    metrics: Metrics
+    speculative: bool  # whether the request may be drafted for
+    arrival: float  # of time.monotonic
+    timeout: float  # seconds after it
 
     @property
     def finished(self) -> bool:
-        return self._generation.finished
+        return self.generation.finished
 
     async def next(self) -> tuple[Choice, Piece]:
         """Return the next piece of any choice; it may be empty. Raises ApiError if the request fails or times out."""
         try:
-            async with asyncio.timeout(self._arrival + self._timeout - time.monotonic()):
-                index, output = await self._generation.next()
+            async with asyncio.timeout(self.arrival + self.timeout - time.monotonic()):
+                index, output = await self.generation.next()
         except TimeoutError:
-            message = f"not finished within {self._timeout:g} s (server.request_timeout_s or the request's timeout_s)"
+            message = f"not finished within {self.timeout:g} s (server.request_timeout_s or the request's timeout_s)"
             raise ApiError(504, message, code="timeout") from None
         if output.error is not None:
-            self._metrics.finished("error")
+            self.metrics.finished("error")
             code = "grammar_failed" if output.error.startswith("the grammar") else "no_token_allowed"
             raise internal_error() if output.internal else ApiError(400, output.error, code=code)
         choice = self.choices[index]
@@ -166,8 +158,8 @@ class Session:
         return choice, piece
 
     def close(self) -> None:
-        if aborted := self._generation.close():
-            self._metrics.finished("abort", aborted)
+        if aborted := self.generation.close():
+            self.metrics.finished("abort", aborted)
 
     def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
         """Return OpenAI's `usage` object. A prompt counts once, however many choices it has.
@@ -177,15 +169,15 @@ class Session:
         """
         completion_tokens = sum(len(choice.whole.tokens) for choice in self.choices)
         usage: dict[str, Any] = {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
-            "total_tokens": self._prompt_tokens + completion_tokens,
+            "total_tokens": self.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
         details: dict[str, int] = {}
         if reasoning_tokens is not None:
             details["reasoning_tokens"] = reasoning_tokens
-        if self._speculative:
+        if self.speculative:
             stats = self._stats
             details["accepted_prediction_tokens"] = stats.accepted
             details["rejected_prediction_tokens"] = stats.drafted - stats.accepted
@@ -194,7 +186,7 @@ class Session:
     @property
     def speculation(self) -> dict[str, Any] | None:
         """vLLM's `metrics.speculative_decoding` over all choices, or None if the request does not speculate."""
-        if not self._speculative:
+        if not self.speculative:
             return None
         stats = self._stats
         histogram = [*stats.accepted_by_position, 0]
@@ -226,11 +218,11 @@ class Session:
     def _observe(self, choice: Choice, output: StepOutput) -> None:
         now = time.monotonic()
         if choice.last_output is None:
-            self._metrics.first_token.observe(now - self._arrival)
-            self._metrics.queue.observe(output.queued_s)
+            self.metrics.first_token.observe(now - self.arrival)
+            self.metrics.queue.observe(output.queued_s)
         else:
-            self._metrics.between.observe(now - choice.last_output)
+            self.metrics.between.observe(now - choice.last_output)
         choice.last_output = now
         if choice.finish_reason is not None:
-            self._metrics.request.observe(now - self._arrival)
-            self._metrics.finished(choice.finish_reason)
+            self.metrics.request.observe(now - self.arrival)
+            self.metrics.finished(choice.finish_reason)

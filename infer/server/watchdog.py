@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 
 from infer.server.engine_loop import EngineLoop
@@ -23,21 +24,17 @@ COMPILING = 10  # factor on stall_s while a kernel compiles
 COMPILERS = ("triton.compiler", "triton.runtime.build", "triton.backends", "kernels.cpu.library", "torch._inductor")
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Monitors `loop`, run by the thread `thread_id`, until `stop`. `on_stall` is called once per stall."""
 
-    def __init__(
-        self,
-        loop: EngineLoop,
-        thread_id: int,
-        stall_s: float,
-        on_stall: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._loop, self._thread_id, self._stall_s = loop, thread_id, stall_s
-        self._on_stall, self._clock = on_stall, clock
-        self._stalled: float | None = None  # start time of the step that was last reported as stalled
-        self._stopped = threading.Event()
+    loop: EngineLoop
+    thread_id: int
+    stall_s: float
+    on_stall: Callable[[], None]
+    clock: Callable[[], float] = time.monotonic
+    _stalled: float | None = None  # start time of the step that was last reported as stalled
+    _stopped: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
@@ -46,27 +43,27 @@ class Watchdog:
         self._stopped.set()
 
     def look(self) -> None:
-        begin, now = self._loop.busy_since, self._clock()
+        begin, now = self.loop.busy_since, self.clock()
         if self._stalled is not None and begin != self._stalled:
             log.warning("the stalled step has ended, at most %.1f s after it began", now - self._stalled)
             self._stalled = None
-        if begin is None or begin == self._stalled or now - begin < self._stall_s:
+        if begin is None or begin == self._stalled or now - begin < self.stall_s:
             return
-        frame = sys._current_frames().get(self._thread_id)
-        if now - begin < COMPILING * self._stall_s and is_compiling(frame):
+        frame = sys._current_frames().get(self.thread_id)
+        if now - begin < COMPILING * self.stall_s and is_compiling(frame):
             return
         self._stalled = begin
         log.error(
             "the engine stalls: a step has been running for %.1f s (server.stall_s=%g); %s; all threads' stacks follow",
             now - begin,
-            self._stall_s,
-            self._loop.engine.activity,
+            self.stall_s,
+            self.loop.engine.activity,
         )
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self._on_stall()
+        self.on_stall()
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._stall_s / LOOKS):
+        while not self._stopped.wait(self.stall_s / LOOKS):
             self.look()
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from infer.server.protocol.chat import Message
+from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.responses import ResponsesRequest
+from infer.server.protocol.tools import MAX_CALLS
 from models.chat import normalise_message
 from tests.server.harness import MODEL, Server
 from tests.server.talking import ASKED
@@ -111,8 +112,8 @@ def send_back(server: Server, message: Json, items: list[Json]) -> None:
     if not items:
         return  # a response has no item for an empty message
     rendered = [
-        [normalise_message(message.for_template()) for message in messages]
-        for messages in (map(Message.model_validate, chat["messages"]), ResponsesRequest(**responses).messages)
+        [normalise_message(message) for message in body.conversation]
+        for body in (ChatRequest(**chat), ResponsesRequest(**responses))
     ]
     for turns in rendered:
         for turn in turns:
@@ -193,5 +194,11 @@ def test_reasoning_goes_back(talking: dict[str, Server]) -> None:
             for path, body in (("/v1/chat/completions", chat), ("/v1/responses", body))
         ]
         assert [response.status_code for response in responses] == [200, 200]
-        expected = [normalise_message(Message.model_validate(turn).for_template()) for turn in chat["messages"]]
-        assert [normalise_message(turn.for_template()) for turn in ResponsesRequest(**body).messages] == expected
+        expected, turns = ChatRequest(**chat).conversation, ResponsesRequest(**body).conversation
+        assert list(map(normalise_message, turns)) == list(map(normalise_message, expected))
+
+
+def test_a_turn_may_have_more_calls_than_a_message_of_a_chat_may_list() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    (turn,) = ResponsesRequest(model=MODEL, input=[call] * (MAX_CALLS + 1)).conversation
+    assert len(turn["tool_calls"]) == MAX_CALLS + 1

@@ -14,7 +14,7 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, StepOutput
 from infer.server import engine_loop
-from infer.server.engine_loop import Add, Command, EngineLoop, Event, Stop
+from infer.server.engine_loop import Add, Command, EngineLoop, Event
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_request_interrupts_profiling_which_begins_anew_when_idle(
             profile(check)
         finally:
             events.append("due" if engine.profile_due else "done")
-        commands.put(Stop())
+        commands.put(None)
 
     def report(outputs: list[Event], stats: Any) -> None:
         events.extend("request" for output in outputs if isinstance(output, StepOutput) and output.finish_reason)

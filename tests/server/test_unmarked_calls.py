@@ -99,23 +99,15 @@ def pairs(calls: list[Call]) -> list[tuple[str, str]]:
 @settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(0, 200), max_size=40))
 @pytest.mark.parametrize("style", ["hermes", "mistral"])
-@pytest.mark.parametrize("text", CALLS)
-def test_what_is_a_call_however_it_comes(style: str, text: str, cuts: list[int]) -> None:
+@pytest.mark.parametrize("text", [*CALLS, *NO_CALLS])
+def test_what_is_a_call_and_what_content_however_it_comes(style: str, text: str, cuts: list[int]) -> None:
+    calls, content = CALLS.get(text, []), "" if text in CALLS else text
     parts = parse(style, pieces(text, cuts))
-    assert (pairs(parts.calls), parts.content) == (CALLS[text], "")
+    assert (pairs(parts.calls), parts.content) == (calls, content)
     first = parse(style, pieces(text, cuts), max_calls=1)
-    assert (pairs(first.calls), first.content) == (CALLS[text][:1], "")
+    assert (pairs(first.calls), first.content) == (calls[:1], content)
     thought = parse(style, pieces(f"Hm.</think>\n\n{text}", cuts), thinking=True, inside=True)
-    assert (thought.reasoning, thought.content, pairs(thought.calls)) == ("Hm.", "", CALLS[text])
-
-
-@settings(max_examples=30, deadline=None)
-@given(cuts=st.lists(st.integers(0, 200), max_size=40))
-@pytest.mark.parametrize("style", ["hermes", "mistral"])
-@pytest.mark.parametrize("text", NO_CALLS)
-def test_what_is_content_to_the_character(style: str, text: str, cuts: list[int]) -> None:
-    parts = parse(style, pieces(text, cuts))
-    assert (parts.calls, parts.content) == ([], text)
+    assert (thought.reasoning, thought.content, pairs(thought.calls)) == ("Hm.", content, calls)
 
 
 def test_a_marked_call_after_other_json_is_still_one() -> None:

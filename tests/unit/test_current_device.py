@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from infer.console.interactive import InteractiveEngine
 from infer.engine import Engine
 from infer.options.devices import use_device
-from infer.server.engine_loop import EngineLoop, Stop
+from infer.server.engine_loop import EngineLoop
 from models.targets import load_target
 
 SECOND = torch.device("cuda", 1)
@@ -60,7 +60,7 @@ def test_costs_are_profiled_on_the_gpu_of_the_engine(current) -> None:
 def test_the_thread_of_a_server_uses_the_gpu_of_its_engine(current) -> None:
     """Also of an engine that was made in another thread."""
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    commands.put(Stop())
+    commands.put(None)
     engine: Any = SimpleNamespace(device=SECOND, has_work=False)
     loop = EngineLoop(engine, commands, lambda events, stats: None)
     thread = threading.Thread(target=loop.run, name="engine")

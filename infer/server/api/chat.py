@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from infer.server.api.conversation import Conversation
-from infer.server.api.rendering import Json, ResponseFormat, answer
+from infer.server.api.rendering import ChoicesAnswer, Json, respond
 from infer.server.parsing.stream import ChatParser, Parts
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.chat import ChatRequest
-from infer.server.protocol.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from infer.server.protocol.logprobs import TokenNames, chat_logprobs
 from infer.server.service import Service
 from infer.server.session import Choice, Piece, Session, tokens_within
 
 
-class ChatFormat(ResponseFormat):
+class ChatAnswer(ChoicesAnswer):
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    opening: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
+    closing: ClassVar[Json] = {"delta": {}}
 
-    def __init__(self, body: ChatRequest, conversation: Conversation, names: TokenNames) -> None:
-        self._body, self._conversation, self._names = body, conversation, names
+    def __init__(self, body: ChatRequest, session: Session, conversation: Conversation, names: TokenNames) -> None:
+        super().__init__(body, session, names)
+        self._include_reasoning, self._with_logprobs = body.include_reasoning is not False, body.logprobs
+        self._conversation = conversation
         self._parsers: dict[int, ChatParser] = {}  # by choice index
         self._calls: dict[int, list[Call]] = {}  # calls so far, by choice index
 
@@ -33,14 +38,6 @@ class ChatFormat(ResponseFormat):
         if parts.calls:
             message["tool_calls"] = self._tool_calls(parts.calls)
         return {"message": message, "logprobs": self._logprobs(choice.whole)}
-
-    def document(self, session: Session) -> Json:
-        first, top_n = session.choices[0], self._body.prompt_logprobs
-        extra = {} if top_n is None else {"prompt_logprobs": prompt_logprobs(first.prompt_logprobs, top_n, self._names)}
-        return extra | ({"prompt_token_ids": first.prompt.ids} if self._body.return_token_ids else {})
-
-    def opening(self, choice: Choice) -> Json:
-        return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
         parts = self._parser(choice).take(piece.text, choice.finish_reason)
@@ -54,25 +51,25 @@ class ChatFormat(ResponseFormat):
             return None
         return {"delta": delta, "logprobs": self._logprobs(piece)}
 
-    def closing(self, choice: Choice) -> Json:
-        return {"delta": {}}
+    def fields(self) -> Json:
+        return self.prompt_fields(self._session.choices[0])
 
     def finish_reason(self, choice: Choice) -> str | None:
         calls = self._calls.get(choice.index, [])
         called = choice.finish_reason == "stop" and calls and all(call.complete for call in calls)
         return "tool_calls" if called else choice.finish_reason
 
-    def reasoning_tokens(self, session: Session) -> int | None:
+    @property
+    def reasoning_tokens(self) -> int | None:
         if not self._conversation.thinks:
             return None
-        return sum(tokens_within(c.whole.tokens, self._parser(c).reasoning_span) for c in session.choices)
+        return sum(tokens_within(c.whole.tokens, self._parser(c).reasoning_span) for c in self._session.choices)
 
     def _parser(self, choice: Choice) -> ChatParser:
         return self._parsers.setdefault(choice.index, self._conversation.parser())
 
     def _reasoning(self, parts: Parts) -> Json:
-        shown = parts.reasoning and self._body.include_reasoning is not False
-        return {"reasoning_content": parts.reasoning} if shown else {}
+        return {"reasoning_content": parts.reasoning} if parts.reasoning and self._include_reasoning else {}
 
     def _tool_calls(self, calls: Sequence[Call]) -> list[Json]:
         return [
@@ -85,15 +82,15 @@ class ChatFormat(ResponseFormat):
         ]
 
     def _logprobs(self, piece: Piece) -> Json | None:
-        return chat_logprobs(piece.scored, self._names) if self._body.logprobs else None
+        return chat_logprobs(piece.scored, self._names) if self._with_logprobs else None
 
 
 def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check(body)
-        conversation = Conversation(
-            service, body.messages, body.tool_use, body.structure, body.chat_template_kwargs, body.reasoning_effort
+        conversation = Conversation(service, body)
+        session = await conversation.start(request, body)
+        return await respond(
+            request, session, ChatAnswer(body, session, conversation, service.names), stream=body.stream
         )
-        session = await conversation.start(request, body, param="messages", max_tokens=body.limit)
-        return await answer(request, session, ChatFormat(body, conversation, service.names), body)

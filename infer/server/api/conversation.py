@@ -8,15 +8,16 @@ from typing import Any
 
 from fastapi import Request
 
-from infer.sampling.grammar import Grammar
 from infer.server.parsing.schema_check import fits
 from infer.server.parsing.stream import END_THINK, THINK, ChatParser
 from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, Call
-from infer.server.protocol.chat import Message
+from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import invalid_field
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
+from infer.server.protocol.responses import ResponsesRequest
 from infer.server.protocol.structure import check_depth
-from infer.server.protocol.tools import NO_PARAMETERS, ToolUse
+from infer.server.protocol.tools import NO_PARAMETERS
 from infer.server.service import Service
 from infer.server.session import Prompt, Session
 from models.json_text import read
@@ -50,20 +51,12 @@ def template_options(template: str, options: Mapping[str, Any], effort: str | No
 class Conversation:
     """The messages, tools and output constraint of one request.
 
-    `structure`: the request field that sets the output's grammar, and the grammar, if any. `options` and `effort` (the
-    reasoning effort): for templates that read them. Raises ApiError if the request has tools and this model's template
-    supports none.
+    Raises ApiError if the request has tools and this model's template supports none.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        messages: Sequence[Message],
-        tool_use: ToolUse,
-        structure: tuple[str, Grammar] | None,
-        options: Mapping[str, Any] | None,
-        effort: str | None,
-    ) -> None:
+    def __init__(self, service: Service, body: ChatRequest | ResponsesRequest | CountTokensRequest) -> None:
+        tool_use = body.tool_use
+        structure = body.structure if isinstance(body, GenerationRequest) else body.form
         tools, style = tool_use.allowed, service.tool_style
         if tools and style is None:
             why = "this model's chat template has no tools (or server.tool_parser=none)"
@@ -79,22 +72,13 @@ class Conversation:
             except ValueError as error:
                 raise invalid_field("tools", str(error), "invalid_grammar") from error
         template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
-        self._options = template_options(template, options or {}, effort)
-        self._service, self._messages, self._tools, self._structure = service, messages, tools, structure
+        self._options = template_options(template, body.template_options, body.effort)
+        self._service, self._messages, self._tools, self._structure = service, body.conversation, tools, structure
         self._forced, self._most_calls = tool_use.must_call, tool_use.max_calls
         self._bound_to_json = structure is not None and structure[1].kind in ("json_object", "json_schema")
         self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
 
-    async def start(
-        self,
-        request: Request,
-        body: GenerationRequest,
-        *,
-        param: str,
-        max_tokens: int | None,
-        default_max_tokens: int | None = None,
-    ) -> Session:
-        """Start the session. For `max_tokens` and `default_max_tokens` see `Service.start`."""
+    async def start(self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest) -> Session:
         style = self._service.tool_style
         marks = [] if style is None or not self._tools else list(style.marks)
         marks += [THINK, END_THINK] if self.thinks else []
@@ -103,9 +87,6 @@ class Conversation:
             body,
             self._encode,
             [self._messages],
-            param=param,
-            max_tokens=max_tokens,
-            default_max_tokens=default_max_tokens,
             structure=self._structure,
             with_special=any(self._service.special_id(mark) is not None for mark in marks),
         )
@@ -143,7 +124,7 @@ class Conversation:
         assert self._service.tool_style is not None
         return self._service.tool_style.new_id()
 
-    def _encode(self, messages: Sequence[Message]) -> Prompt:
+    def _encode(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         text = self._service.render_chat(messages, [tool.for_template() for tool in self._tools], self._options)
         self._begun_thinking = text.rstrip().endswith(THINK)
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them

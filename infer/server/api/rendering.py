@@ -1,6 +1,7 @@
 """Turns a session into an HTTP response: one JSON document, or server-sent events. Both stop if the client disconnects.
 
-An `ResponseFormat` defines the documents (completions.py, chat.py); the order of events is decided here.
+An `Answer` is the response of one API. OpenAI's chats and completions are lists of choices (`ChoicesAnswer`), messages
+and responses lists of items (items.py); what stands in them is in the module of each endpoint.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -19,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import ApiError, internal_error
+from infer.server.protocol.logprobs import TokenNames, prompt_logprobs
 from infer.server.session import Choice, Piece, Session
 
 log = logging.getLogger("headway.server")
@@ -27,90 +29,32 @@ Json = dict[str, Any]
 Pieces = AsyncIterator[tuple[Choice, Piece]]
 
 
-class ResponseFormat:
-    """The documents of an endpoint, without the fields that all endpoints share."""
+class Answer(Protocol):
+    """The response of one API, under construction: either its `document` or its `events` are taken, once."""
 
-    prefix: str  # of the response's id
-    whole: str  # `object` of a full document
-    part: str  # `object` of a streamed chunk
+    def document(self) -> Json:
+        """Return the whole response. Called after all choices have finished."""
+        ...
 
-    def choice(self, choice: Choice) -> Json:
-        """Return a finished choice."""
-        raise NotImplementedError
+    def events(self, pieces: Pieces) -> AsyncIterator[str]: ...
 
-    def document(self, session: Session) -> Json:
-        """Return the fields beside the choices."""
-        return {}
-
-    def opening(self, choice: Choice) -> Json | None:
-        """Return the delta that is sent before any text."""
-        return None
-
-    def delta(self, choice: Choice, piece: Piece) -> Json | None:
-        """Return the delta for a piece, or None if there is nothing to send yet."""
-        raise NotImplementedError
-
-    def closing(self, choice: Choice) -> Json:
-        """Return the empty delta that is sent with the finish reason."""
-        raise NotImplementedError
-
-    def finish_reason(self, choice: Choice) -> str | None:
-        return choice.finish_reason
-
-    def reasoning_tokens(self, session: Session) -> int | None:
-        """Return the reasoning tokens of all choices so far, or None if this format has no reasoning."""
-        return None
+    def failure(self, error: ApiError) -> str:
+        """Return the event that ends a stream after an error."""
+        ...
 
 
-async def answer(request: Request, session: Session, form: ResponseFormat, body: GenerationRequest) -> Response:
-    head: Json = {
-        "id": f"{form.prefix}-{uuid.uuid4().hex}",
-        "object": form.part if body.stream else form.whole,
-        "created": int(time.time()),
-        "model": body.model,
-        "seed": session.seed,  # our extension: the seed in use, from the request or random
-    }
-
-    def document() -> Json:
-        choices = [
-            {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
-            for choice in session.choices
-        ]
-        return {**head, "choices": choices, **form.document(session), **usage_fields(session, form)}
-
-    return await respond(
-        request,
-        session,
-        stream=bool(body.stream),
-        document=document,
-        events=lambda pieces: events(session, form, head, pieces, body),
-        failure=lambda error: event(error.body),
-    )
-
-
-async def respond(
-    request: Request,
-    session: Session,
-    *,
-    stream: bool,
-    document: Callable[[], Json],
-    events: Callable[[Pieces], AsyncIterator[str]],
-    failure: Callable[[ApiError], str],
-) -> Response:
-    """Return `document()` once all choices have finished, or a stream of `events(pieces)`. Always closes the session.
-
-    `failure` returns the event that ends a stream after an error.
-    """
+async def respond(request: Request, session: Session, answer: Answer, *, stream: bool | None) -> Response:
+    """Return the answer's document once all choices have finished, or its stream. Always closes the session."""
     try:
         if not stream:
             await cancel_on_disconnect(request, run_to_end(session))
-            return JSONResponse(document())
+            return JSONResponse(answer.document())
         # Before the first output, a failure can still be returned as an HTTP status.
         first = await cancel_on_disconnect(request, session.next())
     except BaseException:
         session.close()
         raise
-    return EventStream(session, guarded(events(pieces_of(session, first)), failure))
+    return EventStream(session, guarded(answer, pieces_of(session, first)))
 
 
 async def run_to_end(session: Session) -> None:
@@ -124,47 +68,99 @@ async def pieces_of(session: Session, first: tuple[Choice, Piece]) -> Pieces:
         yield await session.next()
 
 
-async def guarded(events: AsyncIterator[str], failure: Callable[[ApiError], str]) -> AsyncIterator[str]:
+async def guarded(answer: Answer, pieces: Pieces) -> AsyncIterator[str]:
     try:
-        async for text in events:
+        async for text in answer.events(pieces):
             yield text
     except ApiError as error:
-        yield failure(error)
+        yield answer.failure(error)
     except Exception:
         log.exception("a response stream failed")
-        yield failure(internal_error())
+        yield answer.failure(internal_error())
 
 
-async def events(
-    session: Session, form: ResponseFormat, head: Json, pieces: Pieces, body: GenerationRequest
-) -> AsyncIterator[str]:
-    def chunk(choice: Choice, delta: Json, end: Json | None = None) -> str:
-        entry = {"index": choice.index, "logprobs": None, **delta, **(end or {"finish_reason": None})}
-        usage = {}
+class ChoicesAnswer:
+    """An answer with a list of choices; a subclass says what stands in one."""
+
+    prefix: str  # of the response's id
+    whole: str  # `object` of a full document
+    part: str  # `object` of a streamed chunk
+    opening: Json | None = None  # a choice before any text
+    closing: Json  # a choice with its finish reason, after all text
+
+    def __init__(self, body: GenerationRequest, session: Session, names: TokenNames) -> None:
+        self._body, self._session, self._names = body, session, names
+        self._head: Json = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.part if body.stream else self.whole,
+            "created": int(time.time()),
+            "model": body.model,
+            "seed": session.seed,  # our extension: the seed in use, from the request or random
+        }
+
+    def choice(self, choice: Choice) -> Json:
+        """Return a finished choice."""
+        raise NotImplementedError
+
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        """Return what a piece adds to a choice, or None if there is nothing to send yet."""
+        raise NotImplementedError
+
+    def fields(self) -> Json:
+        """Return the fields beside the choices."""
+        return {}
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The reasoning tokens of all choices so far, or None if this format has no reasoning."""
+        return None
+
+    def document(self) -> Json:
+        choices = [
+            {"index": choice.index, **self.choice(choice), **shown(self._body, choice.whole), **self._ending(choice)}
+            for choice in self._session.choices
+        ]
+        return {**self._head, "choices": choices, **self.fields(), **self._usage_fields()}
+
+    async def events(self, pieces: Pieces) -> AsyncIterator[str]:
+        for choice in self._session.choices:
+            if self.opening is not None:
+                yield self._chunk(choice, self.opening)
+        async for choice, piece in pieces:
+            extra = shown(self._body, piece)
+            if (delta := self.delta(choice, piece)) is not None or extra:
+                yield self._chunk(choice, (delta or self.closing) | extra)
+            if choice.finish_reason is not None:
+                yield self._chunk(choice, self.closing | self._ending(choice))
+        if self._body.include_usage:
+            yield event({**self._head, "choices": [], **self._usage_fields()})
+        yield "data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> str:
+        return event(error.body)
+
+    def prompt_fields(self, choice: Choice) -> Json:
+        """Return the fields about a choice's prompt that the request asks for."""
+        top_n, fields = self._body.prompt_logprobs, {}
+        if top_n is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, top_n, self._names)
+        return fields | ({"prompt_token_ids": choice.prompt.ids} if self._body.return_token_ids else {})
+
+    def _chunk(self, choice: Choice, delta: Json) -> str:
+        body, usage = self._body, {}
         if body.include_usage or body.continuous_usage:
-            usage["usage"] = session.usage(form.reasoning_tokens(session)) if body.continuous_usage else None
-        return event({**head, "choices": [entry], **usage})
+            usage["usage"] = self._session.usage(self.reasoning_tokens) if body.continuous_usage else None
+        entry = {"index": choice.index, "logprobs": None, "finish_reason": None, **delta}
+        return event({**self._head, "choices": [entry], **usage})
 
-    for choice in session.choices:
-        if (opening := form.opening(choice)) is not None:
-            yield chunk(choice, opening)
-    async for choice, piece in pieces:
-        extra = shown(body, piece)
-        if (delta := form.delta(choice, piece)) is not None or extra:
-            yield chunk(choice, (delta or form.closing(choice)) | extra)
-        if choice.finish_reason is not None:
-            yield chunk(choice, form.closing(choice), ending(form, choice))
-    if body.include_usage:
-        yield event({**head, "choices": [], **usage_fields(session, form)})
-    yield "data: [DONE]\n\n"
+    def _ending(self, choice: Choice) -> Json:
+        return {"finish_reason": self.finish_reason(choice), "stop_reason": choice.stop_reason}
 
-
-def ending(form: ResponseFormat, choice: Choice) -> Json:
-    return {"finish_reason": form.finish_reason(choice), "stop_reason": choice.stop_reason}
-
-
-def usage_fields(session: Session, form: ResponseFormat) -> Json:
-    return {"usage": session.usage(form.reasoning_tokens(session)), **speculation(session)}
+    def _usage_fields(self) -> Json:
+        return {"usage": self._session.usage(self.reasoning_tokens), **speculation(self._session)}
 
 
 def speculation(session: Session) -> Json:

@@ -54,9 +54,6 @@ class Parts:
     def _text(self, kind: str) -> str:
         return "".join(item.text for item in self.items if isinstance(item, Span) and item.kind == kind)
 
-    def __bool__(self) -> bool:
-        return bool(self.items)
-
 
 class ChatParser:
     """Parses the text of one choice.
@@ -89,7 +86,6 @@ class ChatParser:
         self._marked = ""  # removed from the buffer as the mark of a call that has begun
         self._head: tuple[str, int] | None = None  # of that call: name and start of the JSON value (_find_head)
         self._end: int | None = None  # of its JSON value, exclusive
-        self._searched = 0  # how far in the buffer the scanner has read
         self._scanner = JsonScanner()
         self._after_call = False  # white space around calls is not content
         self._after_reasoning = False  # nor are newlines after the reasoning
@@ -147,7 +143,7 @@ class ChatParser:
             self._begin_call(self._buffer.removesuffix(rest), rest)
         else:
             self._state = "content" if style is None or self._fits is None else "unmarked"
-            self._end, self._searched, self._scanner = None, 0, JsonScanner()
+            self._end, self._scanner = None, JsonScanner()
         return True
 
     def _in_unmarked(self, parts: Parts, last: bool) -> bool:
@@ -156,7 +152,7 @@ class ChatParser:
         if may_be_unmarked(text):
             begin = next((index for index, character in enumerate(text) if character in "{["), len(text))
             if self._end is None:
-                self._end, self._searched = self._scanner.end(text, max(begin, self._searched)), len(text)
+                self._end = self._scanner.end(text, begin)
             rest = "" if self._end is None else text[self._end :].strip()
             if not last and (FENCE.startswith(rest) or rest.startswith("{")):
                 return False
@@ -224,8 +220,7 @@ class ChatParser:
 
     def _begin_call(self, marked: str, rest: str) -> None:
         self._state, self._marked, self._buffer = "call", marked, rest
-        self._head = self._end = None
-        self._searched, self._scanner = 0, JsonScanner()
+        self._head, self._end, self._scanner = None, None, JsonScanner()
 
     def _in_call(self, parts: Parts, last: bool) -> bool:
         """State after the mark of a call: [name, separator,] a JSON value, [an end mark]."""
@@ -236,8 +231,7 @@ class ChatParser:
             if self._head is NO_CALL:
                 return self._no_call(parts, text)
         if self._head is not None and self._end is None:
-            self._end = self._scanner.end(text, max(self._head[1], self._searched))
-            self._searched = len(text)
+            self._end = self._scanner.end(text, self._head[1])
         if self._head is None or self._end is None:
             return self._broken_off(parts, text) if last else False
         calls = self._complete_calls(text)

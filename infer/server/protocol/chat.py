@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -20,8 +21,9 @@ from infer.server.protocol.tools import (
     ToolCall,
     ToolsChoice,
     ToolUse,
-    UsesTools,
+    tool_use_of,
 )
+from models.chat_template import text_part
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # per message
@@ -99,6 +101,13 @@ class Message(Strict):
         return self.model_dump(exclude_none=True)
 
 
+def text_parts(content: str | Iterable[Any] | None) -> list[dict[str, str]]:
+    """Return a text, or objects with a `text`, as the content of a message for the chat template."""
+    if isinstance(content, str):
+        return [text_part(content)]
+    return [text_part(part.text) for part in content or ()]
+
+
 # Variables of a chat template. `infer/server/api/conversation.py` lists those that a client may set.
 TemplateOptions = Annotated[
     dict[Annotated[str, Field(max_length=64)], bool | Annotated[str, Field(max_length=256)] | None],
@@ -106,7 +115,32 @@ TemplateOptions = Annotated[
 ]
 
 
-class ChatRequest(UsesTools, GenerationRequest):
+class ConversationRequest(Strict):
+    """A request with messages and tools, which each API words in its own way."""
+
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as the chat template receives them (models/chat.py)."""
+        raise NotImplementedError
+
+    @property
+    def tool_use(self) -> ToolUse:
+        raise NotImplementedError
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        return self.chat_template_kwargs or {}
+
+    @model_validator(mode="after")
+    def check_tools(self) -> Self:
+        _ = self.tool_use
+        return self
+
+
+class ChatRequest(ConversationRequest, GenerationRequest):
     # `prediction` is a hint for speed only, and nothing here controls how verbose an answer is.
     accepted = GenerationRequest.accepted | {"prediction", "verbosity"}
     refused = GenerationRequest.refused | {
@@ -131,7 +165,6 @@ class ChatRequest(UsesTools, GenerationRequest):
     tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolsChoice[NamedTool, AllowedTools] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: ReasoningEffort | None = None  # for templates that read it
     include_reasoning: bool | None = None  # false: reasoning is left out of the response
 
@@ -144,16 +177,19 @@ class ChatRequest(UsesTools, GenerationRequest):
         return self
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return [message.for_template() for message in self.messages]
+
+    @property
     def tool_use(self) -> ToolUse:
         functions = [tool.function for tool in self.tools or () if isinstance(tool, Tool)]
-        parallel = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, AllowedTools):
-            allowed = self.tool_choice.allowed_tools
-            only = [tool.function.name for tool in allowed.tools if isinstance(tool, NamedTool)]
-            return ToolUse(functions, allowed.mode, only=only, parallel=parallel)
-        if isinstance(self.tool_choice, NamedTool):
-            return ToolUse(functions, named=self.tool_choice.function.name, parallel=parallel)
-        return ToolUse(functions, self.tool_choice or "auto", parallel=parallel)
+        choice = self.tool_choice
+        choice = choice.allowed_tools if isinstance(choice, AllowedTools) else choice
+        return tool_use_of(functions, choice, parallel=self.parallel_tool_calls)
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return self.reasoning_effort
 
     @property
     def limit(self) -> int | None:

@@ -138,6 +138,8 @@ class GenerationRequest(Strict):
             raise field_error("structured_outputs", "not together with guided_json and the like")
         return others | ({"structured_outputs": guided} if guided else {})
 
+    prompt_field: ClassVar[str] = "messages"
+
     model: str
     max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
@@ -178,6 +180,16 @@ class GenerationRequest(Strict):
         if self.response_format is not None and self.structured_outputs is not None:
             raise field_error("structured_outputs", "not together with response_format")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate, for which the context must have room; None: as many as it has."""
+        return self.max_tokens
+
+    @property
+    def soft_limit(self) -> int | None:
+        """Most tokens to generate without a `limit`, where the context has room for them."""
+        return None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -232,6 +244,7 @@ class CompletionRequest(GenerationRequest):
         **dict.fromkeys(("tools", "functions", "reasoning_effort"), Unless(hint="it is a field of chats")),
     }
     absent = GenerationRequest.absent | {"logprobs": (False,)}
+    prompt_field = "prompt"
 
     prompt: Prompt
     logprobs: Count | None = None
@@ -249,6 +262,19 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether to return the echoed prompt alone."""
+        return self.max_tokens == 0
+
+    @property
+    def limit(self) -> int | None:
+        return 1 if self.only_prompt else self.max_tokens
+
+    @property
+    def soft_limit(self) -> int:
+        return COMPLETION_MAX_TOKENS
 
     @property
     def num_logprobs(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,24 +12,19 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import MAX_INT, SamplingParams
-from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, TemplateOptions
+from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, ConversationRequest, text_parts
 from infer.server.protocol.completions import GenerationRequest, Stop
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless
 from infer.server.protocol.structure import JsonObject
 from infer.server.protocol.tools import (
     MAX_ARGUMENTS,
-    MAX_CALLS,
     MAX_TOOLS,
     TOOL_ACCEPTED,
     FunctionTool,
-    LongCalledFunction,
-    LongFunctionTool,
     LongToolName,
     OtherTool,
-    ToolCall,
     ToolUse,
-    UsesTools,
     is_other_tool,
 )
 
@@ -149,10 +144,9 @@ class CustomTool(Strict):
 
     @property
     def function(self) -> FunctionTool:
-        """The tool as in a chat request, with the fields in the usual order, since templates print them."""
-        fields: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        fields["strict"] = self.strict
-        return LongFunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
+        """The tool as in a chat request, whose bound on names is lower, so it is not validated again."""
+        fields = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        return FunctionTool.model_construct(name=self.name, **fields)
 
 
 # Other tools are run by Anthropic's servers, or by the client by a convention that the model must know.
@@ -192,7 +186,7 @@ class OutputConfig(Strict):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class CountTokensRequest(UsesTools):
+class CountTokensRequest(ConversationRequest):
     """The fields of a request that determine the prompt."""
 
     accepted: ClassVar[frozenset[str]] = ACCEPTED
@@ -205,7 +199,6 @@ class CountTokensRequest(UsesTools):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: TemplateOptions | None = None  # as in the other endpoints
 
     @model_validator(mode="before")
     @classmethod
@@ -218,19 +211,12 @@ class CountTokensRequest(UsesTools):
     def check_conversation(self) -> CountTokensRequest:
         if self.messages[-1].role == "assistant":
             raise field_error("messages", "the last turn must not be the assistant's; this server does not continue it")
-        for _, blocks in turns(self.messages):
-            for kind, limit in (("text", MAX_PARTS), ("tool_use", MAX_CALLS)):
-                if sum(block.type == kind for block in blocks) > limit:
-                    raise field_error(
-                        "messages", f"more than {limit} blocks of type {kind} in turns of one role in a row"
-                    )
         return self
 
     @property
-    def conversation(self) -> list[Message]:
-        """The messages in the format of a chat request."""
-        blocks = [] if not self.system else [Message(role="system", content=content_of(self.system))]
-        return blocks + [message for role, blocks in turns(self.messages) for message in TO_MESSAGES[role](blocks)]
+    def conversation(self) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": text_parts(self.system)}] if self.system else []
+        return system + [message for role, blocks in turns(self.messages) for message in messages_of(role, blocks)]
 
     @property
     def tool_use(self) -> ToolUse:
@@ -246,7 +232,7 @@ class CountTokensRequest(UsesTools):
         if self.thinking is not None and self.thinking.type != "adaptive":
             thinks = self.thinking.type == "enabled"
             options = {"enable_thinking": thinks, "thinking": thinks}
-        return options | (self.chat_template_kwargs or {})
+        return options | super().template_options
 
     @property
     def effort(self) -> str | None:
@@ -279,6 +265,14 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     stop_sequences: Stop | None = None
 
     @property
+    def limit(self) -> None:
+        return None
+
+    @property
+    def soft_limit(self) -> int:
+        return self.max_tokens
+
+    @property
     def structure(self) -> tuple[str, Grammar] | None:
         return self.form or super().structure
 
@@ -300,45 +294,24 @@ def turns(messages: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
     return [(role, [block for turn in group for block in turn.content]) for role, group in grouped]
 
 
-def content_of(blocks: Sequence[TextBlock | Block]) -> Any:
-    """Return text blocks as the content of a chat message: a string, or several parts, which the chat joins."""
-    texts = [block.text or "" for block in blocks]
-    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
-
-
-def user_messages(blocks: Sequence[Block]) -> list[Message]:
-    """Convert blocks of a user turn to chat messages. Each tool result becomes a separate message."""
-    messages = []
+def messages_of(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Convert a turn to messages for the chat template. Each tool result becomes a separate message."""
+    if role == "assistant":
+        calls = [
+            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.arguments}}
+            for block in blocks
+            if block.type == "tool_use"
+        ]
+        content = text_parts([block for block in blocks if block.type == "text"])
+        thinking = "".join(block.thinking or "" for block in blocks) or None
+        return [{"role": role, "content": content, "reasoning_content": thinking, "tool_calls": calls}]
+    messages: list[dict[str, Any]] = []
     for kind, group in groupby(blocks, key=lambda block: block.type):
         if kind == "text":
-            messages.append(Message(role="user", content=content_of(list(group))))
+            messages.append({"role": role, "content": text_parts(group)})
         else:
             messages += [
-                Message(role="tool", tool_call_id=block.tool_use_id, content=content_of(block.content or ()))
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_parts(block.content)}
                 for block in group
             ]
-    return messages or [Message(role="user", content="")]
-
-
-def assistant_messages(blocks: Sequence[Block]) -> list[Message]:
-    by_kind = {kind: [block for block in blocks if block.type == kind] for kind in ("text", "thinking", "tool_use")}
-    calls = [
-        ToolCall(id=block.id or "", function=LongCalledFunction(name=block.name or "", arguments=block.arguments))
-        for block in by_kind["tool_use"]
-    ]
-    thinking = "".join(block.thinking or "" for block in by_kind["thinking"])
-    return [
-        Message(
-            role="assistant",
-            content=content_of(by_kind["text"]),
-            reasoning_content=thinking or None,
-            tool_calls=calls or None,
-        )
-    ]
-
-
-TO_MESSAGES: dict[str, Callable[[Sequence[Block]], list[Message]]] = {
-    "user": user_messages,
-    "assistant": assistant_messages,
-    "system": lambda blocks: [Message(role="system", content=content_of(blocks))],
-}
+    return messages or [{"role": role, "content": ""}]

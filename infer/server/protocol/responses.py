@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import MAX_INT
-from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, Part, ReasoningEffort, TemplateOptions
+from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, ConversationRequest, Part, ReasoningEffort, text_parts
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless
@@ -17,14 +17,13 @@ from infer.server.protocol.structure import TextFormat
 from infer.server.protocol.tools import (
     MAX_ARGUMENTS,
     MAX_TOOLS,
+    AllowedFunctions,
     AnyTool,
-    CalledFunction,
     FunctionTool,
-    ToolCall,
     ToolName,
     ToolsChoice,
     ToolUse,
-    UsesTools,
+    tool_use_of,
 )
 from models.chat_template import text_part
 
@@ -101,52 +100,41 @@ class InputItem(Strict):
         return values
 
 
-def messages_of(items: Sequence[InputItem]) -> list[Message]:
-    """Convert items to chat messages. Reasoning, text and calls of one response form one assistant turn."""
-    turns: list[Message] = []
+def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Convert items to messages for the chat template. Reasoning, text and calls of one response form one turn."""
+    turns: list[dict[str, Any]] = []
     turn: dict[str, Any] = {}  # the assistant's turn under construction
     previous = ""  # the type of the previous item
 
     def end() -> None:
         if turn:
-            turns.append(Message(**{"role": "assistant", "content": "", **turn}))
+            turns.append({"role": "assistant", "content": "", **turn})
             turn.clear()
 
     for item in items:
         if item.type == "reasoning":
             end()
-            if text := "".join(part["text"] for part in parts_of(item.content)):
+            if text := "".join(part["text"] for part in text_parts(item.content)):
                 turn["reasoning_content"] = text
         elif item.type == "function_call":
-            call = CalledFunction(name=item.name or "", arguments=item.arguments or "")
-            turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id or "", function=call))
+            function = {"name": item.name, "arguments": item.arguments}
+            turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         elif item.type == "message" and item.role == "assistant":
             if previous == "message":
                 end()
-            written, more = turn.get("content", []), parts_of(item.content)
+            written, more = turn.get("content", []), text_parts(item.content) or [text_part("")]
             if written:  # text before a call; a chat has the text in one part
                 more[0] = text_part(written.pop()["text"] + more[0]["text"])
             turn["content"] = [*written, *more]
         else:
             end()
-            is_message = item.type == "message"
-            turns.append(
-                Message(
-                    role=item.role if is_message and item.role else "tool",
-                    content=parts_of(item.content if is_message else item.output),
-                    tool_call_id=None if is_message else item.call_id,
-                )
-            )
+            if item.type == "message":
+                turns.append({"role": item.role, "content": text_parts(item.content)})
+            else:
+                turns.append({"role": "tool", "tool_call_id": item.call_id, "content": text_parts(item.output)})
         previous = item.type
     end()
     return turns
-
-
-def parts_of(content: str | list[InputPart] | None) -> list[Any]:
-    """Return content as parts of a chat message, at least one."""
-    if isinstance(content, list) and content:
-        return [text_part(part.text) for part in content]
-    return [text_part(content if isinstance(content, str) else "")]
 
 
 class ResponsesTool(FunctionTool):
@@ -164,9 +152,8 @@ class TextOptions(Strict):
     format: TextFormat | None = None
 
 
-class ResponsesAllowedTools(Strict):
+class ResponsesAllowedTools(AllowedFunctions):
     type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
     tools: Annotated[list[AnyTool[ResponsesNamedTool]], Field(max_length=MAX_TOOLS)]
 
 
@@ -176,7 +163,7 @@ class Reasoning(Strict):
     effort: ReasoningEffort | None = None  # for templates that read it
 
 
-class ResponsesRequest(UsesTools, GenerationRequest):
+class ResponsesRequest(ConversationRequest, GenerationRequest):
     """A request to /v1/responses.
 
     Inputs that do not fit the context are refused, even with `truncation: auto`, which shortens them at OpenAI.
@@ -201,6 +188,7 @@ class ResponsesRequest(UsesTools, GenerationRequest):
         "n": Unless((1,)),
     }
     absent = GenerationRequest.absent | {"tool_choice": ("", {})}
+    prompt_field = "input"
 
     input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]  # a string is one user message
     instructions: str | None = None
@@ -212,7 +200,6 @@ class ResponsesRequest(UsesTools, GenerationRequest):
     tools: Annotated[list[AnyTool[ResponsesTool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolsChoice[ResponsesNamedTool, ResponsesAllowedTools] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)] | None = None
 
     @model_validator(mode="before")
@@ -229,20 +216,18 @@ class ResponsesRequest(UsesTools, GenerationRequest):
         return None if self.reasoning is None else self.reasoning.effort
 
     @property
-    def messages(self) -> list[Message]:
-        system = [Message(role="system", content=self.instructions)] if self.instructions else []
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return [*system, *messages_of(self.input)]
 
     @property
     def tool_use(self) -> ToolUse:
         functions = [tool for tool in self.tools or () if isinstance(tool, ResponsesTool)]
-        parallel = self.parallel_tool_calls is not False
-        if isinstance(self.tool_choice, ResponsesAllowedTools):
-            only = [tool.name for tool in self.tool_choice.tools if isinstance(tool, ResponsesNamedTool)]
-            return ToolUse(functions, self.tool_choice.mode, only=only, parallel=parallel)
-        if isinstance(self.tool_choice, ResponsesNamedTool):
-            return ToolUse(functions, named=self.tool_choice.name, parallel=parallel)
-        return ToolUse(functions, self.tool_choice or "auto", parallel=parallel)
+        return tool_use_of(functions, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @property
     def structure(self) -> tuple[str, Grammar] | None:

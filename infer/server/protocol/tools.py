@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
@@ -65,10 +65,6 @@ class FunctionTool(Strict):
         return schema | {"type": "object"}
 
 
-class LongFunctionTool(FunctionTool):
-    name: LongToolName
-
-
 class Tool(Strict):
     accepted = TOOL_ACCEPTED
 
@@ -127,6 +123,10 @@ class NamedTool(Strict):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
 
 class AllowedFunctions(Strict):
     mode: Literal["auto", "required"]
@@ -143,10 +143,6 @@ class CalledFunction(Strict):
 
     name: ToolName
     arguments: str = Field(max_length=MAX_ARGUMENTS)
-
-
-class LongCalledFunction(CalledFunction):
-    name: LongToolName
 
 
 class ToolCall(Strict):
@@ -200,14 +196,12 @@ class ToolUse:
         return self.choice == "required" or self.named is not None
 
 
-class UsesTools(Strict):
-    """A request whose fields say which tools may be called, each API in its own way."""
-
-    @property
-    def tool_use(self) -> ToolUse:
-        raise NotImplementedError
-
-    @model_validator(mode="after")
-    def check_tools(self) -> Self:
-        _ = self.tool_use
-        return self
+def tool_use_of(functions: Sequence[FunctionTool], choice: Any, *, parallel: bool | None) -> ToolUse:
+    """Return what a `tool_choice` means: a word, one function, or some with a mode. `parallel`: null means true."""
+    several = parallel is not False
+    if choice is None or isinstance(choice, str):
+        return ToolUse(functions, choice or "auto", parallel=several)
+    if isinstance(choice, AllowedFunctions):
+        only = [tool.name for tool in choice.tools if not isinstance(tool, OtherTool)]
+        return ToolUse(functions, choice.mode, only=only, parallel=several)
+    return ToolUse(functions, named=choice.name, parallel=several)
