@@ -13,7 +13,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from infer.speculation.proposers.draft_loops import block
-from infer.speculation.proposers.draft_loops.recurrent import RecurrentLoop
+from infer.speculation.proposers.draft_loops.base import RecurrentLoop
 from kernels import walk
 from kernels.walk import rank_candidates
 from models.attention import CausalAttention

@@ -13,7 +13,7 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.graphs.step_graph import StepGraphs
 from infer.request import SamplingParams
-from infer.speculation.proposers.draft_loops.recurrent import RecurrentLoop
+from infer.speculation.proposers.draft_loops.base import RecurrentLoop
 from models.targets import load_target
 from tests.lossless.plain import ids
 from tests.simulated_cuda.install import simulated_cuda

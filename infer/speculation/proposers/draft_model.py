@@ -19,7 +19,7 @@ from infer.kvcache.pool import KVPool
 from infer.options.stored_weights import why_widened
 from infer.request import Phase, Request
 from infer.speculation.budget import Budget
-from infer.speculation.proposers.model import ModelProposer
+from infer.speculation.proposers.head import ModelProposer
 from infer.speculation.tree import DraftTree
 from kernels.upload import upload
 from models.config import read_json

@@ -60,10 +60,7 @@ class DFlash2ObjectiveConfig(BlockObjectiveConfig):
 @dataclass
 class DFlash2Options(DFlashOptions):
     objectives: ClassVar = {"dflash2": DFlash2ObjectiveConfig}
-    loose_parameters: ClassVar = (
-        "candidate_selector.predecessor_codebook",
-        "candidate_selector.successor_codebook",
-    )
+    loose_parameters: ClassVar = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
     files: ClassVar = "The files follow z-lab's format of DFlash2, which vLLM reads as well."
 
     conv_group_size: int = number(16, low=1)

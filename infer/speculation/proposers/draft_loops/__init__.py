@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from infer.speculation.proposers.draft_loops.base import DraftLoop
+from infer.speculation.proposers.draft_loops.base import DraftLoop, RecurrentLoop
 from infer.speculation.proposers.draft_loops.block import BlockLoop
 from infer.speculation.proposers.draft_loops.mask import MaskLoop
-from infer.speculation.proposers.draft_loops.recurrent import RecurrentLoop
 from models.heads.base import Head, MaskHead, RecurrentHead
 from models.heads.block import BlockHead
 
