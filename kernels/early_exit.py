@@ -1,42 +1,60 @@
-"""Early exit of chains without the host: which tokens of a level are kept, and which chains go on after it.
+"""Early exit of chains: which tokens of a level are kept, and which chains go on after it.
 
 Its terms are those of infer/speculation/early_exit.py. It decides what is drafted, never what is
-accepted, so its sums need no fixed order. One launch on a GPU (kernels/triton/early_exit.py), where torch needs twenty.
+accepted, so its sums need no fixed order. On tensors nothing waits for the host: one launch on a GPU
+(kernels/triton/early_exit.py), where torch needs twenty. Where the host has each token anyway the same rule is applied
+to lists of numbers, chain by chain: operations on small tensors would take longer than a level.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from kernels.triton import in_use
 
 FIELDS = 4  # columns of a row of terms: slope and prices; then two per depth
+Values = Any  # a tensor [B], or on the host a list of B numbers
 
 
 class Drafting(NamedTuple):
     """B chains that are being drafted."""
 
-    active: Tensor  # bool [B], which have reached the level
-    length: Tensor  # int64 [B]
-    chance: Tensor  # fp32 [B], the probability that all tokens before the level are accepted
+    active: Values  # bool, which have reached the level
+    length: Values  # int64
+    chance: Values  # fp32, the probability that all tokens before the level are accepted
 
     @classmethod
-    def begin(cls, depths: Tensor) -> Drafting:
+    def begin(cls, depths: Values) -> Drafting:
+        if isinstance(depths, list):
+            return cls([depth > 0 for depth in depths], [0] * len(depths), [1.0] * len(depths))
         return cls(depths > 0, torch.zeros_like(depths), torch.ones_like(depths, dtype=torch.float32))
 
 
+# the operations of torch that the rule uses, on numbers
+NUMBERS = SimpleNamespace(exp=math.exp, log=math.log, clip=lambda value, low, high: min(max(value, low), high))
+
+
+def expect(ops: Any, chance: Any, log_prob: Any, slope: Any, offset: Any, least: float) -> Any:
+    """Return the probability that all tokens down to this level's are accepted, from that of those before it."""
+    confidence = ops.clip(ops.exp(log_prob), least, 1 - least)
+    return chance / (1 + ops.exp(-(offset + slope * ops.log(confidence / (1 - confidence)))))
+
+
 def exit_level(
-    chains: Drafting, terms: Tensor, depths: Tensor, log_probs: Tensor, level: int, least: float
+    chains: Drafting, terms: Values, depths: Values, log_probs: Values, level: int, least: float
 ) -> Drafting:
-    """Return the chains after a level whose tokens have these log-probabilities `[B]`.
+    """Return the chains after a level whose tokens have these log-probabilities.
 
     terms `[B, FIELDS + 2 D]`: of each chain, slope, the prices of a row, of a step and of a level, then an offset and
-    what follows, per depth. Infinite ones stand for a chain that is not scored. depths `[B]`: no chain is longer. A
-    chain's first token is always kept. Probabilities of a token are taken to be at least `least` away from 0 and 1.
+    what follows, per depth. Infinite ones stand for a chain that is not scored. depths: no chain is longer. A chain's
+    first token is always kept. Probabilities of a token are taken to be at least `least` away from 0 and 1.
     """
+    if isinstance(terms, list):
+        return exit_level_on_host(chains, terms, depths, log_probs, level, least)
     if in_use(terms.device):
         from kernels.triton import early_exit as gpu
 
@@ -44,9 +62,26 @@ def exit_level(
     active, length, chance = chains
     slope, row, step, level_price = terms[:, :FIELDS].T
     offsets, following = terms[:, FIELDS:].chunk(2, dim=1)
-    confidence = log_probs.exp().clamp(least, 1 - least).logit()
-    chance = chance * (offsets[:, level] + slope * confidence).sigmoid()
+    chance = expect(torch, chance, log_probs, slope, offsets[:, level], least)
     keep = active if level == 0 else active & (chance >= row)
     gain = torch.where(keep, chance * following[:, level] - row - step, 0.0).clamp(min=0.0)
     goes_on = (gain > 0) & (gain.sum() >= level_price) & (depths > level + 1)
     return Drafting(goes_on, length + keep, chance)
+
+
+def exit_level_on_host(
+    chains: Drafting, terms: list[list[float]], depths: list[int], log_probs: list[float], level: int, least: float
+) -> Drafting:
+    length, chance, gains = [*chains.length], [*chains.chance], [0.0] * len(depths)
+    for chain, (slope, row, step, _, *rest) in enumerate(terms):
+        if chains.active[chain]:
+            chance[chain] = expect(NUMBERS, chance[chain], log_probs[chain], slope, rest[level], least)
+            if level == 0 or chance[chain] >= row:
+                length[chain] += 1
+                gains[chain] = max(chance[chain] * rest[len(rest) // 2 + level] - row - step, 0.0)
+    surplus = sum(gains)
+    goes_on = [
+        gain > 0 and surplus >= prices[FIELDS - 1] and depth > level + 1
+        for gain, prices, depth in zip(gains, terms, depths, strict=True)
+    ]
+    return Drafting(goes_on, length, chance)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts, NativeDecoder, fuse_layers
+from kernels.draft import DraftParts
+from kernels.linear import PackedLinear
 from models.attention import Attention, decode_of
-from models.layers import GatedMLP, Linear, RMSNorm
+from models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm
 
 if TYPE_CHECKING:
     from models.targets.llama import SelfAttention
@@ -53,6 +55,29 @@ def parts_of(
         gelu=mlp.gelu,
         scale=attention.scale,
         rotary=attention.rotary_table,
+    )
+
+
+def draft_parts_of(
+    head: Any,
+    decoder: NativeDecoder | None,
+    embedding: nn.Module | Tensor,
+    lm_head: nn.Module,
+    *,
+    joined: PackedLinear | None = None,
+    norm: Tensor | None = None,
+) -> DraftParts | None:
+    """Return a recurrent head's weights for kernels that run whole levels; None where none runs these layers."""
+    if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
+        return None
+    if isinstance(embedding, PackedEmbedding):
+        stored: Any = embedding.packed
+    else:
+        stored = embedding if isinstance(embedding, Tensor) else embedding.weight
+    layer, ids = head.config.layer, head.target_ids
+    rotary = head.rotary.tables(ids.device, decoder.dtype)
+    return DraftParts(
+        decoder, layer.num_heads, layer.num_kv_heads, stored, rotary, joined, norm, lm_head.packed, draft_ids=ids
     )
 
 

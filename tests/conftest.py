@@ -32,6 +32,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
+from models.heads.weights import initialize, set_vocabulary
 from tests.interpreted import INTERPRETED, scaled
 
 # No deadline: other processes may use the machine, so an example may take any time.
@@ -151,8 +152,8 @@ def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory)
     counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # an order whose most frequent ids are no prefix of the vocabulary
     aux: dict[str, Any] = {} if tiny_target.config.num_layers >= 8 else {"aux_layers": [0, 1, 2]}
     head = Eagle3Head(Eagle3Options(draft_vocab_size=128, **aux).for_target(tiny_target.config))
-    head.set_vocabulary(*build_draft_vocab(counts, 128, forced_ids=[0]))
-    head.initialise(tiny_target, from_target=True, seed=0)
+    set_vocabulary(head, *build_draft_vocab(counts, 128, forced_ids=[0]))
+    initialize(head, tiny_target, from_target=True, seed=0)
     folder = tmp_path_factory.mktemp("head")
     save_head(
         head,

@@ -1,4 +1,7 @@
-"""Every head with every flag, for parametrised tests on tiny targets."""
+"""Every head of the registry with every flag, for parametrised tests on tiny targets.
+
+A head without an entry in VARIANTS is tested with its default options.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from typing import Any
 
 import torch
 
+from models.config import RopeConfig, TargetConfig
 from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.weights import initialize, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from train.config import SCHEMAS
@@ -18,6 +23,7 @@ from train.objectives.registry import OBJECTIVES
 from train.objectives.teacher import teach
 
 DRAFT_VOCAB = 200
+# The first variant of each head is served, and drafts five tokens or more.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
     "eagle, fc with bias": ("eagle", {"bias": True}),
@@ -46,8 +52,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp, one head": ("mlp", {"n_predict": 1, "tie_weights": True}),
     "mlp, inner_dim": ("mlp", {"n_predict": 5, "inner_dim": 96}),
     "mlp, scale_input": ("mlp", {"n_predict": 5, "scale_input": True}),
-    "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
     "p-eagle, one layer": ("p-eagle", {"num_layers": 1, "mask_token_id": 7, "embed_requires_grad": False}),
+    "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
     "dflash": ("dflash", {"num_layers": 2, "block_size": 6}),
     "dflash, one layer": ("dflash", {"num_layers": 1, "block_size": 6, "mask_token_id": 7}),
     "dflash, causal": ("dflash", {"num_layers": 2, "block_size": 6, "causal": True, "draft_vocab_size": DRAFT_VOCAB}),
@@ -85,11 +91,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-OBJECTIVE_OF = {name: name for name in HEADS} | {"eagle": "ttt", "eagle3": "ttt", "draft-model": "distil"}
-# variants that draft five tokens or more
-ONE_OF_EACH = (
-    "eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer", "dflash", "dspark", "dflash2", "draft-model",
+VARIANTS |= {name: (name, {}) for name in HEADS if name not in {head for head, _ in VARIANTS.values()}}
+ONE_OF_EACH = tuple(next(variant for variant, (head, _) in VARIANTS.items() if head == name) for name in HEADS)
+# the default objective, but for the one that learns a tiny batch too slowly
+OBJECTIVE_OF = {name: next(iter(head.objectives)) for name, head in HEADS.items()} | {"eagle": "ttt"}
+
+
+TINY = TargetConfig(
+    architecture="LlamaForCausalLM", vocab_size=384, hidden_size=64, intermediate_size=128, num_layers=8, num_heads=4,
+    num_kv_heads=2, head_dim=16, rms_norm_eps=1e-5, max_position_embeddings=256, tie_word_embeddings=False,
+    attention_bias=False, output_bias=False, mlp_bias=False, rope=RopeConfig(), bos_token_id=None, eos_token_ids=(0,),
 )  # fmt: skip
+
+
+def kind_of(variant: str) -> type[Head]:
+    return HEADS[VARIANTS[variant][0]].module().kind
+
+
+def keeps_kv(variant: str) -> bool:
+    name, options = VARIANTS[variant]
+    return HEADS[name](**options).for_target(TINY).attention is not None
 
 
 def make_objective(head: Head, name: str, **settings: Any) -> Objective:
@@ -101,7 +122,7 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
 
     `target` computes the features and may be packed.
     """
-    objective = make_objective(head, OBJECTIVE_OF[head.name], steps=steps)
+    objective = make_objective(head, OBJECTIVE_OF[head.config.name], steps=steps)
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
     batch = sequences.batch(range(len(sequences)))
     features = compute_features(target, batch, head.config.aux_layers)
@@ -122,8 +143,8 @@ def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) 
         more = {"aux_layers": [0, 1, 2]} | more  # the defaults collide on so few layers
     head = HEADS[name](**options | more).make(target.config)
     size = head.config.draft_vocab_size
-    head.set_vocabulary(*build_draft_vocab(torch.arange(target.config.vocab_size) % 11, size, [0]))
-    head.initialise(target, from_target=False, seed=seed)
+    set_vocabulary(head, *build_draft_vocab(torch.arange(target.config.vocab_size) % 11, size, [0]))
+    initialize(head, target, from_target=False, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():

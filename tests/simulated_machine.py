@@ -21,7 +21,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.early_exit import HostExit, exit_rows
+from infer.speculation.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.base import Needs, Proposer, Tracker
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
@@ -230,7 +230,9 @@ class Simulation:
         active = [b for b, budget in enumerate(budgets) if budget.nodes]
         scoring = self.confidence if self.confidence is not None and self.confidence.scoring else None
         limits = [budget.depth for budget in budgets]
-        exits = HostExit(exit_rows(scoring, decoding, limits, max(limits))) if scoring is not None and active else None
+        exits = None
+        if scoring is not None and active:
+            exits = EarlyExit(exit_rows(scoring, decoding, limits, max(limits)), limits)
         scores: list[list[float]] = [[] for _ in decoding]
         counts: list[int] = []
         while active:
@@ -240,12 +242,13 @@ class Simulation:
                 rates[b].append(self.rng.betavariate(1.5 * rate + 1e-3, 1.5 * (1 - rate) + 1e-3))
             kept = going = active
             if exits is not None:
-                values = [math.log(max(rates[b][-1], 1e-6)) for b in active]
-                keep, continues = exits.decide(len(counts) - 1, values, active)
-                for b, value, keeps in zip(active, values, keep, strict=True):
-                    scores[b] += [value] if keeps else []
-                kept = [b for b, keeps in zip(active, keep, strict=True) if keeps]
-                going = [b for b, goes in zip(active, continues, strict=True) if goes]
+                before, values = exits.chains.length, [rate[-1] if rate else 1.0 for rate in rates]
+                log_probs = [math.log(max(value, 1e-6)) for value in values]
+                exits.after(len(counts) - 1, log_probs)
+                kept = [b for b in active if exits.chains.length[b] > before[b]]
+                going = [b for b in active if exits.chains.active[b]]
+                for b in kept:
+                    scores[b].append(log_probs[b])
             for b in kept:
                 depths[b] += 1
             active = [b for b in going if len(rates[b]) < budgets[b].depth]

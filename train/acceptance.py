@@ -18,7 +18,7 @@ from kernels.choose import NO_LIMITS, ChoiceParameters, choose_best
 from kernels.noise import MASK32
 from kernels.walk import make_lattice, rank_candidates
 from models.heads.base import Head
-from models.heads.block import BlockHead
+from models.heads.block import BlockHead, base_logits
 from models.heads.config import CANDIDATES
 from train.data.sequences import Batch
 from train.features.online import Features
@@ -57,15 +57,17 @@ def best_drafts(
     Fewer if there are no more. A corrector chooses among as many candidates as in an engine with the default
     proposer.candidates.
     """
-    if not (isinstance(head, BlockHead) and head.corrects):
+    candidates = head.corrector.num_candidates(CANDIDATES) if isinstance(head, BlockHead) else None
+    if not isinstance(head, BlockHead) or candidates is None:
         count = min(count, head.config.draft_vocab_size)
         return choose_best(head.logits(state, depth), parameters, positions, head.target_ids, count)[0]
-    parts = list[Tensor]()
+    parts, corrector, size = list[Tensor](), head.corrector, head.config.hidden_size
     for rows in torch.arange(len(state), device=state.device).split(WALKED_ROWS):
         states, sampling, at = state[rows], parameters and parameters.rows(rows), positions[rows]
-        base = head.base_logits(states[:, : head.config.hidden_size])[:, None]
-        lattice = make_lattice(base, sampling, at, head.target_ids, head.num_candidates or CANDIDATES)
-        query, transition = head.query(states)[:, None], head.transition(states[:, None, : head.config.hidden_size])
+        base = base_logits(head, states)[:, None]
+        lattice = make_lattice(base, sampling, at, head.target_ids, candidates)
+        query, transition = corrector.query(states)[:, None], corrector.transition(states[:, None, :size])
+        assert transition is not None
         parts.append(rank_candidates(lattice, 0, transition, query, sampling, at, count)[0][:, 0])
     return torch.cat(parts)
 

@@ -17,6 +17,7 @@ from infer.console.compare import Comparison, compare
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats
 from models.heads.base import Head
+from models.heads.weights import dtype_of
 from models.vocab import coverage
 from train.acceptance import Sampling, count_ranks, simulate
 from train.config import TrainConfig
@@ -103,7 +104,7 @@ class Evaluator:
 
     def _serving(self, head: Head) -> Head:
         """Return the head in the dtype in which the engine runs it."""
-        return head if head.dtype == self._engine.dtype else copy.deepcopy(head).to(self._engine.dtype)
+        return head if dtype_of(head) == self._engine.dtype else copy.deepcopy(head).to(self._engine.dtype)
 
     def _batches(self, sequences: Sequences) -> Iterator[tuple[Batch, Features]]:
         size = self._config.batch_size

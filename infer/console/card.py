@@ -99,7 +99,8 @@ def describe_draft_model(engine: Engine) -> Sequence[Row]:
     draft, vocab_size = engine.draft_model, engine.target.config.vocab_size
     if draft is None:
         return []
-    text = f"{engine.proposer_config.draft_model or draft.model.path}{', in parallel' if draft.parallel else ''}"
+    is_parallel = draft.config.mask_token is not None
+    text = f"{engine.proposer_config.draft_model or draft.model.path}{', in parallel' if is_parallel else ''}"
     if draft.num_drafted < min(vocab_size, draft.config.draft_vocab_size):
         text += f", has {draft.num_drafted:,} of the target's {vocab_size:,} tokens and drafts no other"
     weights = quantised_row("draft weights", engine.config.draft_weights, engine)

@@ -30,7 +30,7 @@ from infer.kvcache.memory import MIB
 from infer.parallel.target_worker import Shard
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget
-from infer.speculation.early_exit import EarlyExit, exit_terms, num_terms
+from infer.speculation.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import DraftTree
@@ -160,8 +160,8 @@ class StepGraphs:
             return
         self._budgets = list(budgets)
         depths = [budget.depth for budget in budgets]
-        parallel = self.proposer is not None and self.proposer.module.parallel
-        terms = exit_terms(confidence, requests, depths, self._scored, parallel=parallel)
+        parallel = self.proposer is not None and self.proposer.loop.one_forward
+        terms = torch.tensor(exit_rows(confidence, requests, depths, self._scored, parallel=parallel))
         self._state.set_budgets(budgets, terms, self._turn)
 
     def launch(self) -> Launched:
@@ -237,7 +237,7 @@ class StepGraphs:
             return DraftTree.chain(root, root[:, None][:, :0], torch.zeros_like(root), padded=True)
         unread = rows.unread(kv=bool(proposer.needs.kv_layers))
         if self._shape is None:
-            early_exit = EarlyExit(rows.exit_terms) if self._scored else None
+            early_exit = EarlyExit(rows.exit_terms, rows.depth) if self._scored else None
             chains = proposer.loop.chain(unread, rows.depth, self.limit.depth, early_exit)
             if chains.log_probs is not None:
                 self._log_probs[: len(root)] = chains.log_probs
@@ -326,7 +326,7 @@ class GraphCache:
         memory = self._memory = self._memory or GraphMemory(shard.device)
         drafters = list[tuple[HeadProposer | None, Budget]]()
         if isinstance(proposer, HeadProposer):
-            part = proposer.module.attention
+            part = proposer.module.config.attention
             if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
                 drafters.append((proposer, limit))
             if proposer.shape is not None:

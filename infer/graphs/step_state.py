@@ -17,7 +17,7 @@ from infer.kvcache.pool import KVPool
 from infer.request import Request
 from infer.sampling.choose import choice_parameters
 from infer.speculation.budget import Budget
-from infer.speculation.draft_loop import Unread
+from infer.speculation.proposers.draft_loops.base import Unread
 from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS, Nodes, Progress, advance
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
@@ -104,7 +104,7 @@ class GraphBatch(NamedTuple):
 class StepState:
     """Holds up to `batch` requests, which `load` writes while nothing runs that reads them.
 
-    `width`: the most rows of a request that its head has not read; `spare`: rows that follow them (draft_loop.py).
+    `width`: the most rows of a request that its head has not read; `spare`: rows that follow them (draft_loops).
     """
 
     def __init__(

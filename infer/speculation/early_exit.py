@@ -1,19 +1,16 @@
-"""Early exit of chains: which of them a draft loop continues after a level, from the drafter's log-probabilities.
-
-One rule in two forms: on tensors, which lie where the draft runs and need no host, and on numbers, where the host has
-each token anyway and some ten operations on small tensors would take longer than a level.
-"""
+"""Early exit of chains: which of them a draft loop continues after a level, from the drafter's log-probabilities."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.control.confidence import FREE, MIN_CHANCE, Confidence, logit, sigmoid
+from infer.speculation.control.confidence import FREE, MIN_CHANCE, Confidence
 from kernels.early_exit import FIELDS, Drafting, exit_level
 
 LIKELY = 1e30  # stands for a probability in the terms: a next token is worth any price, if the one before it is kept
@@ -48,59 +45,32 @@ def exit_rows(
     return rows
 
 
-def exit_terms(
-    confidence: Confidence | None,
-    requests: Sequence[Request | None],
-    depths: Sequence[int],
-    deepest: int,
-    *,
-    parallel: bool = False,
-) -> Tensor:
-    """Return `exit_rows` as a tensor `[B, num_terms(deepest)]`, on the host."""
-    return torch.tensor(exit_rows(confidence, requests, depths, deepest, parallel=parallel))
-
-
 class EarlyExit:
-    """Decides by `exit_terms` `[B, T]`, on their device.
+    """Ends each of B chains where a further token is not worth its price (kernels/early_exit.py).
 
-    `on_host`: the host may wait for decisions, to end a draft that no chain continues.
+    terms `[B, T]` and depths `[B]`: tensors where the draft runs, which then never waits for the host, or lists, by
+    which the host decides after each level and ends a draft that no chain continues.
     """
 
-    def __init__(self, terms: Tensor, *, on_host: bool = False) -> None:
-        self._terms, self.on_host = terms, on_host
+    def __init__(self, terms: Any, depths: Any) -> None:
+        self._terms, self._depths, self.chains = terms, depths, Drafting.begin(depths)
+        self._on_host = isinstance(terms, list)
 
-    def __call__(self, level: int, log_probs: Tensor, chains: Drafting, depths: Tensor) -> Drafting:
-        """Return the chains after a level; see `kernels.early_exit.exit_level`."""
-        return exit_level(chains, self._terms, depths, log_probs, level, MIN_CHANCE)
+    def after(self, level: int, log_probs: Any) -> bool:
+        """Take a level's log-probabilities `[B]`; return whether the draft goes on."""
+        if self._on_host and isinstance(log_probs, Tensor):
+            log_probs = log_probs.tolist()
+        self.chains = exit_level(self.chains, self._terms, self._depths, log_probs, level, MIN_CHANCE)
+        return not self._on_host or any(self.chains.active)
 
+    def after_all(self, log_probs: Tensor) -> None:
+        """Take those of all levels `[B, D]`, which are drafted in any case."""
+        levels = log_probs.T.tolist() if self._on_host else log_probs.unbind(1)
+        for level, values in enumerate(levels):
+            if not self.after(level, values):
+                break
 
-class HostExit:
-    """Decides as EarlyExit does, by `exit_rows`, without the bound on a chain's depth."""
-
-    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
-        self._rows, self._chances = rows, [1.0] * len(rows)
-
-    def decide(self, level: int, log_probs: Sequence[float], active: Sequence[int]) -> tuple[list[bool], list[bool]]:
-        """Return which tokens of this level the chains `active` keep, and which of them go on after it.
-
-        log_probs: of the tokens, under the noise that they were chosen with.
-        """
-        kept, gains = list[bool](), list[float]()
-        for index, value in zip(active, log_probs, strict=True):
-            (slope, row, step, _), depths = self._rows[index][:FIELDS], self._rows[index][FIELDS:]
-            self._chances[index] *= sigmoid(depths[level] + slope * logit(math.exp(value)))
-            kept.append(level == 0 or self._chances[index] >= row)
-            gain = self._chances[index] * depths[len(depths) // 2 + level] - row - step
-            gains.append(max(gain, 0.0) if kept[-1] else 0.0)
-        surplus = sum(gains)
-        return kept, [gain > 0 and surplus >= self._rows[index][3] for index, gain in zip(active, gains, strict=True)]
-
-    def lengths(self, log_probs: Sequence[Sequence[float]], depths: Sequence[int]) -> list[int]:
-        """Return the lengths of chains of at most `depths` tokens, all of which are drafted already."""
-        lengths, active = [0] * len(depths), [row for row, depth in enumerate(depths) if depth]
-        for level in range(max(depths, default=0)):
-            kept, going = self.decide(level, [log_probs[row][level] for row in active], active)
-            for row, keep in zip(active, kept, strict=True):
-                lengths[row] += keep
-            active = [row for row, goes_on in zip(active, going, strict=True) if goes_on and depths[row] > level + 1]
-        return lengths
+    @property
+    def lengths(self) -> Tensor:
+        """Lengths of the chains `[B]`, once all levels were taken."""
+        return torch.as_tensor(self.chains.length)

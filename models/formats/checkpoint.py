@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from models.fields import Fields
-from models.heads.config import HeadShape
+from models.heads.config import Facts, HeadShape
 
 Shapes = Mapping[str, tuple[int, ...]]
 Blame = tuple[tuple[str, tuple[str, ...]], ...]
@@ -78,19 +78,19 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     provenance: dict[str, Any] | None = None
 
-    def facts(self, *, needs_verifier: bool = True) -> dict[str, Any]:
-        """Return the arguments of a head's `to_json`. Raises ValueError when the verifier must be known and is not."""
+    def facts(self, *, needs_verifier: bool = True) -> Facts:
+        """Return what a head's `to_json` states beside its shape.
+
+        Raises ValueError when the verifier must be known and is not.
+        """
         verifier = self.verifier or Verifier("")
         if needs_verifier and not (verifier.name and verifier.architecture):
             raise ValueError(
                 "the head's target is part of this format and not known; give --verifier (a folder with its "
                 "config.json, or a hub id)"
             )
-        return {
-            "verifier": verifier.name,
-            "verifier_architecture": verifier.architecture or "",
-            "speculative_tokens": self.speculative_tokens or self.config.max_depth or DRAFT_TOKENS,
-        }
+        tokens = self.speculative_tokens or self.config.max_depth or DRAFT_TOKENS
+        return Facts(verifier.name, verifier.architecture or "", tokens)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Format:
     heads: tuple[str, ...]
     matches: Callable[[Mapping[str, Any], Collection[str]], bool]  # config.json and the names of the files beside it
     read: Callable[[Fields, Shapes, ConversionOptions], ParsedConfig]
-    write: Callable[[Checkpoint], dict[str, Any]] = lambda checkpoint: checkpoint.config.to_json(**checkpoint.facts())
+    write: Callable[[Checkpoint], dict[str, Any]] = lambda checkpoint: checkpoint.config.to_json(checkpoint.facts())
     # file names, in order of preference; the first is what is written
     weights: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
@@ -129,7 +129,7 @@ class Format:
 
 def write_with_base_model(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return config.json of a head whose layout names the verifier, where known, as `base_model_name_or_path`."""
-    config = checkpoint.config.to_json(**checkpoint.facts(needs_verifier=False))
+    config = checkpoint.config.to_json(checkpoint.facts(needs_verifier=False))
     del config["verifier"]
     if checkpoint.verifier is not None:
         config["base_model_name_or_path"] = checkpoint.verifier.name

@@ -5,8 +5,9 @@ A flat file is z-lab's: a Qwen3Config with a section `dflash_config`, in which S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -14,13 +15,14 @@ from torch import Tensor
 from models.config import TargetConfig
 from models.fields import Fields
 from models.formats import eagle3, llama
-from models.formats.checkpoint import Checkpoint
+from models.formats.checkpoint import Checkpoint, Format, ParsedConfig
 from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dflash.config_json import SLIDING
 from models.targets.qwen2 import typed_windows
 
 T = TypeVar("T")
+Read = Callable[..., ParsedConfig]
 BLAME = (
     (r"^fc\.weight", ("hidden_size", "aux_hidden_state_layer_ids", "target_layer_ids")),
     (r"^(hidden_norm|norm)", ("hidden_size",)),
@@ -36,7 +38,22 @@ BLAME = (
 ALIASES = (("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
 
 
-def is_flat(config: Mapping[str, Any], architecture: str) -> bool:
+def flat_format(name: str, heads: tuple[str, ...], architecture: str, read: Read, **more: Any) -> Format:
+    """Return a format of flat files with this architecture."""
+    fields: dict[str, Any] = {
+        "weights": ("model.safetensors",),
+        "prefixes": ("model.",),
+        "aliases": ALIASES,
+        "blame": BLAME,
+        "incoming": incoming,
+        "losses": flat_losses,
+        "states_tokens": False,
+    }
+    matches = partial(is_flat, architecture=architecture)
+    return Format(name=name, heads=heads, matches=matches, read=read, **fields | more)
+
+
+def is_flat(config: Mapping[str, Any], files: Collection[str], architecture: str) -> bool:
     return "speculators_model_type" not in config and architecture in (config.get("architectures") or ())
 
 

@@ -15,7 +15,7 @@ from models.fields import Fields
 from models.formats import speculators
 from models.formats.checkpoint import DRAFT_TOKENS, ConversionOptions, Format, ParsedConfig, Shapes
 from models.heads import HEADS
-from models.heads.config import EMBEDDING, PROVENANCE, HeadShape
+from models.heads.config import EMBEDDING, PROVENANCE, Facts, HeadShape
 
 ADDED = ("verifier", "own_embedding", "speculative_tokens")  # to the layout of others
 FREE = {"torch_dtype", "speculators_version"}  # may differ from what would be written today
@@ -52,9 +52,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     tokens = stated.speculative_tokens or added.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
     if verifier is None or verifier.architecture is None:
         raise ValueError(f"{fields.name}: verifier: name_or_path or architectures is missing")
-    expected = config.to_json(
-        verifier=verifier.name, verifier_architecture=verifier.architecture, speculative_tokens=tokens
-    )
+    expected = config.to_json(Facts(verifier.name, verifier.architecture, tokens))
     for key in sorted((set(expected) | set(fields.values)) - FREE):
         if key not in fields.values:
             raise ValueError(f"{fields.name}: {key} is missing; Headway writes {key}={expected[key]!r}")

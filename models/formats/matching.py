@@ -12,6 +12,7 @@ from torch import Tensor
 from models.formats.checkpoint import Blame, Format, ParsedConfig
 from models.heads import HEADS
 from models.heads.config import HeadShape
+from models.heads.weights import checkpoint_tensors
 
 SHOWN = 8
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -21,7 +22,7 @@ WHOLE = (torch.int64, torch.int32)
 def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
     """Return name -> tensor without storage, for every tensor of our export of such a head."""
     with torch.device("meta"):
-        return HEADS[config.name].module()(config).checkpoint_tensors()
+        return checkpoint_tensors(HEADS[config.name].module().kind(config))
 
 
 def bare_names(

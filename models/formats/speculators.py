@@ -163,12 +163,12 @@ def shared_with_target(config: HeadShape) -> frozenset[str]:
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
     config = checkpoint.config
     if not isinstance(config, DFlashConfig):
-        return config.to_json(**checkpoint.facts())
+        return config.to_json(checkpoint.facts())
     if isinstance(config, DFlash2Config):
         dflash.check_whole_vocabulary(config, "speculators' dflash2")
         if config.sample_from_anchor:
             raise ValueError("sample_from_anchor=True: speculators' dflash2 has no head whose anchor's row predicts")
-    return config.speculators_json(**checkpoint.facts())
+    return config.speculators_json(checkpoint.facts())
 
 
 def losses(checkpoint: Checkpoint) -> list[str]:

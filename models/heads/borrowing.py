@@ -1,90 +1,82 @@
-"""Heads that use the target's embedding and LM head in place."""
+"""The target's embedding and LM head, which some heads use in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.quantise import WeightFormat
-from models.heads.base import Head
 from models.layers import Linear, PackedEmbedding
 from models.targets.llama import LlamaTarget
 
 
-class Borrowed:
-    """The target's LM head and embedding: shared, never copied with the head."""
+class Borrowed(nn.Module):
+    """What a head uses of its target, once `borrow` was called: shared, never copied, nor among its parameters."""
 
-    def __init__(self, lm_head: Linear, embedding: Tensor | PackedEmbedding) -> None:
-        self.lm_head, self.embedding = lm_head, embedding
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow_lm_head: Linear | None = None  # a copy of the LM head in fewer bits
+        self.lent: tuple[Linear, Tensor | PackedEmbedding] | None = None  # the target's LM head and embedding
+
+    @property
+    def lm_head(self) -> Linear:
+        assert self.lent is not None, "borrow() comes first"
+        return self.lent[0] if self.narrow_lm_head is None else self.narrow_lm_head
+
+    @property
+    def embedding(self) -> Tensor | PackedEmbedding:
+        assert self.lent is not None, "borrow() comes first"
+        return self.lent[1]
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[..., H]` of tokens `[...]`."""
         stored = self.embedding
         return stored(ids) if isinstance(stored, PackedEmbedding) else F.embedding(ids, stored)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:
-        return self
-
-    def apply(self, change: Callable[[Tensor], Tensor]) -> Borrowed:
-        """Return it in the dtype or on the device that `change` sets; itself where that changes nothing."""
-        if isinstance(self.embedding, PackedEmbedding):
-            return self  # in blocks, it stays as it is
-        embedding = change(self.embedding)
-        if embedding is self.embedding:
-            return self
-        assert self.lm_head.packed is None, "a packed LM head stays as it is"
-        tied = self.lm_head.weight is self.embedding
-        lm_head = Linear(*reversed(self.lm_head.weight.shape), bias=False, device="meta")
-        weight = embedding if tied else change(self.lm_head.weight)
-        lm_head.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        return Borrowed(lm_head, lm_head.weight if tied else embedding)
-
-
-class BorrowingHead(Head):
-    """A head that computes logits with the target's LM head, and may read its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow_lm_head: Linear | None = None  # a copy of the borrowed LM head in fewer bits
-        self._borrowed: Borrowed | None = None
-
-    @property
-    def reads_lm_head(self) -> bool:
-        return True
-
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.borrowed.lm_head if self.narrow_lm_head is None else self.narrow_lm_head
-
-    @property
-    def borrowed(self) -> Borrowed:
-        assert self._borrowed is not None, "borrow() comes first"
-        return self._borrowed
-
-    def borrow(self, target: LlamaTarget) -> None:
-        embedding = target.embed_tokens
-        self._borrowed = Borrowed(
-            target.lm_head, embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
-        )
-
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """Pack the linear layers and, for a format with fewer bits than the target's, a copy of its LM head.
+        """Pack a copy of the LM head in a format of fewer bits than the target's.
 
-        There is no copy if the head does not use it, or if it is split among processes or has fewer bits itself.
+        There is no copy if the LM head is split among processes or has fewer bits itself.
         """
-        super().pack(exact=exact, weight_format=weight_format)
-        lm_head = self.borrowed.lm_head
-        if weight_format == "same" or type(lm_head) is not Linear or self.lm_head_at(0) is not lm_head:
+        lm_head = self.lm_head
+        if weight_format == "same" or type(lm_head) is not Linear or (weight := lm_head.unpacked_weight()) is None:
             return
-        if (weight := lm_head.unpacked_weight()) is not None:
-            self.narrow_lm_head = Linear(*reversed(weight.shape), bias=False, device="meta")
-            self.narrow_lm_head.weight = nn.Parameter(weight, requires_grad=False)
-            self.narrow_lm_head.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
+        narrow = Linear(*reversed(weight.shape), bias=False, device="meta")
+        narrow.weight = nn.Parameter(weight, requires_grad=False)
+        narrow.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
+        self.narrow_lm_head = narrow
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:
+        copy = Borrowed()
+        copy.lent = self.lent
+        return copy
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def] # as nn.Module has it
+        """Change dtype or device of what is borrowed too, unless it is packed or in blocks."""
         super()._apply(fn, recurse)
-        if self._borrowed is not None:
-            self._borrowed = self._borrowed.apply(fn)
+        if self.lent is None or isinstance(self.lent[1], PackedEmbedding):
+            return self
+        (lm_head, embedding), changed = self.lent, fn(self.lent[1])
+        if changed is not embedding:
+            assert lm_head.packed is None, "a packed LM head stays as it is"
+            weight = changed if lm_head.weight is embedding else fn(lm_head.weight)
+            other = Linear(*reversed(lm_head.weight.shape), bias=False, device="meta")
+            other.weight = nn.Parameter(weight.detach(), requires_grad=False)
+            self.lent = other, other.weight if lm_head.weight is embedding else changed
         return self
+
+
+def borrowed_by(head: nn.Module) -> Iterator[Borrowed]:
+    """Yield what the head uses of its target; nothing if all modules are its own."""
+    return (module for module in head.modules() if isinstance(module, Borrowed))
+
+
+def borrow(head: nn.Module, target: LlamaTarget) -> None:
+    """Let the head use the target's modules, where it uses any. Call before the first step."""
+    embedding = target.embed_tokens
+    for borrowed in borrowed_by(head):
+        stored = embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
+        borrowed.lent = target.lm_head, stored

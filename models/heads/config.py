@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from models.checks import MISSING, check_fields
 from models.config import TargetConfig
@@ -18,6 +18,7 @@ from models.heads.objectives import ObjectiveConfig
 if TYPE_CHECKING:
     from models.formats.checkpoint import Format
     from models.heads.base import Head
+    from models.heads.weights import HeadModule
 
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # tensors that a head may share with its target
@@ -25,6 +26,31 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # tensors that a h
 # SmolLM2's dspark head is 1.412, 1.489 and 1.516 with 4, 16 and 64, and 1.507 over the whole vocabulary
 CANDIDATES, MAX_CANDIDATES = 64, 64
 PROVENANCE = "provenance.json"  # beside config.json and the weights of an exported head
+
+
+class Facts(NamedTuple):
+    """What a config.json states of a head beside its shape: its target, and how many tokens to draft."""
+
+    verifier: str
+    architecture: str
+    speculative_tokens: int
+
+    @property
+    def verifier_json(self) -> dict[str, Any]:
+        return {"name_or_path": self.verifier, "architectures": [self.architecture]}
+
+
+class AttentionShape(NamedTuple):
+    """The number of a head's layers that keep KV, and their common shape."""
+
+    layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, layer: TargetConfig) -> AttentionShape:
+        return cls(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
 
 class HeadShape(ABC):
@@ -39,10 +65,31 @@ class HeadShape(ABC):
     draft_vocab_size: int
     aux_layers: tuple[int, ...]  # hidden states that `fuse` takes, LAST for the final one
     max_depth: int | None = None  # how many tokens it can draft; None: unbounded
+    attention: AttentionShape | None = None  # None for a head without decoder layers, which keeps no KV
+    reads_lm_head: bool = False  # initializing it needs the target's LM head even without `init_from_target`
+    donor_layers: range = range(-1, 0)  # the target's layers that `init_from_target` copies; negative from the last
 
     @abstractmethod
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         """Return config.json with every flag written out, because readers disagree on defaults."""
+
+
+class DecoderShape(HeadShape):
+    """The config of a head of decoder layers, whose sizes are those of `layer`. `layer.vocab_size` is the target's."""
+
+    layer: TargetConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layer.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape.of(self.layer)
 
 
 @dataclass
@@ -71,6 +118,8 @@ class NewHeadConfig(HeadConfig, ABC):
     fuses_layers: ClassVar[bool] = False  # reads intermediate layers of the target, not its last hidden state
     separate_depths: ClassVar[bool] = False  # depths share no weights, or not all
     is_target: ClassVar[bool] = False  # its export is a target, which `proposer=draft_model` serves
+    output_layers: ClassVar[tuple[str, ...]] = ("lm_head", "lm_heads")  # modules that map to the vocabulary
+    loose_parameters: ClassVar[tuple[str, ...]] = ()  # those that are read without calling the module that holds them
     files: ClassVar[str]  # the model card's sentence on the exported files
 
     init_from_target: bool = True  # initialise from the target's weights where the head can hold them
@@ -82,10 +131,10 @@ class NewHeadConfig(HeadConfig, ABC):
 
     def make(self, target: TargetConfig) -> Head:
         """Make a new head, without vocabulary or weights. Raises ValueError as `for_target` does."""
-        return self.module()(self.for_target(target))
+        return self.module().kind(self.for_target(target))
 
     @classmethod
-    def module(cls) -> type[Head]:
+    def module(cls) -> HeadModule:
         """Return the head's module, `HEAD` of head.py in its folder."""
         return cls._import("head").HEAD
 

@@ -18,8 +18,10 @@ from models.formats.verifier import weights_of
 from models.gguf import is_gguf
 from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.borrowing import borrow
 from models.heads.config import EMBEDDING, LM_HEAD
 from models.heads.layer_config import reaching
+from models.heads.weights import checkpoint_layout, checkpoint_tensors
 from models.hub import fetch_snapshot
 from models.targets.llama import LlamaTarget
 from models.weights import load_into
@@ -42,12 +44,12 @@ def save_head(
     assert "target_fingerprint" in provenance
     tensors = {
         name: value.to("cpu", dtype if value.is_floating_point() else None)
-        for name, value in head.checkpoint_tensors().items()
+        for name, value in checkpoint_tensors(head).items()
     }
     if not getattr(head.config, "own_embedding", True):
         tensors.pop(EMBEDDING, None)
     checkpoint = Checkpoint(
-        head=head.name,
+        head=head.config.name,
         config=head.config,
         tensors=tensors,
         verifier=Verifier(verifier, verifier_architecture),
@@ -98,8 +100,8 @@ def load_head(
     folder = Path(folder)
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
-    head = HEADS[checkpoint.head].module()(config).to(dtype)
-    layout = head.checkpoint_layout()
+    head = HEADS[checkpoint.head].module().kind(config).to(dtype)
+    layout = checkpoint_layout(head)
     for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
         if shared in dict(head.named_parameters()) and shared not in tensors:
             if target is None:
@@ -116,7 +118,7 @@ def load_head(
     head.notes = tuple(checkpoint.notes)
     head = head.to(device).eval().requires_grad_(False)
     if target is not None:
-        head.borrow(target)
+        borrow(head, target)
     return head
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from models.config import TargetConfig
+from models.heads.config import Facts
 
 Shape = TypeVar("Shape")
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -87,6 +88,24 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": layer.bos_token_id,
         "eos_token_id": list(layer.eos_token_ids) or None,
+    }
+
+
+def speculators_json(shape: Any, layer: dict[str, Any], facts: Facts, **proposal: Any) -> dict[str, Any]:
+    """Return the keys that all heads have in the speculators format, which vLLM reads."""
+    tokens = {"proposal_type": "greedy", "speculative_tokens": facts.speculative_tokens}
+    return {
+        "architectures": [shape.speculator],
+        "speculators_model_type": shape.algorithm,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": shape.algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [tokens | proposal],
+            "verifier": facts.verifier_json,
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": shape.draft_vocab_size,
     }
 
 

@@ -22,14 +22,13 @@ from infer.options.model_names import read_head_config
 from kernels.blocks import BLOCK_FORMATS
 from models.config import RopeConfig
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
-from models.heads.eagle3.config import Eagle3Config
 from models.heads.files import check_exported, load_head
 from models.targets import load_target
 from scripts import convert
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.servers import head_file
 from tests.formats.sources import SOURCES
-from tests.formats.test_round_trips import DTYPES, eagle3_configs, random_checkpoint
+from tests.formats.test_round_trips import DTYPES, configs, random_checkpoint
 from tests.gguf_writing import _llama3_factors, write_gguf
 
 FORM = FORMATS["llama.cpp"]
@@ -128,11 +127,12 @@ def test_matrices_are_stored_as_asked_and_vectors_in_fp32(tmp_path, dtype):
 @st.composite
 def held(draw):
     """Return a head that llama.cpp can run."""
-    config = draw(eagle3_configs(Eagle3Config))
+    config = draw(configs("eagle3"))
     layer = replace(config.layer, num_layers=1, attention_bias=False, output_bias=False, mlp_bias=False)
     if layer.rope.rope_type == "llama3":  # of too few frequencies to tell its factor: test_rotary_scaling
         layer = replace(layer, rope=RopeConfig())
-    return replace(config, layer=layer, aux_layers=(1, 4, 5), fc_norm=False, norm_output=False)
+    flags = dict.fromkeys(("fc_norm", "norm_output", "embed_requires_grad"), False)
+    return replace(config, layer=layer, aux_layers=(1, 4, 5), **flags)
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from models.config import RopeConfig, TargetConfig
@@ -22,15 +23,9 @@ from models.formats.conversion import (
 )
 from models.formats.dflash import causal_layers
 from models.formats.matching import expected_tensors
+from models.heads import HEADS
+from models.heads.config import NewHeadConfig
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash2.config import DFlash2Config
-from models.heads.draft_model.config import MODEL_TYPES, DraftModelConfig
-from models.heads.dspark.config import MARKOV_KINDS, DSparkConfig
-from models.heads.eagle.config import EagleConfig
-from models.heads.eagle3.config import Eagle3Config
-from models.heads.medusa.config import MedusaConfig
-from models.heads.mlp.config import MlpConfig
-from models.heads.p_eagle.config import PEagleConfig
 from tests.formats.sources import SOURCES
 
 ROPES = [
@@ -80,115 +75,53 @@ def layers(draw, *, num_layers: int = 1) -> TargetConfig:
     )
 
 
-@st.composite
-def eagle3_configs(draw, kind: type[Eagle3Config]) -> Eagle3Config:
-    layer = draw(layers(num_layers=draw(st.integers(1, 2))))
-    norm = draw(st.sampled_from([{}, {"norm_before_fc": True}, {"fc_norm": True}]))
-    extra = (
-        {}
-        if kind is Eagle3Config
-        else {"mask_token_id": draw(st.integers(0, 4)), "num_depths": draw(st.integers(1, 9))}
-    )
-    return kind(
-        layer=layer,
-        draft_vocab_size=draw(st.integers(1, layer.vocab_size)),
-        aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=4)))),
-        target_hidden_size=draw(st.sampled_from([4, 12])),
-        norm_before_residual=draw(st.booleans()),
-        norm_output=draw(st.booleans()),
-        **norm,
-        **extra,
-    )
+NOT_DRAWN = {*(field.name for field in fields(NewHeadConfig)), "head_dim"}
+PLAIN = {"attention_bias": False, "output_bias": False, "mlp_bias": False}
+FAMILIES = [  # of targets that a draft model is made of
+    {"architecture": "LlamaForCausalLM"},
+    {"architecture": "MistralForCausalLM"} | PLAIN,
+    {"architecture": "Qwen2ForCausalLM"} | PLAIN | {"attention_bias": True},
+    {"architecture": "Qwen3ForCausalLM", "qk_norm": True},
+]
 
 
 @st.composite
-def medusa_configs(draw) -> MedusaConfig:
-    vocabulary = draw(st.integers(2, 30))
-    return MedusaConfig(
-        vocab_size=vocabulary,
-        target_hidden_size=draw(st.integers(1, 6)),
-        num_heads=draw(st.integers(1, 3)),
-        num_layers=draw(st.integers(1, 3)),
-        draft_vocab_size=draw(st.sampled_from([1, vocabulary])),
-        shared=draw(st.booleans()),
-        bias=draw(st.booleans()),
-    )
+def configs(draw, name: str) -> Any:
+    """Draw the shape of a head: any options, for any target that they fit."""
+    target, family = draw(layers(num_layers=8)), draw(st.sampled_from(FAMILIES)) if HEADS[name].is_target else {}
+    target = replace(target, tie_word_embeddings=draw(st.booleans()), **family)
+    drawn = {key.name: draw(values_of(key)) for key in fields(HEADS[name]) if key.name not in NOT_DRAWN}
+    shape = shape_of(HEADS[name], drawn, target)
+    follows = {key.name: key.default for key in fields(shape) if not key.compare and key.default is not MISSING}
+    shape = replace(shape, **follows)  # from the tensors of a file, which holds all of them
+    if isinstance(shape, DFlashConfig):  # other programs' heads have windows in some layers
+        size, windowed = draw(st.integers(1, 9)), draw(st.lists(st.booleans(), min_size=8, max_size=8))
+        windows = tuple(size if used else None for used in windowed[: shape.layer.num_layers])
+        layer = replace(shape.layer, windows=windows if any(windows) else ())
+        masks = causal_layers(layer, full=draw(st.booleans()), windowed=draw(st.booleans()))
+        shape = replace(shape, layer=layer, causal_layers=masks)
+    return shape
 
 
-@st.composite
-def mlp_configs(draw) -> MlpConfig:
-    depth = draw(st.integers(1, 4))
-    return MlpConfig(
-        vocab_size=draw(st.integers(2, 30)),
-        target_hidden_size=draw(st.integers(1, 6)),
-        inner_dim=draw(st.integers(1, 6)),
-        n_predict=depth,
-        tie_weights=draw(st.booleans()),
-        scale_input=draw(st.booleans()),
-        top_k_tokens_per_head=tuple(draw(st.lists(st.integers(1, 5), min_size=depth, max_size=depth))),
-        n_candidates=draw(st.integers(1, 5)),
-    )
+def shape_of(head: type[NewHeadConfig], options: dict[str, Any], target: TargetConfig) -> Any:
+    """Return the shape; options that do not fit the target, or exclude each other, are drawn anew."""
+    try:
+        return head(**options).for_target(target)
+    except ValueError:
+        reject()
 
 
-@st.composite
-def block_configs(draw, kind: type[DFlashConfig]) -> DFlashConfig:
-    count = draw(st.integers(1, 3))
-    layer = draw(layers(num_layers=count))
-    window, windowed = draw(st.integers(1, 9)), draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    windows = tuple(window if used else None for used in windowed) if any(windowed) else ()
-    layer = replace(layer, architecture="Qwen3ForCausalLM", qk_norm=True, windows=windows)
-    reduced = draw(st.integers(2, layer.vocab_size))
-    markov = {
-        "markov_rank": draw(st.integers(1, 5)),
-        "markov_head_type": draw(st.sampled_from(MARKOV_KINDS)),
-        "enable_confidence_head": draw(st.booleans()),
-        "confidence_head_with_markov": draw(st.booleans()),
-    }
-    selector = {
-        "conv_group_size": draw(st.sampled_from([1, 2, 4])),
-        "selector_rank": draw(st.integers(1, 5)),
-        "selector_top_k": draw(st.integers(1, 2)),
-    }
-    return kind(
-        layer=layer,
-        draft_vocab_size=draw(st.sampled_from([layer.vocab_size, reduced])),
-        aux_layers=tuple(sorted(draw(st.sets(st.integers(0, 9), min_size=1, max_size=4)))),
-        block_size=draw(st.integers(2, 9)),
-        mask_token_id=draw(st.integers(0, 4)),
-        causal_layers=causal_layers(layer, full=draw(st.booleans()), windowed=draw(st.booleans())),
-        sample_from_anchor=draw(st.booleans()),
-        **(markov if kind is DSparkConfig else selector if kind is DFlash2Config else {}),
-    )
-
-
-@st.composite
-def draft_model_configs(draw) -> DraftModelConfig:
-    family = draw(st.sampled_from(list(MODEL_TYPES)))
-    layer = draw(layers(num_layers=draw(st.integers(1, 3))))
-    biased = layer.attention_bias if family in ("LlamaForCausalLM", "Qwen3ForCausalLM") else False
-    model = replace(
-        layer,
-        architecture=family,
-        tie_word_embeddings=draw(st.booleans()),
-        attention_bias=biased or family == "Qwen2ForCausalLM",
-        output_bias=biased,
-        mlp_bias=layer.mlp_bias and family in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-        qk_norm=family == "Qwen3ForCausalLM",
-    )
-    return DraftModelConfig(model, model.vocab_size, model.hidden_size, embed_requires_grad=draw(st.booleans()))
-
-
-CONFIGS = {
-    "eagle": st.builds(EagleConfig, layers(), st.booleans(), st.booleans()),
-    "eagle3": eagle3_configs(Eagle3Config),
-    "p-eagle": eagle3_configs(PEagleConfig),
-    "medusa": medusa_configs(),
-    "mlp": mlp_configs(),
-    "dflash": block_configs(DFlashConfig),
-    "dspark": block_configs(DSparkConfig),
-    "dflash2": block_configs(DFlash2Config),
-    "draft-model": draft_model_configs(),
-}
+def values_of(field: Field[Any]) -> st.SearchStrategy[Any]:
+    """Return what an option may be, as its bound says."""
+    wanted, holds = field.metadata.get("bound", ("", lambda value: True))
+    optional = st.none() if "None" in str(field.type) else st.nothing()
+    if wanted.startswith("must be one of"):
+        return st.sampled_from(wanted.removeprefix("must be one of ").split(", "))
+    if "bool" in str(field.type):
+        return st.one_of(optional, st.booleans())
+    if "list" in str(field.type):
+        return st.one_of(optional, st.sets(st.integers(0, 7), min_size=1, max_size=4).map(sorted))
+    return st.one_of(optional, st.integers(0, 6).filter(holds))
 
 
 def random_checkpoint(head: str, config, seed: int, dtype: torch.dtype) -> Checkpoint:
@@ -218,7 +151,7 @@ def holds(form: str, checkpoint: Checkpoint) -> bool:
         return holds_block(form, config)
     if form == "medusa":
         return config.bias and not config.shared and config.draft_vocab_size == config.vocab_size
-    return form != "safeailab-eagle3" or config.layer.num_layers == 1
+    return form != "safeailab-eagle3" or (config.layer.num_layers == 1 and not config.embed_requires_grad)
 
 
 def holds_block(form: str, config: DFlashConfig) -> bool:
@@ -247,11 +180,11 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
         assert torch.equal(tensor, other.tensors[name])
 
 
-@pytest.mark.parametrize("head", CONFIGS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("head", HEADS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(data=st.data())
 def test_there_and_back_keeps_config_and_bits(head, data):
-    config = data.draw(CONFIGS[head])
+    config = data.draw(configs(head))
     checkpoint = random_checkpoint(head, config, data.draw(st.integers(0, 9)), data.draw(st.sampled_from(DTYPES)))
     verifier = Verifier("a/target", "LlamaForCausalLM")
     written = {"layer_ids": "hidden_states", "norm_output": "vllm"}

@@ -18,6 +18,7 @@ from models.attention import CausalAttention
 from models.config import LAST, ExpertsConfig, RopeConfig, TargetConfig
 from models.fused_decoder import FusedDecoder
 from models.heads import HEADS
+from models.heads.borrowing import borrow
 from models.layers import Linear, pack
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget
@@ -243,7 +244,7 @@ def make_head(name, dtype, **options):
     for parameter_name, parameter in head.named_parameters():
         scale, offset = (0.1, 1.0) if "norm" in parameter_name else (parameter.shape[-1] ** -0.5, 0.0)
         torch.nn.init.normal_(parameter, offset, scale)
-    head.borrow(target.to(dtype))
+    borrow(head, target.to(dtype))
     head = head.eval().requires_grad_(False).to(dtype)
     pack(head)
     return head
@@ -262,7 +263,7 @@ def make_head(name, dtype, **options):
 def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype, count, threads, monkeypatch):
     threads(count)
     head = make_head(name, dtype, **options)
-    shape = head.attention
+    shape = head.config.attention
     shapes = [LayerShape(shape.num_kv_heads, shape.head_dim)] * shape.layers
     kv = KVLayers(shapes, tree_layers=0, num_pages=8, page_size=PAGE, dtype=dtype, device=torch.device("cpu"))
     tokens, generator = tokens_of(PLAIN)[:40], torch.Generator().manual_seed(2)

@@ -100,7 +100,7 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
     documents = Sequences.of([(list(range(7, 7 + len(mask))), mask) for mask in masks])
     batch = documents.packed([[2, 0], [1]]) if packed else documents.batch(range(3))
     head = make_head(tiny_target, name, **({} if name == "eagle3" else {"num_depths": 3}))
-    objective = make_objective(head, OBJECTIVE_OF[head.name], steps=3)
+    objective = make_objective(head, OBJECTIVE_OF[head.config.name], steps=3)
     features = compute_features(tiny_target, batch, head.config.aux_layers)
     teacher = teach(tiny_target, features.hidden, batch, head.target_ids)
     launched, losses, gradients = [], [], []

@@ -11,7 +11,7 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.speculation.draft_loop import Unread
+from infer.speculation.proposers.draft_loops.base import Unread
 from kernels import walk
 from kernels.cpu.library import library
 from models.fused_decoder import FusedDecoder
@@ -65,7 +65,7 @@ def drafting(engine: Engine, requests: int = 2) -> Unread:
     assert len(running) == requests
     proposer = engine._head
     assert proposer is not None
-    return proposer._unread_rows(running, drafting=True)
+    return proposer._unread_rows(running, DEPTH)
 
 
 def draft(engine: Engine, unread: Unread, depth: int = DEPTH) -> Any:

@@ -13,6 +13,7 @@ from infer.request import SamplingParams
 from models.demo.corpus import held_out_prompts
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.weights import initialize, set_vocabulary
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab
@@ -29,8 +30,8 @@ def test_identical_token_ids_on_held_out_prompts(dtype):
     target = load_target(str(DEMO), dtype=dtype)
     config = Eagle3Options(draft_vocab_size=1024).for_target(target.config)
     head = Eagle3Head(config)
-    head.set_vocabulary(*build_draft_vocab(torch.arange(target.config.vocab_size).flip(0), 1024, [0]))
-    head.initialise(target, from_target=True)
+    set_vocabulary(head, *build_draft_vocab(torch.arange(target.config.vocab_size).flip(0), 1024, [0]))
+    initialize(head, target, from_target=True)
     tokenizer = Tokenizer.load(DEMO)
     engine = Engine(target, tokenizer=tokenizer, head=head, proposer="none", config=EngineConfig(max_batch=8))
     prompts = held_out_prompts(tokenizer, 8, 48)

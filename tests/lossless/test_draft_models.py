@@ -243,10 +243,10 @@ def test_a_parallel_draft_is_one_forward_over_mask_tokens(tiny_target_folder, pa
 
 
 def test_parallel_drafting_is_as_config_json_says_unless_a_key_says_otherwise(tiny_target_folder, parallel_folder):
-    assert load(tiny_target_folder, parallel_folder).draft_model.parallel
+    assert load(tiny_target_folder, parallel_folder).draft_model.config.mask_token is not None
     assert describe_draft_model(load(tiny_target_folder, parallel_folder))[0][1].endswith("pard0, in parallel")
-    assert not load(tiny_target_folder, parallel_folder, parallel_drafting=False).draft_model.parallel
-    assert not load(tiny_target_folder, tiny_target_folder).draft_model.parallel
+    for folder, options in ((parallel_folder, {"parallel_drafting": False}), (tiny_target_folder, {})):
+        assert load(tiny_target_folder, folder, **options).draft_model.config.mask_token is None
     with pytest.raises(ValueError, match=r"proposer\.parallel_drafting=true: \S+ names no mask token \(pard_token or"):
         load(tiny_target_folder, tiny_target_folder, parallel_drafting=True)
 

@@ -12,10 +12,13 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.speculation.proposers import block_loop
+from infer.speculation.proposers.draft_loops import block
+from infer.speculation.proposers.draft_loops.base import RecurrentLoop
 from kernels import walk
 from kernels.walk import rank_candidates
 from models.attention import CausalAttention
+from models.heads.base import RecurrentHead
+from models.heads.block import BlockHead, Corrector
 from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import VARIANTS, make_head
@@ -37,7 +40,7 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant,
 
     proposer_config = ProposerConfig(name="head", max_draft_tokens=steps)
     engine_config = EngineConfig(prefill_chunk=16, max_rows=64)
-    served_head = load_head(tmp_path, name=head.name, target=target)
+    served_head = load_head(tmp_path, name=head.config.name, target=target)
     engine = Engine(target, head=served_head, proposer="none", config=engine_config, proposer_config=proposer_config)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     sequence = prompt + engine.generate([prompt], params)[0].token_ids
@@ -73,10 +76,11 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant,
         return torch.tensor([[[forced_token(int(positions), logits)]]]), values[..., :1]
 
     proposer.propose, proposer.loop.choice = propose, forced_choice
-    for module in (walk, block_loop):
+    for module in (walk, block):
         monkeypatch.setattr(module, "rank_candidates", forced_rank)
     monkeypatch.setattr(walk, "fused_walk", lambda *parts: None)  # which would choose the tokens itself
-    proposer._native = None  # which would choose the tokens itself; its drafts are the same (test_levels.py)
+    if isinstance(proposer.loop, RecurrentLoop):
+        proposer.loop.native = None  # which would choose the tokens itself; its drafts are the same (test_levels.py)
     (completion,) = engine.generate([prompt], params)
     assert prompt + completion.token_ids == sequence
 
@@ -87,13 +91,16 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant,
         states = draft_states(head, ids, aux, steps)
         trained = [head.logits(state, depth)[0] for depth, state in enumerate(states)]
     compared = [0] * steps
+    corrector = head.corrector if isinstance(head, BlockHead) else Corrector()
+    corrects = corrector.num_candidates(1) is not None
     for number, (first, seen) in enumerate(rounds, start=1):
         for depth, logits in enumerate(seen):
             # the tokens drafted before it must equal the forced tokens of training, unless the head never reads them
-            if depth <= number % (steps + 1) or (head.parallel and not head.corrects):
+            if depth <= number % (steps + 1) or not (isinstance(head, RecurrentHead) or corrects):
                 expected, ruled_out = trained[depth][first], logits == -torch.inf
-                if head.corrects:  # log-probabilities among the candidates
-                    expected = expected.masked_fill(ruled_out, -torch.inf) if head.num_candidates is None else expected
+                if corrects:  # log-probabilities among the candidates
+                    if corrector.num_candidates(1) == 1:  # as many as are configured
+                        expected = expected.masked_fill(ruled_out, -torch.inf)
                     assert torch.equal(ruled_out, expected == -torch.inf)
                     expected, logits = expected.log_softmax(-1), logits.log_softmax(-1)
                 expected, logits = expected[~ruled_out], logits[~ruled_out]

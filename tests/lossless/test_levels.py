@@ -11,8 +11,7 @@ from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.draft_loop import NativeLoop, TorchLoop
-from infer.speculation.early_exit import HostExit
+from kernels.cpu.draft import NativeChains
 from kernels.cpu.library import library
 from kernels.early_exit import Drafting
 from models.targets import load_target
@@ -38,27 +37,32 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this
 
 
 class Both:
-    """Drafts by C and then by the head's own operations, from the same rows into the same slots. Differences are noted,
-    since the engine would continue without a drafter that raises.
+    """Makes a loop draft by C and then by the head's own operations, from the same rows into the same slots.
+    Differences are noted, since the engine would continue without a drafter that raises.
     """
 
     def __init__(self, proposer, notes):
-        self._native, self._plain, self._pool, self._notes = proposer._native, proposer.loop, proposer._pool, notes
-        self._caches = self._native._caches
-        assert isinstance(self._native, NativeLoop)
-        assert isinstance(self._plain, TorchLoop)
+        self._loop, self._pool, self._notes = proposer.loop, proposer._pool, notes
+        self._native, self._caches = self._loop.native, self._loop.native[1]
+        self._chain, self._tree = self._loop.chain, self._loop.tree
+        self._loop.chain, self._loop.tree = self.chain, self.tree
 
-    def read(self, unread):
-        self._native.read(unread)
+    def _plain(self, draft, *args):
+        self._loop.native = None
+        try:
+            return draft(*args)
+        finally:
+            self._loop.native = self._native
 
-    def chain(self, unread, depths, deepest, early_exit=None):
-        decisions = None if early_exit is None else Decisions(early_exit)
-        drafted = self._native.chain(unread, depths, deepest, decisions)
+    def chain(self, unread, depths, deepest, early_exit=None, adjust=None):
+        assert adjust is None
+        decisions = early_exit and Decisions(early_exit)
+        drafted = self._chain(unread, depths, deepest, decisions)
         slots = self._slots_of(unread, drafted.length)
         copies = [cache[:, :, slots].clone() for cache in self._caches]
         for cache in self._caches:
             cache[:, :, slots] = 0
-        again = self._plain.chain(unread, depths, deepest, decisions)
+        again = self._plain(self._chain, unread, depths, deepest, decisions and decisions.again())
         same = torch.equal(drafted.length, again.length) and (decisions is None or decisions.agree)
         for row, count in enumerate(drafted.length.tolist()):
             same = same and torch.equal(drafted.token[row, :count], again.token[row, :count])
@@ -77,9 +81,9 @@ class Both:
         return torch.cat(slots)
 
     def tree(self, unread, shape, deepest):
-        grown = self._native.tree(unread, shape, deepest)
+        grown = self._tree(unread, shape, deepest)
         copies = [cache.clone() for cache in self._caches]
-        again = self._plain.tree(unread, shape, deepest)
+        again = self._plain(self._tree, unread, shape, deepest)
         same = all(map(torch.equal, grown, again)) and all(map(torch.equal, copies, self._caches))
         self._notes.append((len(unread.root), same))
         return grown
@@ -88,23 +92,32 @@ class Both:
 class Decisions:
     """An early exit that decides once, and then as it did before; the log-probabilities must then be the same too."""
 
-    on_host, agree = True, True
+    agree = True
 
     def __init__(self, early_exit):
-        self._early_exit, self._levels = early_exit, []
+        self._early_exit, self._levels, self._decided = early_exit, [], False
+        self.chains = early_exit.chains
 
-    def decide(self, level, values, active):
-        decided = self._early_exit.decide(level, values, active)
-        self._levels.append((active, values, decided))
-        return decided
+    def again(self):
+        self._decided, self.chains = True, self._levels[0][0]
+        return self
 
-    def __call__(self, level, log_probs, chains, depths):
-        rows, values, decided = self._levels[level]
-        self.agree = self.agree and chains.active.nonzero()[:, 0].tolist() == rows and max(values) <= 1e-6
-        self.agree = self.agree and log_probs[rows].tolist() == pytest.approx(values, abs=1e-3)
-        both = torch.zeros(2, len(depths), dtype=torch.bool)
-        both[:, rows] = torch.tensor(decided)
-        return Drafting(both[1] & (depths > level + 1), chains.length + both[0], chains.chance)
+    def after(self, level, log_probs):
+        values = torch.as_tensor(log_probs).tolist()
+        if not self._decided:
+            before, goes_on = self.chains, self._early_exit.after(level, log_probs)
+            self.chains = self._early_exit.chains
+            self._levels.append((before, self.chains, values, goes_on))
+            return goes_on
+        before, after, decided, goes_on = self._levels[level]
+        pairs = [(values[row], decided[row]) for row, active in enumerate(before.active) if active]
+        self.agree = self.agree and all(a == pytest.approx(b, abs=1e-3) and b <= 1e-6 for a, b in pairs)
+        self.chains = after
+        return goes_on
+
+    @property
+    def lengths(self):
+        return torch.as_tensor(self.chains.length)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +146,7 @@ def compare(engine):
     agree.
     """
     notes = []
-    engine._head._native = Both(engine._head, notes)
+    Both(engine._head, notes)
     return notes
 
 
@@ -191,9 +204,9 @@ def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder,
     for native in (True, False):
         engine = serve(folder, kind, dtype, weights, threads=threads)
         proposer = engine._head
-        assert proposer._native is not None
+        assert proposer.loop.native is not None
         if not native:
-            proposer._native = None
+            proposer.loop.native = None
         states, run = [], proposer.module.step
         proposer.module.step = lambda *args, states=states, run=run: states.append(args) or run(*args)
         engine.generate(prompts_of(4), SamplingParams(max_tokens=2, ignore_eos=True))
@@ -208,11 +221,13 @@ def test_judged_chains_too_which_end_at_any_level(folder, monkeypatch, count):
     engine = serve(folder, "eagle3", torch.float32, "same", threads=count)
     notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
 
-    class Judge(HostExit):
-        def decide(self, level, values, active):
-            return [True] * len(active), (torch.rand(len(active), generator=verdicts) < 0.7).tolist()
+    def judge(chains, terms, depths, log_probs, level, least):
+        goes_on = (torch.rand(len(depths), generator=verdicts) < 0.7).tolist()
+        active = [a and b and depth > level + 1 for a, b, depth in zip(chains.active, goes_on, depths, strict=True)]
+        length = [count + kept for count, kept in zip(chains.length, chains.active, strict=True)]
+        return Drafting(active, length, chains.chance)
 
-    monkeypatch.setattr("infer.speculation.proposers.head.HostExit", Judge)
+    monkeypatch.setattr("infer.speculation.early_exit.exit_level", judge)
     engine._head.confidence = Confidence(AcceptanceModel())
     params = SamplingParams(max_tokens=24, temperature=0.5, seed=5, ignore_eos=True)
     engine.generate(prompts_of(6), params)
@@ -227,9 +242,9 @@ def test_a_head_that_was_woken_within_a_text(folder):
     engine.speculator._decide_state = lambda request, load: setattr(request.drafter, "state", DrafterState.NONE)
     unread_rows = proposer._unread_rows
 
-    def noted(requests, **options):
+    def noted(requests, *depth):
         bases.update(proposer.bases(requests))
-        return unread_rows(requests, **options)
+        return unread_rows(requests, *depth)
 
     proposer._unread_rows = noted
     engine.generate(prompts_of(4), SamplingParams(max_tokens=90, ignore_eos=True))
@@ -239,21 +254,21 @@ def test_a_head_that_was_woken_within_a_text(folder):
     assert engine.speculator.failures == 0
 
 
-def test_what_looks_at_logits_goes_step_by_step(folder):
-    engine = serve(folder, "eagle3", torch.float32, "same")
-    kinds = []
-    for loop in (engine._head._native, engine._head.loop):
-        chain, kind = loop.chain, type(loop)
-        loop.chain = lambda *args, chain=chain, kind=kind: (kinds.append(kind), chain(*args))[1]
-    for item, kind in (
-        ({}, NativeLoop),
-        ({"temperature": 1.0}, NativeLoop),
-        ({"temperature": 1.0, "top_k": 5}, TorchLoop),
-        ({"temperature": 1.0, "min_p": 0.1}, TorchLoop),
-        ({"temperature": 1.0, "acceptance": "block"}, TorchLoop),
-        ({"grammar": Grammar("regex", "(ab)+")}, TorchLoop),
+def test_what_looks_at_logits_goes_step_by_step(folder, monkeypatch):
+    engine, calls = serve(folder, "eagle3", torch.float32, "same"), []
+    draft = NativeChains.draft
+    monkeypatch.setattr(NativeChains, "draft", lambda *args, **options: (calls.append(1), draft(*args, **options))[1])
+    for item, in_one_call in (
+        ({}, True),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 1.0, "top_k": 5}, False),
+        ({"temperature": 1.0, "min_p": 0.1}, False),
+        ({"temperature": 1.0, "acceptance": "block"}, False),
+        ({"grammar": Grammar("regex", "(ab)+")}, False),
     ):
-        kinds.clear()
-        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos="grammar" not in item, **item))
-        assert kinds
-        assert set(kinds) == {kind}, item
+        calls.clear()
+        (completion,) = engine.generate(
+            [[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos="grammar" not in item, **item)
+        )
+        assert bool(calls) is in_one_call, item
+        assert completion.stats.drafted > 0

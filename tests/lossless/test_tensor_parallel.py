@@ -19,6 +19,7 @@ from infer.request import SamplingParams
 from models.heads import HEADS
 from models.heads.config import HeadConfig
 from models.heads.files import save_head
+from models.heads.weights import initialize
 from tests.pools import check_pool
 from tests.unit.test_targets import randomise_biases_and_norms
 
@@ -85,7 +86,7 @@ def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, 
 
 def test_a_head_that_borrows_the_lm_head(tiny_target, tiny_target_folder, tmp_path):
     head = HEADS["eagle"]().make(tiny_target.config)
-    head.initialise(tiny_target, from_target=True)
+    initialize(head, tiny_target, from_target=True)
     provenance = {"target_fingerprint": tiny_target.fingerprint}
     metadata = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM"}
     save_head(head, tmp_path, **metadata, speculative_tokens=4, provenance=provenance)

@@ -9,7 +9,7 @@ import torch
 
 from infer.config import EngineConfig
 from infer.console.card import describe_head_weights
-from models.heads.block import BlockHead
+from models.heads.block import BlockHead, base_logits
 from tests.heads import ONE_OF_EACH
 from tests.interpreted import scaled
 from tests.lossless.plain import GREEDY, SAMPLED, ids
@@ -44,7 +44,7 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     modules = [engine.head for engine in engines]
     state = torch.randn(3, modules[0].config.hidden_size, generator=torch.Generator().manual_seed(0))
     full, narrow = (
-        module.base_logits(state) if isinstance(module, BlockHead) else module.logits(state, 0) for module in modules
+        base_logits(module, state) if isinstance(module, BlockHead) else module.logits(state, 0) for module in modules
     )
     assert 0 < (full - narrow).abs().max() < {"int8": 0.05, "int4": 0.5, "q8_0": 0.05}[weights] * full.abs().max()
 

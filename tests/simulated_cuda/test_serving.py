@@ -13,7 +13,7 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.graphs.step_graph import StepGraphs
 from infer.request import SamplingParams
-from infer.speculation.draft_loop import TorchLoop
+from infer.speculation.proposers.draft_loops.base import RecurrentLoop
 from models.targets import load_target
 from tests.lossless.plain import ids
 from tests.simulated_cuda.install import simulated_cuda
@@ -106,13 +106,13 @@ def test_a_kernel_on_another_than_the_current_device_is_found(cuda: Machine, tar
 def test_a_wait_in_a_capture_is_found(
     cuda: Machine, target_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    original = TorchLoop.chain
+    original = RecurrentLoop.chain
 
     def chain(self: Any, unread: Any, *rest: Any) -> Any:
         fault(unread.root)
         return original(self, unread, *rest)
 
-    monkeypatch.setattr(TorchLoop, "chain", chain)
+    monkeypatch.setattr(RecurrentLoop, "chain", chain)
     with pytest.raises(CaptureError):
         make_engine(target_folder, DRAFTERS["eagle3"], graphs="on")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from models.heads.borrowing import borrow
 from models.targets import load_target
 from tests.heads import make_head, make_objective
 from tests.simulated_cuda.machine import Machine, Wait
@@ -39,7 +40,7 @@ def step_waits(folder: Path, machine: Machine, name: str, device: str = "cuda:0"
     """Take two optimiser steps; return the waits of the second by part."""
     target = load_target(str(folder), device=device)
     head = make_head(load_target(str(folder)), OBJECTIVES[name])
-    head.borrow(target)
+    borrow(head, target)
     objective = make_objective(head.to(device), name)
     if isinstance(objective, JointObjective):
         objective.adapt_target(target)

@@ -15,6 +15,7 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.weights import initialize, set_vocabulary
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
@@ -91,8 +92,8 @@ def full_disk(limit: int) -> Iterator[None]:
 def make_head(target: LlamaTarget, responses: Sequences, *, vocab: int = 128, **flags: bool) -> Eagle3Head:
     """Return a random head for `target`, which must not be packed."""
     head = Eagle3Head(Eagle3Options(draft_vocab_size=vocab, **flags).for_target(target.config))
-    head.set_vocabulary(*build_draft_vocab(responses.counts(target.config.vocab_size), vocab, forced_ids=[0]))
-    head.initialise(target, from_target=False, seed=1)
+    set_vocabulary(head, *build_draft_vocab(responses.counts(target.config.vocab_size), vocab, forced_ids=[0]))
+    initialize(head, target, from_target=False, seed=1)
     return head
 
 

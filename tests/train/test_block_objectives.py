@@ -51,8 +51,8 @@ def run(objective: Objective, target: LlamaTarget, sequences: Sequences, generat
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sampled_anchors_stand_for_all(variant: str, tiny_target: LlamaTarget, responses: Sequences) -> None:
     head = make_head(tiny_target, variant)
-    full, _ = run(make_objective(head, head.name, fused=False), tiny_target, responses)
-    objective = make_objective(head, head.name, fused=False, num_anchors=6)
+    full, _ = run(make_objective(head, head.config.name, fused=False), tiny_target, responses)
+    objective = make_objective(head, head.config.name, fused=False, num_anchors=6)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         losses = torch.stack([run(objective, tiny_target, responses, generator)[0] for _ in range(60)])
@@ -66,7 +66,7 @@ def test_every_trained_parameter_gets_a_gradient(variant: str, tiny_target: Llam
     head = make_head(tiny_target, variant)
     for weighting in ("decay", "dpace"):
         head.zero_grad()
-        loss, sums = run(make_objective(head, head.name, weighting=weighting), tiny_target, responses)
+        loss, sums = run(make_objective(head, head.config.name, weighting=weighting), tiny_target, responses)
         loss.backward()
         missing = [
             name for name, p in head.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from infer.options.cli import compose
+from models.heads.weights import initialize, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from tests.train.launching import ROOT
@@ -57,8 +58,8 @@ def test_the_rehearsal_takes_what_a_step_takes(overrides: str, settings: list[st
     config = compose("train", TrainConfig, [*settings, *overrides.split()])
     planned = rehearse(config, shapes(config).target, ROWS, LENGTH)
     head = make_head(config.head, tiny_target.config)
-    head.set_vocabulary(*build_draft_vocab(torch.ones(384), head.config.draft_vocab_size, [0]))
-    head.initialise(tiny_target, from_target=config.head.name != "mlp")
+    set_vocabulary(head, *build_draft_vocab(torch.ones(384), head.config.draft_vocab_size, [0]))
+    initialize(head, tiny_target, from_target=config.head.name != "mlp")
     objective = make_objective(config, head)
     ids = torch.randint(1, 384, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.ones(ROWS, LENGTH, dtype=torch.bool), tuple(range(ROWS)))

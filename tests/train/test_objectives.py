@@ -365,7 +365,7 @@ def test_checkpointing_keeps_less_and_changes_nothing(
     results = []
     for checkpointing in (False, True):
         head = make_head(tiny_target, variant)
-        name = "ttt" if head.name != "p-eagle" else "p-eagle"
+        name = "ttt" if head.config.name != "p-eagle" else "p-eagle"
         module = make_objective(head, name, steps=K, checkpointing=checkpointing)
         results.append(learnt(module, lambda module=module: run(module, engine, batch)[0]))
     compare_learnt(*results, share=0.85)

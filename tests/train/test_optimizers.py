@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from models.heads.weights import checkpoint_layout, checkpoint_tensors
 from models.targets.llama import LlamaTarget
 from tests.heads import OBJECTIVE_OF, VARIANTS, make_head, make_objective
 from tests.train.running import assert_equal, run
@@ -17,27 +17,16 @@ from tests.train.test_killed import killed_after
 from train.config import MuonConfig, OptimConfig
 from train.distributed.optimizers import hidden_matrices, make_optimizers
 
-LAYER = r"layers\.\d\.(self_attn\.(qkv|o)_proj|mlp\.(gate_up|down)_proj)"
-MATRICES = {  # the layers of each head that map hidden states to hidden states
-    "eagle": rf"fc|{LAYER}",
-    "eagle3": rf"fc|{LAYER}",
-    "p-eagle": rf"fc|{LAYER}",
-    "medusa": r"blocks\.\d\.layers\.\d",
-    "mlp": r"proj\.\d",
-    "dflash": rf"fc|{LAYER}",
-    "dspark": rf"fc|{LAYER}|markov_head\.(gate|joint)_proj",
-    "dflash2": rf"fc|{LAYER}|layers\.\d\.(attention|mlp)_conv\.kernel_projection|candidate_selector\.hidden_projection",
-    "draft-model": rf"model\.{LAYER}",
-}
-
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_muon_gets_the_matrices_between_hidden_states(variant: str, tiny_target: LlamaTarget) -> None:
-    """And AdamW all else that is trained: every parameter has one optimiser."""
+    """And AdamW all else that is trained, what a vocabulary is a side of too: every parameter has one optimiser."""
     head = make_head(tiny_target, variant)
     names = {parameter: name for name, parameter in head.named_parameters()}
-    pattern = re.compile(rf"({MATRICES[head.name]})\.weight")
-    expected = {name for name in names.values() if pattern.fullmatch(name)}
+    vocabularies = {head.config.vocab_size, head.config.draft_vocab_size, 1}
+    trained = {name: parameter.shape for parameter, name in names.items() if parameter.requires_grad}
+    expected = {name for name, shape in trained.items() if len(shape) == 2 and not {*shape} & vocabularies}
+    assert expected
     assert {names[parameter] for parameter in hidden_matrices(head)} == expected
     optimizers = make_optimizers(objective_of(head), MuonConfig("muon"), 0.1, fused=True)
     updated = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -48,14 +37,14 @@ def test_muon_gets_the_matrices_between_hidden_states(variant: str, tiny_target:
 
 
 def objective_of(head: Any) -> Any:
-    return make_objective(head, OBJECTIVE_OF[head.name], steps=None if head.config.max_depth else 3)
+    return make_objective(head, OBJECTIVE_OF[head.config.name], steps=None if head.config.max_depth else 3)
 
 
 def test_merged_matrices_are_updated_one_by_one(tiny_target: LlamaTarget) -> None:
     """As torch's Muon does with the checkpoint's separate tensors, and the others as torch's AdamW does."""
     merged, separate = (make_head(tiny_target, "dspark, gated") for _ in range(2))
-    parts = {name: tensor.clone().requires_grad_() for name, tensor in separate.checkpoint_tensors().items()}
-    layout = merged.checkpoint_layout()
+    parts = {name: tensor.clone().requires_grad_() for name, tensor in checkpoint_tensors(separate).items()}
+    layout = checkpoint_layout(merged)
     matrices = {
         names for p, names in ((p, layout[n]) for n, p in merged.named_parameters()) if p in hidden_matrices(merged)
     }
@@ -76,7 +65,7 @@ def test_merged_matrices_are_updated_one_by_one(tiny_target: LlamaTarget) -> Non
                 parts[part].grad = piece.clone()
         for optimizer in (*optimizers, *references):
             optimizer.step()
-    assert_equal(merged.checkpoint_tensors(), {name: tensor.detach() for name, tensor in parts.items()})
+    assert_equal(checkpoint_tensors(merged), {name: tensor.detach() for name, tensor in parts.items()})
 
 
 @pytest.mark.parametrize("variant", ["eagle3", "dflash2"])

@@ -21,20 +21,21 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.budget import Budget
-from infer.speculation.draft_loop import Chains
+from infer.speculation.proposers.draft_loops.base import Chains
 from infer.speculation.proposers.head import HeadProposer
 from models.attention import CausalAttention, WriteKeys
 from models.config import LAST
 from models.heads import HEADS
-from models.heads.base import Head
+from models.heads.base import Head, MaskHead
 from models.heads.block import Attend, BlockHead
 from models.heads.files import load_head, save_head
+from models.heads.weights import initialize, set_vocabulary
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import target_ids
 from tests.conftest import MakeTarget
-from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective, memorise
+from tests.heads import ONE_OF_EACH, VARIANTS, keeps_kv, kind_of, make_head, make_objective, memorise
 from tests.train.conftest import STEPS
 from train.acceptance import simulate
 from train.config import FilesDataConfig
@@ -46,8 +47,8 @@ from train.objectives import alignment
 from train.objectives.base import StepSums
 from train.objectives.teacher import teach
 
-WITH_ATTENTION = [name for name in ONE_OF_EACH if name not in ("medusa", "mlp")]
-BLOCKS = [name for name in ONE_OF_EACH if name in ("dflash", "dspark", "dflash2")]
+WITH_ATTENTION = [name for name in ONE_OF_EACH if keeps_kv(name)]
+BLOCKS = [name for name in ONE_OF_EACH if issubclass(kind_of(name), BlockHead)]
 STEPPING = [name for name in WITH_ATTENTION if name not in BLOCKS]
 GREEDY = SamplingParams(max_tokens=40)
 
@@ -124,7 +125,7 @@ def spy(head: Head, calls: list[tuple[list[int], list[int], int]]) -> Head:
     watched = Watched(head.config)
     watched.load_state_dict(head.state_dict())
     if hasattr(head, "borrowed"):
-        watched._borrowed = head.borrowed
+        watched.borrowed = head.borrowed
     return watched
 
 
@@ -181,7 +182,7 @@ def test_item_03_every_flag_is_written(variant: str, tiny_target: LlamaTarget, t
     folder = export(head, tmp_path, tiny_target)
     written = json.loads((folder / "config.json").read_text())
     written |= written.get("dflash_config", {})
-    names = {"shared": "original_lm_head"} | ({"bias": "medusa_fc_bias"} if head.name == "medusa" else {})
+    names = {"shared": "original_lm_head"} | ({"bias": "medusa_fc_bias"} if head.config.name == "medusa" else {})
     for field in dataclasses.fields(head.config):
         if field.compare and isinstance(getattr(head.config, field.name), bool):
             assert written[names.get(field.name, field.name)] is getattr(head.config, field.name)
@@ -216,7 +217,7 @@ def test_item_05_positions_are_the_features(
     watched = spy(head_of(variant), calls)
     (completion,) = serve(engine, watched, prompts[:1], SamplingParams(max_tokens=12))
     text = prompts[0] + completion.token_ids
-    mask = watched.mask_slot()
+    mask = watched.mask_slot() if isinstance(watched, MaskHead) else None
     slot, read = -1, []
     for ids, positions, depth in calls:
         if depth:
@@ -291,7 +292,6 @@ def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
         return chains._replace(token=torch.full_like(chains.token, 383))
 
     monkeypatch.setattr(proposer, "propose", propose)
-    monkeypatch.setattr(proposer, "_native", None)
     monkeypatch.setattr(proposer.loop, "chain", wrong)
     (completion,) = engine.generate([ids[~assistant].tolist()], GREEDY)
     engine.set_proposer("none")
@@ -311,8 +311,8 @@ def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
     name, options = VARIANTS[variant]
     head = HEADS[name](**options | {"draft_vocab_size": 40}).make(tiny_target.config)
     used = torch.arange(40) * 9
-    head.set_vocabulary(used - torch.arange(40), torch.isin(torch.arange(384), used))
-    head.initialise(tiny_target, from_target=False)
+    set_vocabulary(head, used - torch.arange(40), torch.isin(torch.arange(384), used))
+    initialize(head, tiny_target, from_target=False)
     objective = make_objective(head, {"eagle3": "ttt", "p-eagle": "p-eagle", "medusa": "medusa"}[name], steps=1)
     features = features_of(head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
@@ -450,7 +450,7 @@ def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTa
     windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
     name, options = VARIANTS[variant]
     head = HEADS[name](**options).make(windowed)
-    head.initialise(tiny_target, from_target=False)
+    initialize(head, tiny_target, from_target=False)
     windows: list[int | None] = []
 
     def attention(
@@ -512,8 +512,8 @@ def test_item_14_a_borrowed_lm_head_is_the_served_one(tied: bool, make_target_fo
     assert torch.equal(head.logits(state, 0), expected)
     served = Engine(target, head=head)._head
     assert served is not None
-    assert torch.equal(served._head.logits(state, 0), target.logits(state))
-    assert torch.allclose(served._head.logits(state, 0), expected, atol=1e-5)
+    assert torch.equal(served.module.logits(state, 0), target.logits(state))
+    assert torch.allclose(served.module.logits(state, 0), expected, atol=1e-5)
     fresh = load_target(target.path)
     for variant in ONE_OF_EACH:
         trained = make_head(fresh, variant)

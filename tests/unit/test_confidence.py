@@ -14,8 +14,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.planner import PLAN_STEPS, Controller
-from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows, exit_terms
-from kernels.early_exit import Drafting
+from infer.speculation.early_exit import EarlyExit, exit_rows
 from kernels.triton import SWITCH
 from tests.drafts import chain, chains, make_costs, with_rates
 
@@ -29,13 +28,13 @@ def make_request(name: str = "0", **params) -> Request:
 def decide(confidence: Confidence, requests: list[Request], log_probs: list[list[float]]) -> list[list[tuple]]:
     """Return, by level and request, whether the token is kept and whether the chain goes on, of chains all as deep."""
     depth, everyone = len(log_probs), torch.ones(len(requests), dtype=torch.bool)
-    exits = EarlyExit(exit_terms(confidence, requests, [depth] * len(requests), depth))
-    limits, levels = torch.full((len(requests),), depth + 1), []
-    chains = Drafting.begin(limits)
+    terms = torch.tensor(exit_rows(confidence, requests, [depth] * len(requests), depth))
+    exits, levels = EarlyExit(terms, torch.full((len(requests),), depth + 1)), []
     for level, values in enumerate(log_probs):
-        before = chains.length
-        chains = exits(level, torch.tensor(values), chains._replace(active=everyone), limits)
-        levels.append(((chains.length - before).bool(), chains.active))
+        before = exits.lengths
+        exits.chains = exits.chains._replace(active=everyone)
+        exits.after(level, torch.tensor(values))
+        levels.append(((exits.lengths - before).bool(), exits.chains.active))
     return [list(zip(keep.tolist(), continues.tolist(), strict=True)) for keep, continues in levels]
 
 
@@ -94,9 +93,8 @@ def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
     levels = [[-0.01] * 4, [0.0] * 4]
     assert [continues for _, continues in decide(confidence, batch, levels)[0]] == [True] * 4
-    exits, limits = EarlyExit(exit_terms(confidence, batch, [DEPTH] * 4, DEPTH)), torch.full((4,), DEPTH)
-    alone = Drafting.begin(limits)._replace(active=torch.tensor([True, False, False, False]))
-    assert not exits(0, torch.full((4,), -0.01), alone, limits).active.any()
+    exits = EarlyExit(exit_rows(confidence, batch, [DEPTH] * 4, DEPTH), [DEPTH, 0, 0, 0])
+    assert not exits.after(0, torch.full((4,), -0.01))
 
 
 def test_what_must_not_be_judged_is_left_alone():
@@ -143,14 +141,13 @@ def test_a_level_that_no_chain_needs_ends_the_draft():
     """A chain that has ended does not count, whatever its values are."""
     confidence, batch = Confidence(with_rates([0.8] * 2)), [make_request("0"), make_request("1")]
     confidence.prices = Prices(row=0.3, step=0.0, level=0.3)
-    limits = torch.tensor([DEPTH, 2])
-    exits = EarlyExit(exit_terms(confidence, batch, limits.tolist(), DEPTH))
+    depths = [DEPTH, 2]
+    exits = EarlyExit(exit_rows(confidence, batch, depths, DEPTH), depths)
     log_probs = torch.tensor([math.log(0.05), -0.01])
-    chains = exits(0, log_probs, Drafting.begin(limits), limits)
-    assert chains.active.tolist() == [False, True]
-    chains = exits(1, log_probs, chains, limits)
-    assert chains.length.tolist() == [1, 2]
-    assert not chains.active.any()  # the second was to have two tokens
+    assert exits.after(0, log_probs)
+    assert exits.chains.active == [False, True]
+    assert not exits.after(1, log_probs)  # the second was to have two tokens
+    assert exits.lengths.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("switch", ["torch", "triton"])
@@ -165,23 +162,33 @@ def test_a_device_decides_as_the_host(monkeypatch, priced, switch):
     for _ in range(60):
         confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
         rows = exit_rows(confidence, batch, depths, DEPTH)
-        on_device, on_host = EarlyExit(torch.tensor(rows)), HostExit(rows)
-        active, limits = list(range(len(batch))), torch.tensor(depths)
-        chains = Drafting.begin(limits)
+        on_device, on_host = EarlyExit(torch.tensor(rows), torch.tensor(depths)), EarlyExit(rows, depths)
         for level in range(DEPTH):
-            log_probs = [-(rng.random() ** 4) * 5 for _ in batch]
-            keep, going = on_host.decide(level, [log_probs[index] for index in active], active)
-            before, chains = chains.length, on_device(level, torch.tensor(log_probs), chains, limits)
-            assert (chains.length - before)[active].bool().tolist() == keep
-            deeper = [depths[index] > level + 1 for index in active]
-            assert chains.active[active].tolist() == [a and b for a, b in zip(going, deeper, strict=True)]
-            assert int(chains.active.sum()) == sum(a and b for a, b in zip(going, deeper, strict=True))
-            seen.update(zip(keep, going, strict=True))
-            pairs = zip(active, going, strict=True)
-            active = [index for index, goes in pairs if goes and depths[index] > level + 1]
-            if not active:
+            before, active = on_host.lengths, torch.as_tensor(on_host.chains.active)
+            log_probs = torch.tensor([-(rng.random() ** 4) * 5 for _ in batch])
+            assert on_device.after(level, log_probs)  # it never waits to know
+            goes_on = on_host.after(level, log_probs)
+            assert on_device.lengths.tolist() == on_host.lengths.tolist()
+            assert on_device.chains.active.tolist() == on_host.chains.active
+            assert goes_on is any(on_host.chains.active)
+            deeper = active & (torch.tensor(depths) > level + 1)
+            kept, going = (on_host.lengths - before).bool(), torch.as_tensor(on_host.chains.active)
+            seen.update(zip(kept[deeper].tolist(), going[deeper].tolist(), strict=True))
+            if not goes_on:
                 break
     assert seen == ({(True, True), (True, False), (False, False)} if priced else {(True, True)})
+
+
+def lengths_of(
+    confidence: Confidence, requests: list[Request], depths: list[int], values: list[list[float]], parallel: bool = True
+) -> list[int]:
+    """Return the lengths of chains all of whose tokens are drafted already, decided on the host and on the device."""
+    rows, log_probs = exit_rows(confidence, requests, depths, DEPTH, parallel=parallel), torch.tensor(values)
+    both = EarlyExit(rows, depths), EarlyExit(torch.tensor(rows), torch.tensor(depths))
+    for exits in both:
+        exits.after_all(log_probs)
+    assert both[0].lengths.tolist() == both[1].lengths.tolist()
+    return both[0].lengths.tolist()
 
 
 def test_a_parallel_heads_chain_ends_where_the_next_row_does_not_pay():
@@ -192,16 +199,8 @@ def test_a_parallel_heads_chain_ends_where_the_next_row_does_not_pay():
     confidence.prices = Prices(row=0.3, step=0.4, level=0.5)
 
     def length(values: list[float], *, parallel: bool) -> int:
-        rows = exit_rows(confidence, [request], [DEPTH], DEPTH, parallel=parallel)
-        lengths = HostExit(rows).lengths([values], [DEPTH])
-        terms = exit_terms(confidence, [request], [DEPTH], DEPTH, parallel=parallel)
-        assert torch.equal(terms, torch.tensor(rows))
-        depths = torch.tensor([DEPTH])
-        chains = Drafting.begin(depths)
-        for level, value in enumerate(values):
-            chains = EarlyExit(terms)(level, torch.tensor([value]), chains, depths)
-        assert chains.length.tolist() == lengths
-        return lengths[0]
+        (drafted,) = lengths_of(confidence, [request], [DEPTH], [values], parallel=parallel)
+        return drafted
 
     assert length([certain] * DEPTH, parallel=True) == DEPTH
     assert length([certain] * DEPTH, parallel=False) == 1
@@ -210,7 +209,7 @@ def test_a_parallel_heads_chain_ends_where_the_next_row_does_not_pay():
     confidence.prices = Prices(row=0.0, step=0.4, level=0.5)
     assert length([doubtful] * DEPTH, parallel=True) == DEPTH  # rows are free
     unscored = make_request(acceptance="block", temperature=1.0)
-    assert HostExit(exit_rows(confidence, [unscored], [2], DEPTH, parallel=True)).lengths([[doubtful] * 4], [2]) == [2]
+    assert lengths_of(confidence, [unscored], [2], [[doubtful] * DEPTH]) == [2]
 
 
 def test_lengths_of_a_batch_are_those_of_its_chains():
@@ -218,9 +217,8 @@ def test_lengths_of_a_batch_are_those_of_its_chains():
     confidence = Confidence(AcceptanceModel())
     confidence.prices = Prices(row=0.2, step=0.0, level=0.0)
     depths, values = [0, 1, 2, 3, 4], [[math.log(rng.uniform(0.3, 1.0)) for _ in range(DEPTH)] for _ in range(5)]
-    lengths = HostExit(exit_rows(confidence, requests, depths, DEPTH, parallel=True)).lengths(values, depths)
+    lengths = lengths_of(confidence, requests, depths, values)
     for row in range(5):
-        rows = exit_rows(confidence, [requests[row]], [depths[row]], DEPTH, parallel=True)
-        assert HostExit(rows).lengths([values[row]], [depths[row]]) == [lengths[row]]
+        assert lengths_of(confidence, [requests[row]], [depths[row]], [values[row]]) == [lengths[row]]
     assert lengths[0] == 0
     assert all(length <= depth for length, depth in zip(lengths, depths, strict=True))

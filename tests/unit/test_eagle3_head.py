@@ -1,4 +1,4 @@
-"""The exported head: a round trip, the keys other engines read, and refusal of what does not fit."""
+"""The exported EAGLE-3 head: the keys that other engines read, and its draft vocabulary."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from models.heads.eagle3.config import FLAGS, Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head
-from models.targets import load_target
+from models.heads.weights import checkpoint_layout
 
 
 @pytest.fixture
@@ -29,27 +29,6 @@ def edit(folder, **changes):
         else:
             config[key] = value
     path.write_text(json.dumps(config))
-
-
-def test_round_trip_keeps_every_bit(tiny_head_folder, tiny_target):
-    from models.heads.files import save_head
-
-    head = load_head(tiny_head_folder, target=tiny_target)
-    again = tiny_head_folder.parent / "again"
-    again.mkdir(exist_ok=True)
-    provenance = {"target_fingerprint": tiny_target.fingerprint}
-    save_head(
-        head,
-        again,
-        verifier=tiny_target.path,
-        verifier_architecture="LlamaForCausalLM",
-        speculative_tokens=4,
-        provenance=provenance,
-    )
-    assert (again / "config.json").read_text() == (tiny_head_folder / "config.json").read_text()
-    first, second = load_file(tiny_head_folder / "model.safetensors"), load_file(again / "model.safetensors")
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_the_files_are_what_vllm_reads(tiny_head_folder, tiny_target):
@@ -90,15 +69,8 @@ def test_the_files_are_what_vllm_reads(tiny_head_folder, tiny_target):
 def test_a_full_draft_vocabulary_writes_no_maps(tiny_target):
     head = Eagle3Head(Eagle3Options(draft_vocab_size=10**6).for_target(tiny_target.config))
     assert head.config.draft_vocab_size == 384
-    assert not {"d2t", "t2d"} & set(head.checkpoint_layout())
-    assert torch.equal(head.draft_to_target(torch.arange(384)), torch.arange(384))
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_left_out_is_an_error(folder, flag):
-    edit(folder, **{flag: None})
-    with pytest.raises(ValueError, match=f"{flag} is missing"):
-        load_head(folder)
+    assert not {"d2t", "t2d"} & set(checkpoint_layout(head))
+    assert torch.equal(head.target_ids, torch.arange(384))
 
 
 def test_layer_ids_are_read_from_either_place(folder):
@@ -108,30 +80,6 @@ def test_layer_ids_are_read_from_either_place(folder):
     edit(folder, eagle_config={})
     with pytest.raises(ValueError, match="eagle_aux_hidden_state_layer_ids is missing"):
         load_head(folder)
-
-
-def test_tensors_are_strict(folder):
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    save_file({name: value for name, value in tensors.items() if name != "fc.weight"}, path)
-    with pytest.raises(ValueError, match=r"fc\.weight: missing"):
-        load_head(folder)
-    save_file(tensors | {"fc.bias": torch.zeros(64)}, path)
-    with pytest.raises(ValueError, match=r"fc\.bias: not part"):
-        load_head(folder)
-    save_file(tensors | {"lm_head.weight": torch.zeros(100, 64)}, path)
-    with pytest.raises(ValueError, match=r"lm_head.weight \[100, 64\]: expected \[128, 64\]"):
-        load_head(folder)
-
-
-def test_a_head_of_another_target_is_refused_and_can_be_forced(folder, make_target_folder):
-    other = load_target(str(make_target_folder(seed=5)))
-    with pytest.raises(ValueError, match=r"another target.*head\.allow_mismatch=true"):
-        load_head(folder, target=other)
-    load_head(folder, target=other, allow_mismatch=True)
-    narrow = load_target(str(make_target_folder(hidden_size=32)))
-    with pytest.raises(ValueError, match="target_hidden_size is 64, the target's is 32"):
-        load_head(folder, target=narrow, allow_mismatch=True)
 
 
 def test_an_absent_head_says_how_to_get_one(tmp_path):

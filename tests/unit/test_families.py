@@ -14,6 +14,7 @@ from models.attention import CausalAttention
 from models.checkpoint import open_tensors
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.weights import initialize, set_vocabulary
 from models.targets import ARCHITECTURES, load_target
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
@@ -114,8 +115,8 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
     for proposer in ("none", "ngram", "head"):
         target = load_target(str(folder), dtype=dtype)
         head = Eagle3Head(Eagle3Options(draft_vocab_size=200, aux_layers=[0, 1, 3]).for_target(target.config))
-        head.set_vocabulary(*build_draft_vocab(torch.arange(384) % 11, 200, [0]))
-        head.initialise(target, from_target=True)
+        set_vocabulary(head, *build_draft_vocab(torch.arange(384) % 11, 200, [0]))
+        initialize(head, target, from_target=True)
         small = EngineConfig(max_batch=1 if proposer == "none" else 3, prefill_chunk=32, max_rows=128)
         drafting = ProposerConfig(name="auto", tree="beam:3x3")
         engine = Engine(target, head=head, proposer=proposer, config=small, proposer_config=drafting)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from abc import ABC
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from infer.speculation.proposers.draft_loops import LOOPS
 from models.heads import HEADS
+from models.heads.block import Corrector
 from tests.unit.test_layout import ROOT, parse, relative, sources
 
 PRODUCT = ("kernels", "models", "infer", "train", "scripts")
@@ -83,9 +87,32 @@ def test_the_search_leaves_prose_and_layers_alone() -> None:
     assert named_heads(ast.parse(code)) == []
 
 
+def members(kind: type) -> set[str]:
+    """Return the public names of a kind of head, inherited ones but torch's included."""
+    classes = [base for base in kind.__mro__ if base not in nn.Module.__mro__ and base is not ABC]
+    return {name for base in classes for name in vars(base) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("kind", [*LOOPS, Corrector])
+def test_a_kind_of_heads_has_at_most_eight_members(kind: type) -> None:
+    assert 5 <= len(members(kind)) <= 8, members(kind)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_of_one_kind(name: str) -> None:
+    assert len([kind for kind in LOOPS if issubclass(HEADS[name].module().kind, kind)]) == 1
+
+
+def test_to_add_a_head_540_lines_are_to_be_read() -> None:
+    """What models/heads/README.md names: what heads share, and the folder of one of them."""
+    files = [f"{name}.py" for name in ("config", "base", "weights", "eagle/config", "eagle/head")]
+    texts = [(ROOT / "models" / "heads" / file).read_text(encoding="utf-8") for file in files]
+    assert sum(len(text.splitlines()) for text in texts) <= 540
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_the_registry_agrees_with_folder_and_yaml(name: str) -> None:
     folder = Path(*HEADS[name].__module__.split(".")[:-1])
     assert folder == Path("models/heads") / name.replace("-", "_")
-    assert HEADS[name].module().__module__ == ".".join([*folder.parts, "head"])
+    assert HEADS[name].module().kind.__module__ == ".".join([*folder.parts, "head"])
     assert f"name: {name}\n" in (ROOT / "conf" / "head" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -22,8 +22,8 @@ from kernels.triton.device import Limits
 from models.attention import CausalAttention
 from models.gguf.file import GgufFile
 from models.heads import HEADS
-from models.heads.borrowing import Borrowed
 from models.heads.files import load_head, save_head
+from models.heads.weights import initialize
 from models.layers import PackedEmbedding
 from models.targets import load_target
 from tests.gguf_writing import write_gguf
@@ -189,9 +189,9 @@ def test_a_head_reads_its_targets_embedding_in_blocks(write, name, options, monk
     for dense in (False, True):
         target = load_target(file, native=True, dtype=torch.bfloat16)
         head = HEADS[name](**options).make(target.config)
-        head.initialise(target, from_target=name == "eagle", seed=1)
+        initialize(head, target, from_target=name == "eagle", seed=1)
         if dense:
-            head._borrowed = Borrowed(target.lm_head, target.embedding_weight)
+            head.borrowed.lent = target.lm_head, target.embedding_weight
         else:
             monkeypatch.setattr(PackedLinear, "whole_weight", None)
         drafts = ProposerConfig(name="head", max_draft_tokens=3)
@@ -215,7 +215,7 @@ def test_a_head_reads_its_targets_embedding_in_blocks(write, name, options, monk
 def test_a_head_without_an_embedding_of_its_own_shares_the_targets_blocks(write, tmp_path):
     target = load_target(str(write(LEGACY, tie_word_embeddings=True)), native=True, dtype=torch.bfloat16)
     made = HEADS["eagle3"](aux_layers=[0, 1], own_embedding=False).make(target.config)
-    made.initialise(load_target(target.path), from_target=False, seed=1)
+    initialize(made, load_target(target.path), from_target=False, seed=1)
     provenance = {"target_fingerprint": target.fingerprint}
     save_head(made, tmp_path, verifier="tiny", verifier_architecture="L", speculative_tokens=4, provenance=provenance)
     head, outcomes = load_head(tmp_path, target=target, dtype=torch.bfloat16), []

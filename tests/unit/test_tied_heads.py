@@ -19,6 +19,8 @@ from infer.request import SamplingParams
 from models.config import read_json
 from models.formats.verifier import weights_of
 from models.heads import HEADS
+from models.heads.borrowing import borrow
+from models.heads.weights import initialize
 from models.parallel import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
 from models.targets.tying import EMBEDDING, LM_HEAD
@@ -168,8 +170,8 @@ def test_a_head_borrows_the_lm_head_that_is_kept(contradicting: Path) -> None:
     for proposer in ("none", "head"):
         target = load_target(str(contradicting))
         head = HEADS["eagle"]().make(target.config)
-        head.initialise(target, from_target=True)
-        head.borrow(target)
+        initialize(head, target, from_target=True)
+        borrow(head, target)
         assert head.borrowed.lm_head is target.lm_head
         assert torch.equal(head.borrowed.lm_head.weight, load_file(contradicting / "model.safetensors")[LM_HEAD])
         engine = Engine(target, head=head, proposer=proposer, config=EngineConfig(max_batch=2))

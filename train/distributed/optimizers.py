@@ -13,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from models.heads import HEADS
 from models.heads.base import Head
+from models.heads.weights import checkpoint_layout
 from models.weights import rows_of_parts
 from train.config import MuonConfig, OptimConfig
 from train.objectives.base import Objective
@@ -68,8 +70,9 @@ def hidden_matrices(head: Head) -> dict[nn.Parameter, list[int]]:
 
     A layer with one output or input has a vector, which is none.
     """
-    heads = (1, 1) if head.attention is None else (head.attention.num_heads, head.attention.num_kv_heads)
-    layout, outputs = head.checkpoint_layout(), tuple(f"{name}." for name in head.output_layers)
+    attention, outputs = head.config.attention, tuple(f"{name}." for name in HEADS[head.config.name].output_layers)
+    heads = (1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads)
+    layout = checkpoint_layout(head)
     matrices: dict[nn.Parameter, list[int]] = {}
     linear = {f"{name}.weight" for name, module in head.named_modules() if isinstance(module, nn.Linear)}
     for name, weight in head.named_parameters():

@@ -95,10 +95,9 @@ class Objective(nn.Module):
         return (
             self.config.fused is None
             and type(self).slot_costs is Objective.slot_costs
-            and not self.head.corrects
             and self.loss in NATIVE_LOSSES
             and vocabulary.supported(parameter.device, parameter.dtype)
-            and all(is_plain(self.head.lm_head_at(depth)) for depth in range(self.steps))
+            and all(is_plain(self.head.readout(depth).lm_head) for depth in range(self.steps))
         )
 
     def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch) -> Teacher:
@@ -263,7 +262,8 @@ class Objective(nn.Module):
         self, states: Tensor, weights: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
         assert teacher.logits is not None
-        x, weight = self.head.before_lm_head(states, depth), cast(Linear, self.head.lm_head_at(depth)).weight
+        lm_head, before = self.head.readout(depth)
+        x, weight = before(states), cast(Linear, lm_head).weight
         label = {"kl": None, "ce": teacher.draft_choice, "label": teacher.label}[self.loss]
         share = self.share(teacher)
         costs = vocabulary.linear_loss(

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from models.attention import BlockAttention, TrainingTimeTestAttention
-from models.heads.base import Head
-from models.heads.block import BlockHead
+from models.heads.base import Head, MaskHead, RecurrentHead
+from models.heads.block import BlockHead, block_inputs
+from models.heads.weights import dtype_of
 from train.objectives import alignment
 
 
@@ -36,9 +37,12 @@ def draft_states(
     if isinstance(head, BlockHead):
         yield from block_draft_states(head, ids, aux, steps, first, slots, starts)
         return
+    assert isinstance(head, RecurrentHead | MaskHead)
     length, attention, base_pos = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
-    state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)  # under autocast the result is fp32
-    mask_slot, all_slots = head.mask_slot(), torch.arange(first, length, device=ids.device)
+    dtype = dtype_of(head)
+    state = head.fuse([feature.to(dtype) for feature in aux]).to(dtype)  # under autocast the result is fp32
+    mask_slot = head.mask_slot() if isinstance(head, MaskHead) else None
+    all_slots = torch.arange(first, length, device=ids.device)
     previous_slots = all_slots
     for step in range(steps):
         step_slots = all_slots if slots is None else slots[step]
@@ -52,7 +56,7 @@ def draft_states(
             positions = alignment.at(positions, step_slots)
             if mask_slot is not None:
                 tokens = torch.full_like(positions, mask_slot[0])
-                before = mask_slot[1].to(head.dtype).expand(*positions.shape, -1)
+                before = mask_slot[1].to(dtype).expand(*positions.shape, -1)
             else:
                 tokens = alignment.at(alignment.draft_tokens(ids, step), step_slots)
                 fewer = step_slots.shape[-1] < previous_slots.shape[-1]
@@ -78,14 +82,14 @@ def block_draft_states(
     kept = torch.arange(first, length, device=ids.device) if slots is None else slots[0]
     anchor_slots = kept.expand(len(ids), -1)
     attention = BlockAttention(anchor_slots, starts)
-    state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)
+    state = head.fuse([feature.to(dtype_of(head)) for feature in aux]).to(dtype_of(head))
     head.write_context(state, base_pos, attention.write)
-    rows = head.block_rows(steps)
-    positions = head.block_positions(alignment.at(base_pos, anchor_slots) + 1, rows)
+    rows, corrector = head.config.block_rows(steps), head.corrector
     anchors = alignment.at(alignment.draft_tokens(ids, 0), anchor_slots)
-    states = head.block_states(head.block_ids(anchors, rows), positions, attention.attend, rows)
-    carried = head.begin_walk(states[:, :, 0])
+    inputs = block_inputs(head, anchors, alignment.at(base_pos, anchor_slots) + 1, rows)
+    states = head.block_states(*inputs, attention.attend, rows)
+    carried = corrector.begin(states[:, :, 0])
     for step in range(steps):
         before = alignment.at(alignment.draft_tokens(ids, step), anchor_slots)
-        state, carried = head.slot_state(states[:, :, head.first_row + step], before, carried)
+        state, carried = corrector.walk(states[:, :, head.config.first_row + step], before, carried)
         yield state

@@ -25,9 +25,9 @@ class DSparkObjective(BlockObjective):
             costs = (1 - label_weight) * costs
             if label_weight:
                 costs = costs + label_weight * self.share(teacher) * slot_losses("label", logits, teacher)
-            head = cast(BlockHead, self.head)
-            if head.predicts_acceptance:
-                confidence = head.confidence(states)
+            corrector = cast(BlockHead, self.head).corrector
+            if corrector.predicts_acceptance:
+                confidence = corrector.confidence(states)
                 accepted = overlap(logits.detach(), teacher).clamp(0, 1)
                 costs = costs + self.config.confidence_weight * F.binary_cross_entropy(
                     confidence.exp().clamp(1e-6, 1 - 1e-6), accepted, reduction="none"

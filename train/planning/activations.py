@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.vocabulary import TeacherLogits
+from models.heads.borrowing import borrow
 from models.targets.llama import LlamaTarget
 from train.config import TrainConfig
 from train.data.sequences import Batch
@@ -63,7 +64,7 @@ def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
     """Return the objective around a head on the meta device, like `target`; a joint objective does not adapt it."""
     with torch.device("meta"):
         head = make_head(config.head, target.config)
-        head.borrow(target)
+        borrow(head, target)
         head.float()  # what is borrowed too, as in training
         return OBJECTIVES[config.objective.name](head, config.objective)
 

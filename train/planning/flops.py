@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.heads.base import Head
+from models.heads.weights import dtype_of
 from train.objectives.draft_states import draft_states
 
 WITH_BACKWARD = 3  # forward, gradient of the input, gradient of the weight
@@ -31,7 +32,7 @@ def head_flops(head: Head, steps: int) -> HeadFlops:
     """Count the head's FLOPs by running a single token through it; its parameters must not be sharded."""
     device = next(head.parameters()).device
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    feature = torch.zeros(1, 1, head.config.target_hidden_size, dtype=head.dtype, device=device)
+    feature = torch.zeros(1, 1, head.config.target_hidden_size, dtype=dtype_of(head), device=device)
     aux = [feature] * len(head.config.aux_layers)
     with FlopCounterMode(display=False) as body:
         states = list(draft_states(head, ids, aux, steps))

@@ -14,7 +14,7 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS
 from models.heads.base import Head
-from models.heads.borrowing import BorrowingHead
+from models.heads.borrowing import borrowed_by
 from models.heads.objectives import JointObjectiveConfig
 from models.layers import Linear
 from models.lora import linear_layers
@@ -78,7 +78,7 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
 
 def borrowed_bytes(target: LlamaTarget, head: Head) -> int:
     """Return the bytes of unpacked copies of the target's embedding and LM head, if the head uses these in place."""
-    if not isinstance(head, BorrowingHead):
+    if not any(borrowed_by(head)):
         return 0
     weights = {target.embed_tokens.weight, target.lm_head.weight}  # one if they are tied
     return sum(weight.numel() * weight.element_size() for weight in weights)

@@ -235,7 +235,7 @@ def busy(speed: Speed) -> str:
 def uses_of_weights(config: TrainConfig, head: Head) -> float:
     """Return how often a training step multiplies by each weight of the head, per token."""
     depths = config.objective.steps or head.config.max_depth or 1
-    return 1 if HEADS[head.name].separate_depths else sum(map(config.objective.slot_share, range(depths)))
+    return 1 if HEADS[head.config.name].separate_depths else sum(map(config.objective.slot_share, range(depths)))
 
 
 def active_parameters(target: LlamaTarget) -> int:

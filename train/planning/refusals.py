@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from infer.options.exported_heads import head_at
 from infer.options.paths import resolve_path
+from models.heads import HEADS
 from models.heads.files import read_head
 from models.heads.objectives import JointObjectiveConfig
+from models.heads.weights import checkpoint_layout
 from models.lora import refuse_unknown_layers
 from models.tokenizer import Tokenizer
 from train.checkpoint import latest_checkpoint, read_state
@@ -69,7 +71,7 @@ def overrides_without_effect(config: TrainConfig, overrides: Sequence[str]) -> I
 
 def head_can_be_divided(config: TrainConfig, meta_shapes: Shapes) -> None:
     """Refuse ZeRO-3, which gathers parameters when their module is called, if the head has others."""
-    loose = meta_shapes.head.loose_parameters()
+    loose = HEADS[config.head.name].loose_parameters
     if loose and config.parallel.name == "zero3":
         raise ValueError(
             f"parallel=zero3: head={config.head.name} holds {', '.join(loose)} outside of any layer, which ZeRO-3 "
@@ -135,7 +137,7 @@ def outputs_have_room(config: TrainConfig, meta_shapes: Shapes) -> None:
     if config.stage != "all":
         return
     target, head = meta_shapes.target, meta_shapes.head
-    exported = [head.state_dict()[name] for name in head.checkpoint_layout()]
+    exported = [head.state_dict()[name] for name in checkpoint_layout(head)]
     exported += target.parameters() if config.trains_target else ()
     size = sum(value.numel() for value in exported) * target.norm.weight.element_size()
     _, free = free_disk(config.export_folder)

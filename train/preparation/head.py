@@ -9,6 +9,7 @@ from models.config import TargetConfig
 from models.heads.base import Head
 from models.heads.config import HeadConfig, HeadShape, NewHeadConfig
 from models.heads.files import load_head
+from models.heads.weights import dtype_of, initialize, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab
@@ -42,12 +43,12 @@ def give_vocabulary(
     vocab_size = target.config.vocab_size
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
-    head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
-    reads = config.head.init_from_target or head.reads_lm_head
+    set_vocabulary(head, *build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
+    reads = config.head.init_from_target or head.config.reads_lm_head
     count = target.config.num_layers
-    layers = [index for index in head.donor_layers if -count <= index < count]
+    layers = [index for index in head.config.donor_layers if -count <= index < count]
     donor = unpacked_target(config, head, layers=layers) if reads else target
-    head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
+    initialize(head, donor, from_target=config.head.init_from_target, seed=config.seed)
     if config.head.start_from is not None:
         folder = head_at(config.head.start_from, config.head.revision, option="head.start_from=")
         go_on_from(head, folder, target)
@@ -64,6 +65,6 @@ def refuse_other_shape(folder: Path, earlier: HeadShape, shape: HeadShape) -> No
 
 def go_on_from(head: Head, folder: Path, target: LlamaTarget) -> None:
     """Load the weights and the draft vocabulary of an exported head of the same shape."""
-    earlier = load_head(folder, name=head.name, dtype=head.dtype, target=target)
+    earlier = load_head(folder, name=head.config.name, dtype=dtype_of(head), target=target)
     refuse_other_shape(folder, earlier.config, head.config)  # checked again: it may have been re-exported meanwhile
     head.load_state_dict(earlier.state_dict())

@@ -96,7 +96,7 @@ def export_head(
     with atomic.replace_folder(folder) as staging:
         name = target_name(config.model)
         record = portable({**provenance, "target_fingerprint": target.fingerprint, "target": name})
-        if HEADS[head.name].is_target:
+        if HEADS[head.config.name].is_target:
             copy_beside(target, staging)
 
         def write(record: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ def export_head(
             )
 
         write(record)
-        loaded = load_head(staging, name=head.name, dtype=dtype, device=target.norm.weight.device, target=target)
+        loaded = load_head(staging, name=head.config.name, dtype=dtype, device=target.norm.weight.device, target=target)
         measured = measure(loaded)
         write({**record, **measured.record()})
         text = card(config, record, measured, note)

@@ -19,7 +19,9 @@ from infer.speculation.proposers.suffix_decoding.responses import EarlierRespons
 from infer.speculation.proposers.synthetic import SyntheticProposer
 from infer.speculation.tree import MAX_NODES
 from models.heads.base import Head
+from models.heads.borrowing import borrow
 from models.heads.draft_model.head import DraftModelHead
+from models.heads.weights import pack
 from models.targets.llama import LlamaTarget
 
 
@@ -53,11 +55,10 @@ def pack_head(head: Head, target: LlamaTarget, engine: EngineConfig, drafts: Pro
     """Return the proposer that drafts with a copy of `head`, packed for serving beside the packed `target`."""
     weight = target.norm.weight
     packed = copy.deepcopy(head, {id(target.embed_tokens): target.embed_tokens})
-    packed.borrow(target)
+    borrow(packed, target)
     packed.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
-    packed.stack_layers()
     narrow = drafter_format(engine.head_weights, weight.dtype, weight.device)
-    packed.pack(exact=engine.exact, weight_format=narrow)
+    pack(packed, exact=engine.exact, weight_format=narrow)
     return HeadProposer(packed, target.config.num_layers, drafts)
 
 
@@ -67,7 +68,7 @@ def pack_draft_model(
     """Return the proposer that drafts with `model` itself, packed for serving."""
     weight = target.norm.weight
     narrow = drafter_format(engine.draft_weights, weight.dtype, weight.device)
-    model.pack(exact=engine.exact, weight_format=narrow)
+    pack(model, exact=engine.exact, weight_format=narrow)
     return DraftModelProposer(model, drafts)
 
 

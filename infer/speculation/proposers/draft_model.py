@@ -8,9 +8,7 @@ forward in all. The nodes of a tree lie in the order in which they were run, so 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,22 +16,16 @@ from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.kvcache.pool import KVPool
-from infer.kvcache.tensors import LayerShape
 from infer.options.stored_weights import why_widened
 from infer.request import Phase, Request
-from infer.sampling.choose import choice_parameters
 from infer.speculation.budget import Budget
-from infer.speculation.draft_loop import TorchLoop, Unread
-from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
-from infer.speculation.proposers.parallel_loop import ParallelLoop
+from infer.speculation.proposers.head import ModelProposer
 from infer.speculation.tree import DraftTree
-from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
-from kernels.slower import say_slower, slower_layers
-from kernels.upload import upload, upload_columns
+from kernels.upload import upload
 from models.config import read_json
 from models.gguf import is_gguf
 from models.heads.draft_model.head import DraftModelHead
-from models.layers import Linear
+from models.heads.weights import dtype_of
 from models.targets import load_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.token_map import map_tokens
@@ -42,48 +34,21 @@ from models.tokenizer import Tokenizer
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # keys of published config.json files
 
 
-class DraftModelProposer(Proposer, Tracker):
-    """Drafts with `head`, packed for serving; once attached, `pool` holds its KV layers from `first_layer` on."""
+class DraftModelProposer(ModelProposer):
+    """Drafts with `head`, packed for serving."""
 
     name = "draft_model"
-    loop: TorchLoop  # once attached
+    module: DraftModelHead
 
     def __init__(self, head: DraftModelHead, config: ProposerConfig) -> None:
-        layers = [module.packed for module in head.modules() if isinstance(module, Linear)]
-        say_slower(slower_layers((packed for packed in layers if packed is not None), "engine.draft_weights"))
-        shape = head.attention
-        self.needs = Needs(kv_layers=(LayerShape(shape.num_kv_heads, shape.head_dim),) * shape.layers)
+        super().__init__(head, config, "engine.draft_weights")
         self.context = head.config.model.max_position_embeddings
-        self.shape: TreeShape | None = None
-        self._head = head
-        self.set_drafts(config)
-        self._pool: KVPool | None = None
         self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
         self._agreed: dict[str, int] = {}  # how many of the first of them surely are the request's
 
-    @property
-    def tracker(self) -> Tracker:
-        return self
-
-    @property
-    def module(self) -> DraftModelHead:
-        return self._head
-
-    def set_drafts(self, config: ProposerConfig) -> None:
-        """Set whether it drafts chains or trees. Raises ValueError for a tree wider than what it can draft."""
-        shape, choices = tree_shape(config), self._head.num_drafted
-        if isinstance(shape, StaticShape) and shape.widest > choices:
-            raise ValueError(f"proposer.tree: rank {shape.widest - 1}: the draft model drafts from {choices} tokens")
-        self.shape = shape
-
     def attach(self, pool: KVPool, first_layer: int) -> None:
-        _, num_heads, num_kv_heads, head_dim = self._head.attention
-        sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        attend = partial(pool.layers.attention, **sizes, first_layer=first_layer)
-        self._pool, self.loop = pool, (ParallelLoop if self._head.parallel else TorchLoop)(self._head, attend)
-
-    def places(self, budget: Budget) -> int:
-        return max(*budget, 0 if self.shape is None else self.shape.rows)
+        """Keep the model's KV in the layers of `pool` from `first_layer` on."""
+        self._attach(pool, first_layer)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         # In prefill it runs over each chunk right after the target; any other tokens are read by the next draft.
@@ -92,20 +57,9 @@ class DraftModelProposer(Proposer, Tracker):
             self._fill(prefilling)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        """Requests beyond the draft model's context get no drafts, those under block verification chains."""
+        """Requests beyond the draft model's context get no drafts."""
         depths = [min(b.depth, self.context - len(r.tokens)) for r, b in zip(requests, budgets, strict=True)]
-        undrafted = [i for i, depth in enumerate(depths) if depth <= 0]
-        drafting = [i for i, depth in enumerate(depths) if depth > 0]
-        chains = [i for i in drafting if self.shape is None or requests[i].params.acceptance == "block"]
-        trees = [i for i in drafting if i not in chains]
-        drafted = [
-            (draft([requests[i] for i in rows], [budgets[i]._replace(depth=depths[i]) for i in rows]), rows)
-            for draft, rows in ((NoProposer().propose, undrafted), (self._chains, chains), (self._trees, trees))
-            if rows
-        ]
-        if len(drafted) == 1:
-            return drafted[0][0]
-        return DraftTree.stack([tree for tree, _ in drafted], [rows for _, rows in drafted])
+        return super().propose(requests, [b._replace(depth=d) for b, d in zip(budgets, depths, strict=True)])
 
     def synced(self, request: Request) -> int:
         return min(request.computed, self._prefix(request))
@@ -122,70 +76,46 @@ class DraftModelProposer(Proposer, Tracker):
         if request.computed <= self.context:
             self._fill([request])
 
+    def _choices(self, config: ProposerConfig) -> int:
+        return self.module.num_drafted
+
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        depths, ends = [budget.depth for budget in budgets], [len(request.tokens) for request in requests]
-        unread = self._unread(requests, ends, drafting=True, spare=self.loop.spare_rows(max(depths)))
+        depths = [budget.depth for budget in budgets]
+        unread = self._unread_rows(requests, max(depths))
         tokens = self.loop.chain(unread, upload(depths, unread.ids.device), max(depths)).token.tolist()
         drafts = [row[:depth] for row, depth in zip(tokens, depths, strict=True)]
-        self._was_read(requests, ends)
-        if not self._head.parallel:
+        self.was_read(requests)
+        if not self.loop.one_forward:
             for request, draft in zip(requests, drafts, strict=True):
                 self._seen[request.request_id] += draft[:-1]
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-
-    def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        """Grow every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own budget."""
-        assert self.shape is not None
-        deepest, ends = max(budget.depth for budget in budgets), [len(request.tokens) for request in requests]
-        unread = self._unread(requests, ends, drafting=True, spare=self.loop.spare_rows(deepest))
-        grown = self.loop.tree(unread, self.shape, deepest)
-        self._was_read(requests, ends)
-        return propose_best([request.tokens[-1] for request in requests], grown, budgets)
-
-    def _fill(self, requests: Sequence[Request]) -> None:
-        """Write the KV of all committed positions of each request."""
-        ends = [request.computed for request in requests]
-        self.loop.read(self._unread(requests, ends))
-        self._was_read(requests, ends)
 
     def _prefix(self, request: Request) -> int:
         """Return for how many of the request's tokens the KV is written."""
         agreed = self._agreed.get(request.request_id, 0)
         return common_prefix(self._seen.get(request.request_id, ()), request.tokens, agreed)
 
-    def _unread(
-        self, requests: Sequence[Request], ends: Sequence[int], *, drafting: bool = False, spare: int = 0
-    ) -> Unread:
-        """Return those of `tokens[:end]` of each request that are not read yet, followed by `spare` rows.
-
-        The last token is always run again, as its hidden state is needed.
-        """
-        assert self._pool is not None
+    def _unread_slots(
+        self, requests: Sequence[Request], *, drafting: bool
+    ) -> tuple[list[int], list[int], list[Tensor]]:
+        """The last token is always run again, as its hidden state is needed."""
+        ends = ends_of(requests, drafting=drafting)
         starts = [min(self._prefix(request), end - 1) for request, end in zip(requests, ends, strict=True)]
-        counts = [end - start + spare for start, end in zip(starts, ends, strict=True)]
-        rows, device = self._pool.rows(requests, starts, counts), self._head.read.device
-        blocks = zip(requests, starts, ends, strict=True)
-        ids = [token for request, start, end in blocks for token in (*request.tokens[start:end], *[0] * spare)]
-        roots, last_rows = [end - 1 for end in ends], [end - 1 - spare for end in itertools.accumulate(counts)]
-        last, root, base = upload_columns([last_rows, roots, [0] * len(roots)], [], device)
-        return Unread(
-            ids=upload(ids, device),
-            features=torch.empty(len(ids), 0, dtype=self._head.dtype, device=device),
-            slots=rows.places - 1,
-            rows=rows,
-            ends=last,
-            root=root,
-            base=base,
-            requests=rows.request[last],
-            parameters=choice_parameters(requests, device, drafting=True) if drafting else None,
-        )
+        counts = [end - start for start, end in zip(starts, ends, strict=True)]
+        nothing = torch.empty(0, dtype=dtype_of(self.module), device=self.module.read.device)
+        return [start - 1 for start in starts], counts, [nothing.expand(count, 0) for count in counts]
 
-    def _was_read(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
-        """Take note that `tokens[:end]` of each request was read; nothing after it is written any more."""
-        for request, end in zip(requests, ends, strict=True):
+    def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
+        """Take note of what was read of each request; nothing after it is written any more."""
+        for request, end in zip(requests, ends_of(requests, drafting=drafting), strict=True):
             agreed = self._agreed.get(request.request_id, 0)
             self._seen.setdefault(request.request_id, [])[agreed:] = request.tokens[agreed:end]
             self._agreed[request.request_id] = end
+
+
+def ends_of(requests: Sequence[Request], *, drafting: bool) -> list[int]:
+    """Return how many tokens of each request are read: with the root for a draft, else those that are committed."""
+    return [len(request.tokens) if drafting else request.computed for request in requests]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int], agreed: int) -> int:

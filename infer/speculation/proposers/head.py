@@ -1,4 +1,4 @@
-"""Drafts a chain or a tree with a head, recurrent or parallel (infer/speculation/draft_loop.py).
+"""Drafts a chain or a tree with a head, by the loop of its kind (proposers/draft_loops/).
 
 The head's KV, if it keeps any, lies in layers of the engine's pool. The KV of slot i (token t[i+1], feature f[i]) lies
 at place i + 1, so that a page depends only on the tokens up to its end and can be shared by texts that continue
@@ -10,8 +10,8 @@ costs one forward over the nodes that are grown.
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,19 +26,16 @@ from infer.sampling.choose import choice_parameters
 from infer.sampling.emission import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.draft_loop import NativeLoop, TorchLoop, Unread
-from infer.speculation.early_exit import EarlyExit, HostExit, exit_rows
-from infer.speculation.proposers.base import Needs, Proposer, Tracker
-from infer.speculation.proposers.block_loop import BlockLoop
-from infer.speculation.proposers.parallel_loop import ParallelLoop
+from infer.speculation.early_exit import EarlyExit, exit_rows
+from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
+from infer.speculation.proposers.draft_loops import draft_loop
+from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
-from kernels.draft import fuse_draft
 from kernels.slower import say_slower, slower_layers
 from kernels.upload import upload, upload_columns
 from models.heads.base import Head
-from models.heads.block import BlockHead
 from models.layers import Linear, copy_packed
 
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
@@ -64,6 +61,127 @@ class Pending:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
+class ModelProposer(Proposer, Tracker):
+    """Drafts with `head`, packed for serving. `shape` None: chains."""
+
+    module: Head
+    loop: DraftLoop
+    _first_place = 0  # that the model's KV may lie at
+    shape: TreeShape | None
+
+    def __init__(self, head: Head, config: ProposerConfig, weights_key: str) -> None:
+        linears = [module.packed for module in head.modules() if isinstance(module, Linear)]
+        say_slower(slower_layers((packed for packed in linears if packed is not None), weights_key))
+        shape = head.config.attention
+        layers = () if shape is None else (LayerShape(shape.num_kv_heads, shape.head_dim),) * shape.layers
+        self.needs = Needs(kv_layers=layers)
+        self.module, self.loop = head, draft_loop(head)
+        self._pool: KVPool | None = None
+        self.set_drafts(config)
+
+    @property
+    def tracker(self) -> Tracker:
+        return self
+
+    def set_drafts(self, config: ProposerConfig) -> None:
+        """Set whether it drafts chains or trees. Raises ValueError for a tree wider than what it can draft."""
+        shape, choices = tree_shape(config), self._choices(config)
+        if isinstance(shape, StaticShape) and shape.widest > choices:
+            drafter = self.name.replace("_", " ")
+            raise ValueError(f"proposer.tree: rank {shape.widest - 1}: the {drafter} drafts from {choices} tokens")
+        self.shape = shape
+
+    def places(self, budget: Budget) -> int:
+        return max(budget.nodes, self.loop.places(budget.depth, self.shape))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        """Requests with a depth of 0 get no drafts, those under block verification, which takes no trees, chains."""
+        groups: dict[str, list[int]] = {}
+        for row, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
+            is_chain = self.shape is None or request.params.acceptance == "block"
+            groups.setdefault("none" if budget.depth <= 0 else "chains" if is_chain else "trees", []).append(row)
+        draft = {"none": NoProposer().propose, "chains": self._chains, "trees": self._trees}
+        trees = [draft[kind]([requests[i] for i in rows], [budgets[i] for i in rows]) for kind, rows in groups.items()]
+        return trees[0] if len(trees) == 1 else DraftTree.stack(trees, list(groups.values()))
+
+    def _choices(self, config: ProposerConfig) -> int:
+        """Return from how many tokens a depth is drafted."""
+        return self.loop.choices(config.candidates)
+
+    def _attach(self, pool: KVPool, first_layer: int) -> None:
+        self._pool = pool
+        self.loop.attach(pool.layers, first_layer)
+
+    @abstractmethod
+    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        """Draft chains of these depths, at least one token each."""
+
+    def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        """Grow every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own budget."""
+        assert self.shape is not None
+        deepest = max(budget.depth for budget in budgets)
+        grown = self.loop.tree(self._unread_rows(requests, deepest), self.shape, deepest)
+        self.was_read(requests)
+        return propose_best([request.tokens[-1] for request in requests], grown, budgets)
+
+    def _fill(self, requests: Sequence[Request]) -> None:
+        """Write the KV of the committed positions of each request that the model has not read."""
+        self.loop.read(self._unread_rows(requests))
+        self.was_read(requests, drafting=False)
+
+    def _unread_rows(self, requests: Sequence[Request], depth: int = 0) -> Unread:
+        """Return what the model has not read of each request, and the spare rows of a draft of this depth, if any.
+
+        In a step that is retried, the second call returns the same rows, so that the same KV is written again.
+        """
+        drafting, spare, device = depth > 0, self.loop.spare_rows(depth) if depth else 0, self.loop.draft_ids.device
+        starts, counts, features = self._unread_slots(requests, drafting=drafting)
+        bases, widths = self.bases(requests), [count + spare for count in counts]
+        ids = [
+            token
+            for request, start, count in zip(requests, starts, counts, strict=True)
+            for token in (*request.tokens[start + 1 : start + 1 + count], *[0] * spare)
+        ]
+        slots = [start + row for start, width in zip(starts, widths, strict=True) for row in range(width)]
+        last_rows = [end - 1 - spare for end in itertools.accumulate(widths)]
+        roots, rows = [len(request.tokens) - 1 for request in requests], None
+        if self.needs.kv_layers:
+            assert self._pool is not None
+            places = [start + 1 for start in starts]
+            rows = self._pool.rows(requests, places, widths, first=self._first_place, bases=bases)
+        row_ids, row_slots = upload_columns([ids, slots], [], device)
+        ends, root, base = upload_columns([last_rows, roots, bases], [], device)
+        return Unread(
+            ids=row_ids,
+            features=torch.cat([F.pad(part, (0, 0, 0, spare)) for part in features] if spare else features),
+            slots=row_slots,
+            rows=rows,
+            ends=ends,
+            root=root,
+            base=base,
+            requests=root if rows is None else rows.request[ends],
+            parameters=choice_parameters(requests, device, drafting=True) if drafting else None,
+        )
+
+    @abstractmethod
+    def _unread_slots(
+        self, requests: Sequence[Request], *, drafting: bool
+    ) -> tuple[list[int], list[int], list[Tensor]]:
+        """Return the first slot of each request that the model has not read, their number, and their features.
+
+        Features are `[n, F]` each. Slot i holds token t[i+1], at place i + 1. For a draft the last slot is the root's,
+        otherwise that of the last committed position.
+        """
+
+    def bases(self, requests: Sequence[Request]) -> list[int]:
+        """Return the place at which the model's KV of each request begins."""
+        return [0] * len(requests)
+
+    @abstractmethod
+    def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
+        """Take note that the rows which `_unread_rows` returned were read."""
+
+
 class CapturedDrafts(Protocol):
     """Graphs in which the head drafts for steps that the host runs (infer/graphs/step_graph.py)."""
 
@@ -76,54 +194,38 @@ class CapturedDrafts(Protocol):
         ...
 
 
-class HeadProposer(Proposer, Tracker):
-    """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on; `shape` None: chains."""
+class HeadProposer(ModelProposer):
+    """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on."""
 
     name = "head"
-    loop: TorchLoop  # once attached
+    _first_place = 1
 
     def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
-        attn = head.attention
-        layers = [module.packed for module in head.modules() if isinstance(module, Linear)]
-        say_slower(slower_layers((packed for packed in layers if packed is not None), "engine.head_weights"))
-        kv_layers = () if attn is None else (LayerShape(attn.num_kv_heads, attn.head_dim),) * attn.layers
-        self.needs = Needs(head.config.aux_layers, kv_layers, warm_up=MIN_SEEN if kv_layers else 0)
-        self._head, self._first_layer = head, first_layer
-        self.draft_ids = head.target_ids
-        self.shape: TreeShape | None = None
-        self.set_drafts(config)
-        self._pool: KVPool | None = None
-        self._native: NativeLoop | None = None  # for drafts that need neither to read nor to restrict logits
+        super().__init__(head, config, "engine.head_weights")
+        warm_up = MIN_SEEN if self.needs.kv_layers else 0
+        self.needs = self.needs._replace(aux_layers=head.config.aux_layers, warm_up=warm_up)
+        self.draft_ids, self._first_layer = self.loop.draft_ids, first_layer
         self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
         # Requests whose pending features were read in this step; kept until the commit, should the draft be retried.
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
-        self.graphs: CapturedDrafts | None = (
-            None  # in which it drafts where they are captured and no draft needs the host
-        )
-
-    @property
-    def tracker(self) -> Tracker:
-        return self
-
-    @property
-    def module(self) -> Head:
-        return self._head
+        # in which it drafts where they are captured and no draft needs the host
+        self.graphs: CapturedDrafts | None = None
 
     @property
     def feature_size(self) -> int:
         """Size of the features of one position, over all aux layers."""
-        return len(self.needs.aux_layers) * self._head.config.target_hidden_size
+        return len(self.needs.aux_layers) * self.module.config.target_hidden_size
 
     @property
     def max_depth(self) -> int | None:
         """Most tokens of a chain that the head can draft; None for any number."""
-        return self._head.config.max_depth
+        return self.module.config.max_depth
 
     def fits(self, head: Head) -> bool:
         """Return whether `continuing` can copy the weights of this head."""
-        same = type(head) is type(self._head) and head.config == self._head.config
+        same = type(head) is type(self.module) and head.config == self.module.config
         return same and torch.equal(head.target_ids.to(self.draft_ids.device), self.draft_ids)
 
     @torch.no_grad()
@@ -132,14 +234,11 @@ class HeadProposer(Proposer, Tracker):
 
         It is `before` with the weights of this one, if they fit: what has captured them goes on.
         """
-        if not before.fits(self._head):
+        if not before.fits(self.module):
             self.attach(pool)
             return self
-        copy_packed(self._head, before._head)
-        if isinstance(before.loop, ParallelLoop) and before.loop.mask_slot is not None:
-            mask_slot = before._head.mask_slot()
-            assert mask_slot is not None
-            before.loop.mask_slot[1].copy_(mask_slot[1])
+        copy_packed(self.module, before.module)
+        before.loop.refresh()
         return before
 
     def set_drafts(self, config: ProposerConfig) -> None:
@@ -148,43 +247,12 @@ class HeadProposer(Proposer, Tracker):
         depth = config.max_draft_tokens if shape is None else shape.depth
         if max_depth is not None and depth > max_depth and config.name != "combined":  # whose other drafts are longer
             key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
-            raise ValueError(f"{key}: this {self._head.name} head drafts {max_depth} tokens at most, not {depth}")
-        choices = len(self.draft_ids)
-        if isinstance(self._head, BlockHead) and self._head.corrects:
-            choices = min(choices, self._head.num_candidates or config.candidates)
-        if isinstance(shape, StaticShape) and shape.widest > choices:
-            raise ValueError(f"proposer.tree: rank {shape.widest - 1}: the head drafts from {choices} tokens")
-        self.shape, self._candidates = shape, config.candidates
-        if isinstance(loop := getattr(self, "loop", None), BlockLoop):
-            loop.candidates = config.candidates
+            name = self.module.config.name
+            raise ValueError(f"{key}: this {name} head drafts {max_depth} tokens at most, not {depth}")
+        super().set_drafts(config)
 
     def attach(self, pool: KVPool) -> None:
-        self._pool, attention, attend = pool, self._head.attention, None
-        if attention is not None:
-            attend = partial(
-                pool.layers.attention,
-                num_heads=attention.num_heads,
-                num_kv_heads=attention.num_kv_heads,
-                head_dim=attention.head_dim,
-                first_layer=self._first_layer,
-            )
-        if isinstance(self._head, BlockHead):
-            assert attend is not None
-            write = partial(pool.layers.writer, first_layer=self._first_layer)
-            self.loop = BlockLoop(self._head, attend, write, self._candidates)
-        else:
-            self.loop = (ParallelLoop if self._head.parallel else TorchLoop)(self._head, attend)
-        caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.needs.kv_layers)]
-        parts = None if self._head.parallel else self._head.draft_parts()
-        if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in caches):
-            parts = None
-        native = None if parts is None else fuse_draft(parts)
-        self._native = None if native is None else NativeLoop(self._head, native, caches)
-
-    def places(self, budget: Budget) -> int:
-        if self._head.parallel:
-            return max(budget.nodes, self._head.scratch_places(budget.depth))
-        return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)
+        self._attach(pool, self._first_layer)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
@@ -216,19 +284,8 @@ class HeadProposer(Proposer, Tracker):
                     self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        if (replayed := self._replay(requests, budgets)) is not None:
-            return replayed
-        # Block verification takes chains only.
-        chains = [i for i, request in enumerate(requests) if self.shape is None or request.params.acceptance == "block"]
-        trees = [i for i in range(len(requests)) if i not in chains]
-        drafted = [
-            (draft([requests[i] for i in indices], [budgets[i] for i in indices]), indices)
-            for draft, indices in ((self._chains, chains), (self._trees, trees))
-            if indices
-        ]
-        if len(drafted) == 1:
-            return drafted[0][0]
-        return DraftTree.stack([tree for tree, _ in drafted], [indices for _, indices in drafted])
+        replayed = self._replay(requests, budgets)
+        return super().propose(requests, budgets) if replayed is None else replayed
 
     def synced(self, request: Request) -> int:
         # The slots before the first pending one are filled. Slot i lies at place i + 1: one place more than slots.
@@ -268,7 +325,7 @@ class HeadProposer(Proposer, Tracker):
         """Return whether features of the request are pending."""
         return request.request_id in self._pending
 
-    def was_read(self, requests: Sequence[Request]) -> None:
+    def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
         """Mark the pending features of these requests as read; until the next commit they are not read again."""
         self._read.update(request.request_id for request in requests)
 
@@ -307,11 +364,12 @@ class HeadProposer(Proposer, Tracker):
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
-        deepest, limits = max(depths), upload(depths, self.draft_ids.device)
+        deepest, limits, early_exit = max(depths), upload(depths, self.draft_ids.device), None
         confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
-        parallel = self._head.parallel
-        exits = None if confidence is None else exit_rows(confidence, requests, depths, deepest, parallel=parallel)
-        unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
+        if confidence is not None:
+            terms = exit_rows(confidence, requests, depths, deepest, parallel=self.loop.one_forward)
+            early_exit = EarlyExit(terms, depths)
+        unread = self._unread_rows(requests, deepest)
         draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
         constrained = any(request.constraint is not None for request in requests)
         adjusted = constrained or any(request.params.acceptance == "block" for request in requests)
@@ -323,13 +381,7 @@ class HeadProposer(Proposer, Tracker):
                 draft_probs.setdefault(row, []).append(probs)
             return logits
 
-        whole = self.loop if isinstance(self.loop, ParallelLoop) else self._native_for(unread)
-        if whole is not None and not adjusted:
-            chains = whole.chain(unread, limits, deepest, None if exits is None else HostExit(exits))
-        else:
-            terms = None if exits is None else upload(exits, limits.device, torch.float32)
-            early_exit = None if terms is None else EarlyExit(terms, on_host=True)
-            chains = self.loop.chain(unread, limits, deepest, early_exit, adjust if adjusted else None)
+        chains = self.loop.chain(unread, limits, deepest, early_exit, adjust if adjusted else None)
         self.was_read(requests)
         roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
         if confidence is not None and chains.log_probs is not None:
@@ -339,19 +391,6 @@ class HeadProposer(Proposer, Tracker):
         tree = DraftTree.chain(roots, chains.token.cpu(), lengths)
         tree.draft_probs = {row: torch.stack(probs[: depths[row]]) for row, probs in draft_probs.items()}
         return tree
-
-    def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        """Grow every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own budget."""
-        assert self.shape is not None
-        deepest = max(budget.depth for budget in budgets)
-        unread = self._unread_rows(requests, drafting=True, spare=self.loop.spare_rows(deepest))
-        grown = (self._native_for(unread) or self.loop).tree(unread, self.shape, deepest)
-        self.was_read(requests)
-        return propose_best([request.tokens[-1] for request in requests], grown, budgets)
-
-    def _native_for(self, unread: Unread) -> NativeLoop | None:
-        restricts = unread.parameters is not None and unread.parameters.restricts
-        return None if restricts else self._native
 
     def _draft_probs(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
@@ -366,46 +405,13 @@ class HeadProposer(Proposer, Tracker):
             return {}
         rows = upload(wanted, logits.device)
         probs = warped_log_probs(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
-        full_probs = probs.new_zeros(len(wanted), self._head.config.vocab_size)
+        full_probs = probs.new_zeros(len(wanted), self.module.config.vocab_size)
         full_probs[:, self.draft_ids] = probs
         return dict(zip(wanted, full_probs, strict=True))
 
-    def _fill(self, requests: Sequence[Request]) -> None:
-        """Write the head's KV of all pending positions of each request."""
-        (self._native or self.loop).read(self._unread_rows(requests))
-        self.was_read(requests)
-
-    def _unread_rows(self, requests: Sequence[Request], *, drafting: bool = False, spare: int = 0) -> Unread:
-        """Return all pending positions of each request, followed by `spare` rows.
-
-        In a step that is retried, the second call returns the same rows, so that the same KV is written again.
-        """
-        features, bases, device = self.features(requests), self.bases(requests), self.draft_ids.device
+    def _unread_slots(
+        self, requests: Sequence[Request], *, drafting: bool
+    ) -> tuple[list[int], list[int], list[Tensor]]:
+        features = self.features(requests)
         counts = [len(rows) for rows in features]
-        starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
-        tokens = [
-            [*request.tokens[start + 1 : start + count + 1], *[0] * spare]
-            for request, start, count in zip(requests, starts, counts, strict=True)
-        ]
-        widths = list(map(len, tokens))
-        slots = [start + row for start, width in zip(starts, widths, strict=True) for row in range(width)]
-        by_row = [[token for row in tokens for token in row], slots]
-        last_rows = [end - 1 - spare for end in itertools.accumulate(widths)]
-        roots, rows = [len(request.tokens) - 1 for request in requests], None
-        if self.needs.kv_layers:
-            assert self._pool is not None
-            places = [start + 1 for start in starts]
-            rows = self._pool.rows(requests, places, widths, first=1, bases=bases)
-        ids, slots = upload_columns(by_row, [], device)
-        ends, root, base = upload_columns([last_rows, roots, bases], [], device)
-        return Unread(
-            ids,
-            torch.cat([F.pad(rows, (0, 0, 0, spare)) for rows in features] if spare else features),
-            slots,
-            rows,
-            ends,
-            root,
-            base,
-            root if rows is None else rows.request[ends],
-            choice_parameters(requests, device, drafting=True) if drafting else None,
-        )
+        return [r.computed - count for r, count in zip(requests, counts, strict=True)], counts, features

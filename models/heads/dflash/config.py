@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from models.checks import number
 from models.config import TargetConfig
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import DecoderShape, Facts, NewHeadConfig
 from models.heads.dflash.config_json import qwen3_json
 from models.heads.layer_config import (
     check_draft_vocabulary,
@@ -19,6 +19,7 @@ from models.heads.layer_config import (
     check_mask_token,
     draft_vocabulary,
     head_layer,
+    speculators_json,
 )
 from models.heads.objectives import BlockObjectiveConfig
 
@@ -26,7 +27,7 @@ MAX_BLOCK = 64  # rows of a block see each other by a mask of 64 bits
 
 
 @dataclass(frozen=True)
-class DFlashConfig(HeadShape):
+class DFlashConfig(DecoderShape):
     """`layer` holds the decoder layers' sizes and windows, and their number; its vocab_size is the target's.
 
     A window of W lets a row see W positions before the anchor where it sees its whole block, and where it is
@@ -36,6 +37,7 @@ class DFlashConfig(HeadShape):
     name: ClassVar[str] = "dflash"
     algorithm: ClassVar[str] = "dflash"
     speculator: ClassVar[str] = "DFlashSpeculator"
+    reads_lm_head: ClassVar[bool] = True
 
     layer: TargetConfig
     draft_vocab_size: int
@@ -56,14 +58,6 @@ class DFlashConfig(HeadShape):
         check_mask_token(self.mask_token_id, self.vocab_size)
 
     @property
-    def vocab_size(self) -> int:
-        return self.layer.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layer.hidden_size
-
-    @property
     def target_hidden_size(self) -> int:
         """The target's, whose embedding and LM head the head uses."""
         return self.layer.hidden_size
@@ -72,31 +66,36 @@ class DFlashConfig(HeadShape):
     def max_depth(self) -> int:
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    @property
+    def donor_layers(self) -> range:
+        return range(-self.layer.num_layers, 0)
+
+    @property
+    def first_row(self) -> int:
+        """The row of depth 0: the anchor's, or the first mask's where the anchor's row predicts nothing."""
+        return 0 if self.sample_from_anchor else 1
+
+    def block_rows(self, depth: int) -> int:
+        """Return the number of rows of a block from which `depth` tokens are drafted.
+
+        Rows that see later rows were trained with all of them; others do not depend on how many follow.
+        """
+        return self.first_row + depth if all(self.causal_layers) else self.block_size
+
     def causal(self, *, windowed: bool) -> set[bool]:
         """Return the mask kinds of the layers with a window, or of those without: none or one."""
         layers = enumerate(self.causal_layers)
         return {causal for index, causal in layers if (self.layer.window(index) is not None) == windowed}
 
-    def to_json(self, **facts: Any) -> dict[str, Any]:
-        return self.speculators_json(**facts)
+    def to_json(self, facts: Facts) -> dict[str, Any]:
+        return self.speculators_json(facts)
 
-    def speculators_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def speculators_json(self, facts: Facts) -> dict[str, Any]:
         """Return the speculators config.json that vLLM reads, every flag written out.
 
         Its full layers are bidirectional; `causal_head`, which says otherwise, is a key of JetSpec's files.
         """
-        return {
-            "architectures": [self.speculator],
-            "speculators_model_type": self.algorithm,
-            "speculators_version": "0.9.0",
-            "speculators_config": {
-                "algorithm": self.algorithm,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": speculative_tokens}],
-                "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
-            },
-            "transformer_layer_config": qwen3_json(self.layer),
-            "draft_vocab_size": self.draft_vocab_size,
+        return speculators_json(self, qwen3_json(self.layer), facts) | {
             "target_hidden_size": self.target_hidden_size,
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
 from models.formats import dflash, speculators
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dflash.config_json import flat_json
 
 ARCHITECTURE = "DFlashDraftModel"
-
-
-def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return dflash.is_flat(config, ARCHITECTURE)
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
@@ -30,18 +25,5 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
     return flat_json(cast(DFlashConfig, checkpoint.config), ARCHITECTURE)
 
 
-FORMAT = Format(
-    name="dflash",
-    heads=("dflash",),
-    weights=("model.safetensors",),
-    matches=matches,
-    read=read,
-    write=write,
-    prefixes=("model.",),
-    aliases=dflash.ALIASES,
-    blame=dflash.BLAME,
-    incoming=dflash.incoming,
-    losses=dflash.flat_losses,
-    states_tokens=False,
-)
+FORMAT = dflash.flat_format("dflash", ("dflash",), ARCHITECTURE, read, write=write)
 FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT

@@ -17,11 +17,13 @@ from kernels.elementwise import rotate
 from kernels.quantise import WeightFormat
 from models.attention import Attention, WriteKeys
 from models.fused_decoder import FusedDecoder
+from models.heads.base import Readout
 from models.heads.block import Attend, BlockHead
+from models.heads.borrowing import Borrowed
 from models.heads.dflash.config import DFlashConfig
+from models.heads.weights import HeadModule, draw_matrices, pack_layers
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget
-from models.vocab import target_ids
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin
 
@@ -47,7 +49,8 @@ class DFlashHead(BlockHead):
                 attention.window += config.block_size
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self._fused_decoder = FusedDecoder()
-        self._context_proj: Linear | None = None  # packed: K and V projections of all layers
+        self.context_proj: Linear | None = None  # packed: K and V projections of all layers
+        self.borrowed = Borrowed()
         self.reduced = config.draft_vocab_size < layer.vocab_size
         if self.reduced:
             self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
@@ -57,21 +60,6 @@ class DFlashHead(BlockHead):
             t2d[: config.draft_vocab_size].fill_(True)
             self.register_buffer("t2d", t2d)
 
-    @property
-    def target_ids(self) -> Tensor:
-        return target_ids(self.d2t) if self.reduced else super().target_ids
-
-    @torch.no_grad()
-    def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
-        super().set_vocabulary(d2t, t2d)
-        if self.reduced:
-            self.d2t.copy_(d2t)
-            self.t2d.copy_(t2d)
-
-    @property
-    def _decoder_layers(self) -> list[DecoderLayer]:
-        return [cast(DecoderLayer, layer) for layer in self.layers]
-
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         assert len(aux) == len(self.config.aux_layers), "one feature per aux layer"
         features = torch.cat(list(aux), dim=-1)
@@ -80,8 +68,8 @@ class DFlashHead(BlockHead):
     def write_context(self, state: Tensor, positions: Tensor, write: WriteKeys) -> None:
         rotary, layer = self.rotary.rows(positions, state.dtype), self.config.layer
         projected = None
-        if self._context_proj is not None:
-            projected = self._context_proj(state).unflatten(-1, (layer.num_layers, 2 * layer.num_kv_heads, -1))
+        if self.context_proj is not None:
+            projected = self.context_proj(state).unflatten(-1, (layer.num_layers, 2 * layer.num_kv_heads, -1))
         for index, module in enumerate(self.layers):
             attention = cast(DecoderLayer, module).self_attn
             if projected is None:
@@ -111,59 +99,51 @@ class DFlashHead(BlockHead):
             x = self.run_layer(module, x, rotary, attentions[causal], rows)
         return self.norm(x)
 
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.lm_head if self.reduced else super().lm_head_at(depth)
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.lm_head if self.reduced else self.borrowed.lm_head)
 
-    def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """Pack the linear layers, and once more the K and V projections: the context needs them without the queries."""
-        layer = self.config.layer
-        queries = layer.num_heads * layer.head_dim
-        weights = [layer.self_attn.qkv_proj for layer in self._decoder_layers]
-        projection = Linear(layer.hidden_size, 1, bias=layer.attention_bias, device="meta")
-        projection.weight = nn.Parameter(torch.cat([linear.weight[queries:] for linear in weights]).detach(), False)
-        if layer.attention_bias:
-            projection.bias = nn.Parameter(torch.cat([linear.bias[queries:] for linear in weights]).detach(), False)
-        projection.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
-        super().pack(exact=exact, weight_format=weight_format)
-        self._context_proj = projection
 
-    @property
-    def donor_layers(self) -> range:
-        return range(-len(self.layers), 0)
+def decoder_layers(head: DFlashHead) -> list[DecoderLayer]:
+    return [cast(DecoderLayer, layer) for layer in head.layers]
 
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Initialise at random; with `from_target` the layers are the target's last ones. Borrows from `target`.
 
-        The fused state then starts as the last feature, and queries and keys, which the target may not norm, get the
-        size that they have there for inputs of unit variance. Raises ValueError where the sizes differ.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, 0.02, generator=generator)
-        self.borrow(target)
-        if self.reduced:
-            self.lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
-        self._borrowed = self.borrowed.apply(lambda value: value.to(self.fc.weight))
-        if not from_target:
-            return
-        size, donors = self.config.hidden_size, list(target.layers)[-len(self.layers) :]
-        if len(donors) < len(self.layers) or any(
-            one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
-            or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
-            for one, other in zip(self._decoder_layers, cast(list[DecoderLayer], donors), strict=True)
-        ):
-            raise ValueError("head.init_from_target=true: needs layers of the target's sizes; set it to false")
-        for layer, donor in zip(self._decoder_layers, cast(list[DecoderLayer], donors), strict=True):
-            copy_layer(layer, donor)
-        self.fc.weight[:, -size:].copy_(torch.eye(size))
-        self.hidden_norm.weight.copy_(cast(DecoderLayer, donors[-1]).input_layernorm.scale)
-        self.norm.weight.copy_(target.norm.scale)
+def pack(head: DFlashHead, *, exact: bool, weight_format: WeightFormat) -> None:
+    """Pack the linear layers, and once more the K and V projections: the context needs them without the queries."""
+    layer = head.config.layer
+    queries = layer.num_heads * layer.head_dim
+    weights = [module.self_attn.qkv_proj for module in decoder_layers(head)]
+    projection = Linear(layer.hidden_size, 1, bias=layer.attention_bias, device="meta")
+    projection.weight = nn.Parameter(torch.cat([linear.weight[queries:] for linear in weights]).detach(), False)
+    if layer.attention_bias:
+        projection.bias = nn.Parameter(torch.cat([linear.bias[queries:] for linear in weights]).detach(), False)
+    projection.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
+    pack_layers(head, exact=exact, weight_format=weight_format)
+    head.context_proj = projection
 
-    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Return the tensor names of the speculators format; no lm_head, d2t and t2d when Vd = V."""
-        return super().checkpoint_layout() | ({"d2t": ("d2t",), "t2d": ("t2d",)} if self.reduced else {})
+
+def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """Initialise at random; with `from_target` the layers are the target's last ones.
+
+    The fused state then starts as the last feature, and queries and keys, which the target may not norm, get the
+    size that they have there for inputs of unit variance. Raises ValueError where the sizes differ.
+    """
+    draw_matrices(head, seed)
+    if head.reduced:
+        head.lm_head.weight.copy_(target.lm_head.weight[head.target_ids])
+    if not from_target:
+        return
+    size, donors = head.config.hidden_size, list(target.layers)[-len(head.layers) :]
+    if len(donors) < len(head.layers) or any(
+        one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
+        or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
+        for one, other in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True)
+    ):
+        raise ValueError("head.init_from_target=true: needs layers of the target's sizes; set it to false")
+    for layer, donor in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True):
+        copy_layer(layer, donor)
+    head.fc.weight[:, -size:].copy_(torch.eye(size))
+    head.hidden_norm.weight.copy_(cast(DecoderLayer, donors[-1]).input_layernorm.scale)
+    head.norm.weight.copy_(target.norm.scale)
 
 
 def copy_layer(layer: DecoderLayer, donor: DecoderLayer) -> None:
@@ -187,4 +167,4 @@ def copy_layer(layer: DecoderLayer, donor: DecoderLayer) -> None:
     attention.k_norm.weight.fill_(float(rows[queries : queries + keys].mean().sqrt()))
 
 
-HEAD = DFlashHead
+HEAD = HeadModule(DFlashHead, initialize, pack)

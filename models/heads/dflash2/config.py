@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from models.checks import number
 from models.config import TargetConfig
+from models.heads.config import Facts
 from models.heads.dflash.config import DFlashConfig, DFlashOptions
 from models.heads.dflash.config_json import flat_json
 from models.heads.objectives import BlockObjectiveConfig
@@ -35,15 +36,15 @@ class DFlash2Config(DFlashConfig):
         if not 1 <= self.selector_top_k <= self.draft_vocab_size:
             raise ValueError(f"head.selector_top_k={self.selector_top_k}: must be 1 to {self.draft_vocab_size}")
 
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         """Return z-lab's config.json, every flag written out, with the target's name beside it."""
         return flat_json(self, ARCHITECTURE, **self.sizes_json()) | {
-            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
-            "speculative_tokens": speculative_tokens,
+            "verifier": facts.verifier_json,
+            "speculative_tokens": facts.speculative_tokens,
         }
 
-    def speculators_json(self, **facts: Any) -> dict[str, Any]:
-        return super().speculators_json(**facts) | self.sizes_json()
+    def speculators_json(self, facts: Facts) -> dict[str, Any]:
+        return super().speculators_json(facts) | self.sizes_json()
 
     def sizes_json(self) -> dict[str, int]:
         return {"conv_kernel_size": TAPS} | {key: getattr(self, key) for key in KEYS}
@@ -59,6 +60,7 @@ class DFlash2ObjectiveConfig(BlockObjectiveConfig):
 @dataclass
 class DFlash2Options(DFlashOptions):
     objectives: ClassVar = {"dflash2": DFlash2ObjectiveConfig}
+    loose_parameters: ClassVar = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
     files: ClassVar = "The files follow z-lab's format of DFlash2, which vLLM reads as well."
 
     conv_group_size: int = number(16, low=1)

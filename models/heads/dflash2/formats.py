@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
 from models.formats import dflash, speculators
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config_json import flat_json
 from models.heads.dflash2.config import ARCHITECTURE, DFlash2Config
-
-
-def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return dflash.is_flat(config, ARCHITECTURE)
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
@@ -35,18 +30,5 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
     return flat_json(config, ARCHITECTURE, **config.sizes_json())
 
 
-FORMAT = Format(
-    name="dflash2",
-    heads=("dflash2",),
-    weights=("model.safetensors",),
-    matches=matches,
-    read=read,
-    write=write,
-    prefixes=("model.",),
-    aliases=dflash.ALIASES,
-    blame=dflash.BLAME,
-    incoming=dflash.incoming,
-    losses=dflash.flat_losses,
-    states_tokens=False,
-)
+FORMAT = dflash.flat_format("dflash2", ("dflash2",), ARCHITECTURE, read, write=write)
 FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), FORMAT

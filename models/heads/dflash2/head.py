@@ -18,8 +18,10 @@ from kernels.convolution import INPUT, OUTPUT, two_taps
 from kernels.decoder import Convolution, LayerParts
 from kernels.walk import Transition
 from models.attention import Attention
-from models.heads.dflash.head import DFlashHead, Rotary
+from models.heads.block import Corrector
+from models.heads.dflash import head as dflash
 from models.heads.dflash2.config import TAPS, DFlash2Config
+from models.heads.weights import HeadModule
 from models.layers import Linear
 from models.targets.llama import DecoderLayer, LlamaTarget
 
@@ -49,7 +51,7 @@ class DFlash2Layer(DecoderLayer):
         self.attention_conv = BlockConvolution(config.hidden_size, config.conv_group_size)
         self.mlp_conv = BlockConvolution(config.hidden_size, config.conv_group_size)
 
-    def run(self, x: Tensor, rotary: Rotary, attention: Attention, rows: int) -> Tensor:
+    def run(self, x: Tensor, rotary: dflash.Rotary, attention: Attention, rows: int) -> Tensor:
         def attend(z: Tensor) -> Tensor:
             return self.self_attn(z, rotary, attention)
 
@@ -64,78 +66,68 @@ class DFlash2Layer(DecoderLayer):
         return parts._replace(attention_conv=convolutions[0], mlp_conv=convolutions[1])
 
 
-class CandidateSelector(nn.Module):
+class CandidateSelector(nn.Module, Corrector):
+    """A depth's state is the row's state and the query."""
+
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
+        self.config = config
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
         self.successor_codebook = nn.Parameter(torch.zeros(config.draft_vocab_size, config.selector_rank))
         self.hidden_projection = Linear(config.hidden_size, config.selector_rank, bias=False)
 
-    def query(self, states: Tensor, before: Tensor) -> Tensor:
-        """Return the query `[..., r]` of rows with states `[..., H]` after the tokens `before` `[...]`."""
-        return F.embedding(before, self.predecessor_codebook).to(states.dtype) * self.hidden_projection(states)
+    def num_candidates(self, configured: int) -> int:
+        return self.config.selector_top_k
 
-    def scores(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Return the scores `[..., K]` of the draft ids `candidates` `[..., K]`."""
+    def walk(self, states: Tensor, before: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        query = F.embedding(before, self.predecessor_codebook).to(states.dtype) * self.hidden_projection(states)
+        return torch.cat([states, query], dim=-1), carried
+
+    def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
+        best = logits.topk(self.config.selector_top_k, dim=-1)
+        scores = best.values + self.scores(state, best.indices)
+        return torch.full_like(logits, -torch.inf).scatter(-1, best.indices, scores.to(logits.dtype))
+
+    def transition(self, states: Tensor) -> Transition:
+        return Transition(self.successor_codebook, self.predecessor_codebook, self.hidden_projection(states))
+
+    def query(self, state: Tensor) -> Tensor:
+        return state[..., self.config.hidden_size :]
+
+    def scores(self, state: Tensor, candidates: Tensor) -> Tensor:
+        """Return the scores `[..., K]` of the draft ids `candidates` `[..., K]` in states `[..., S']`."""
+        query = self.query(state)
         successors = F.embedding(candidates, self.successor_codebook).to(query.dtype)
         return (successors @ query[..., None]).squeeze(-1)
 
 
-class DFlash2Head(DFlashHead):
-    """A depth's state is the row's state and the selector's query."""
-
-    corrects = True
-
+class DFlash2Head(dflash.DFlashHead):
     config: DFlash2Config
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.candidate_selector = CandidateSelector(config)
 
+    @property
+    def corrector(self) -> CandidateSelector:
+        return self.candidate_selector
+
     def make_layer(self, index: int) -> nn.Module:
         return DFlash2Layer(self.config, index)
 
-    def run_layer(self, layer: nn.Module, x: Tensor, rotary: Rotary, attention: Attention, rows: int) -> Tensor:
+    def run_layer(self, layer: nn.Module, x: Tensor, rotary: dflash.Rotary, attention: Attention, rows: int) -> Tensor:
         return cast(DFlash2Layer, layer).run(x, rotary, attention, rows)
 
-    def loose_parameters(self) -> list[str]:
-        return [f"candidate_selector.{name}" for name, _ in self.candidate_selector.named_parameters(recurse=False)]
 
-    def slot_state(self, states: Tensor, before: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([states, self.candidate_selector.query(states, before)], dim=-1), carried
-
-    @property
-    def num_candidates(self) -> int:
-        return self.config.selector_top_k
-
-    def transition(self, states: Tensor) -> Transition:
-        selector = self.candidate_selector
-        return Transition(
-            selector.successor_codebook, selector.predecessor_codebook, selector.hidden_projection(states)
-        )
-
-    def query(self, state: Tensor) -> Tensor:
-        return state[..., self.config.hidden_size :]
-
-    def candidate_scores(self, logits: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best draft ids of the LM head's logits `[..., Vd]`, and their scores, `[..., K]` each."""
-        best = logits.topk(self.config.selector_top_k, dim=-1)
-        return best.indices, best.values + self.candidate_selector.scores(self.query(state), best.indices)
-
-    def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
-        candidates, scores = self.candidate_scores(logits, state)
-        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores.to(logits.dtype))
-
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """As DFlash's; convolutions start as the identity, and the selector's scores at zero."""
-        super().initialise(target, from_target=from_target, seed=seed)
-        self.candidate_selector.successor_codebook.zero_()
-        for module in self.modules():
-            if isinstance(module, BlockConvolution):
-                module.kernel_projection.weight.zero_()
-                module.base_kernel[:, 0] = 1
-                module.base_kernel[:, 1] = 0
+def initialize(head: DFlash2Head, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """As DFlash's; convolutions start as the identity, and the selector's scores at zero."""
+    dflash.initialize(head, target, from_target=from_target, seed=seed)
+    head.candidate_selector.successor_codebook.zero_()
+    for module in head.modules():
+        if isinstance(module, BlockConvolution):
+            module.kernel_projection.weight.zero_()
+            module.base_kernel[:, 0] = 1
+            module.base_kernel[:, 1] = 0
 
 
-HEAD = DFlash2Head
+HEAD = HeadModule(DFlash2Head, initialize, dflash.pack)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from models.checks import choice, number
 from models.config import LAST, TargetConfig
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import AttentionShape, Facts, HeadShape, NewHeadConfig
 from models.heads.layer_config import layer_json
 from models.heads.objectives import LOSSES, ObjectiveConfig
 
@@ -33,6 +33,14 @@ class DraftModelConfig(HeadShape):
     embed_requires_grad: bool = False  # train the token embedding and the LM head too
 
     @property
+    def attention(self) -> AttentionShape:
+        return AttentionShape.of(self.model)
+
+    @property
+    def donor_layers(self) -> range:
+        return range(self.model.num_layers)
+
+    @property
     def draft_vocab_size(self) -> int:
         return self.model.vocab_size
 
@@ -40,15 +48,15 @@ class DraftModelConfig(HeadShape):
     def hidden_size(self) -> int:
         return self.model.hidden_size
 
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         return layer_json(self.model) | {
             "model_type": MODEL_TYPES[self.model.architecture],
             "architectures": [self.model.architecture],
             "tie_word_embeddings": self.model.tie_word_embeddings,
             "sliding_window": None,
             "embed_requires_grad": self.embed_requires_grad,
-            "speculative_tokens": speculative_tokens,
-            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            "speculative_tokens": facts.speculative_tokens,
+            "verifier": facts.verifier_json,
         }
 
 
@@ -67,6 +75,7 @@ class DistilConfig(ObjectiveConfig):
 class DraftModelOptions(NewHeadConfig):
     objectives: ClassVar = {"distil": DistilConfig}
     is_target: ClassVar = True
+    output_layers: ClassVar = ("model.lm_head",)
     files: ClassVar = "The folder is a whole target, which any program that reads the family of its target serves."
 
     num_layers: int | None = number(None, low=1)  # the target's first layers; null: a quarter of them

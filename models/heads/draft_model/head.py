@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.quantise import WeightFormat
 from kernels.shape import FORBIDDEN
 from models.attention import Attention
-from models.heads.base import AttentionShape, Head
+from models.heads.base import Head, MaskHead, Readout, RecurrentHead
 from models.heads.draft_model.config import DraftModelConfig
+from models.heads.weights import HeadModule, Layout, draw_matrices, pack_layers
 from models.layers import Linear
 from models.targets import ARCHITECTURES
 from models.targets.llama import LlamaTarget
@@ -26,7 +27,6 @@ from models.token_map import TokenMap, same_ids
 class DraftModelHead(Head):
     """`target_ids`: of the draft model's ids; those that it must not draft are marked in `undrafted` `[Vd]`."""
 
-    output_layers = ("model.lm_head",)
     config: DraftModelConfig
     read: Tensor  # [V + 1] the draft model's id of each of the target's, after them the mask token
     drafted_ids: Tensor
@@ -54,12 +54,7 @@ class DraftModelHead(Head):
     ) -> DraftModelHead:
         """Return a loaded model as the draft model of a target with `vocab_size` rows; parallel with a `mask_token`."""
         config = DraftModelConfig(model.config, vocab_size, 0, mask_token)
-        return (cls if mask_token is None else ParallelDraftModelHead)(config, model, tokens)
-
-    @property
-    def attention(self) -> AttentionShape:
-        model = self.config.model
-        return AttentionShape(model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim)
+        return (RecurrentDraftModel if mask_token is None else MaskDraftModel)(config, model, tokens)
 
     @property
     def target_ids(self) -> Tensor:
@@ -79,48 +74,47 @@ class DraftModelHead(Head):
         positions = (positions + 1).clamp(max=self.config.model.max_position_embeddings - 1)
         return self.model(self.read[ids], positions, attention).hidden
 
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.model.lm_head
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.model.lm_head)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         logits = self.model.logits(state)
         return logits if self.undrafted is None else logits.masked_fill(self.undrafted, FORBIDDEN)
 
-    def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """As of other heads. Weights that were loaded in blocks or groups stay so, and their rows are quantised too."""
-        for module in self.modules():
-            if isinstance(module, Linear) and module.packed is not None:
-                module.packed.quantise_rows()
-        try:
-            super().pack(exact=exact, weight_format=weight_format)
-        except ValueError as error:
-            raise ValueError(str(error).replace("engine.head_weights", "engine.draft_weights")) from error
 
-    @property
-    def donor_layers(self) -> range:
-        return range(self.config.model.num_layers)
-
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Initialise with the target's embedding, first layers, norm and LM head, or at random."""
-        generator, donor = torch.Generator().manual_seed(seed), dict(target.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            if from_target:
-                parameter.copy_(donor[name])
-            elif parameter.ndim == 2:
-                parameter.normal_(0.0, 0.02, generator=generator)
-
-    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of a target's tensors."""
-        layout = self.model.checkpoint_layout()
-        return {name: layout[name.removeprefix("model.")] for name, _ in self.named_parameters()}
+class RecurrentDraftModel(DraftModelHead, RecurrentHead):
+    """One that drafts token by token."""
 
 
-class ParallelDraftModelHead(DraftModelHead):
-    parallel = True
-
+class MaskDraftModel(DraftModelHead, MaskHead):
     def mask_slot(self) -> tuple[int, Tensor]:
         return self.config.vocab_size, self.model.norm.weight[:0]
 
 
-HEAD = DraftModelHead
+def pack(head: DraftModelHead, *, exact: bool, weight_format: WeightFormat) -> None:
+    """As of other heads. Weights that were loaded in blocks or groups stay so, and their rows are quantised too."""
+    for module in head.modules():
+        if isinstance(module, Linear) and module.packed is not None:
+            module.packed.quantise_rows()
+    try:
+        pack_layers(head, exact=exact, weight_format=weight_format)
+    except ValueError as error:
+        raise ValueError(str(error).replace("engine.head_weights", "engine.draft_weights")) from error
+
+
+def initialize(head: DraftModelHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """Initialize with the target's embedding, first layers, norm and LM head, or at random."""
+    if not from_target:
+        return draw_matrices(head, seed)
+    donor = dict(target.named_parameters())
+    for name, parameter in head.model.named_parameters():
+        parameter.copy_(donor[name])
+
+
+def layout(head: DraftModelHead) -> Layout:
+    """Return the names of a target's tensors."""
+    names = head.model.checkpoint_layout()
+    return {name: names[name.removeprefix("model.")] for name, _ in head.named_parameters()}
+
+
+HEAD = HeadModule(RecurrentDraftModel, initialize, pack, layout)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from models.checks import choice, number, one_of
 from models.config import TargetConfig
+from models.heads.config import Facts
 from models.heads.dflash.config import MAX_BLOCK, DFlashConfig, DFlashOptions
 from models.heads.objectives import LOSSES, BlockObjectiveConfig
 
@@ -29,8 +30,8 @@ class DSparkConfig(DFlashConfig):
         super().__post_init__()
         one_of("head.markov_head_type", self.markov_head_type, MARKOV_KINDS)
 
-    def speculators_json(self, **facts: Any) -> dict[str, Any]:
-        return super().speculators_json(**facts) | self.markov_json()
+    def speculators_json(self, facts: Facts) -> dict[str, Any]:
+        return super().speculators_json(facts) | self.markov_json()
 
     def markov_json(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in KEYS}
@@ -51,6 +52,7 @@ class DSparkObjectiveConfig(BlockObjectiveConfig):
 @dataclass
 class DSparkOptions(DFlashOptions):
     objectives: ClassVar = {"dspark": DSparkObjectiveConfig}
+    output_layers: ClassVar = ("lm_head", "markov_head.markov_w2")
     files: ClassVar = "The files follow the `speculators` format (`dspark`), which vLLM reads as well."
 
     block_size: int = number(7, low=2, high=MAX_BLOCK)

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from models.fields import Fields
 from models.formats import dflash, dspark, speculators
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dflash.config_json import flat_json, qwen3_json
 from models.heads.dspark.config import DSparkConfig
 
 DEEPSPEC, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
 NO_MARKOV_HEAD = {"markov_rank": 0, "enable_confidence_head": False}  # DeepSpec's DFlash
-
-
-def matches_deepspec(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return dflash.is_flat(config, DEEPSPEC)
-
-
-def matches_specforge(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return dflash.is_flat(config, SPECFORGE)
 
 
 def read_deepspec(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
@@ -91,34 +82,23 @@ def specforge_losses(checkpoint: Checkpoint) -> list[str]:
     return dspark.losses(checkpoint.config) + dflash.flat_losses(checkpoint)
 
 
-DEEPSPEC_FORMAT = Format(
-    name="deepspec",
-    heads=("dflash", "dspark"),
-    weights=("model.safetensors",),
-    matches=matches_deepspec,
-    read=read_deepspec,
+DEEPSPEC_FORMAT = dflash.flat_format(
+    "deepspec",
+    ("dflash", "dspark"),
+    DEEPSPEC,
+    read_deepspec,
     write=write_deepspec,
-    prefixes=("model.",),
     aliases=(*dflash.ALIASES, ("logit_head.", "")),
-    blame=dflash.BLAME,
-    incoming=dflash.incoming,
     losses=deepspec_losses,
     kind=dspark.kind,
-    states_tokens=False,
 )
-SPECFORGE_FORMAT = Format(
-    name="specforge-dspark",
-    heads=("dspark",),
-    weights=("model.safetensors",),
-    matches=matches_specforge,
-    read=read_specforge,
+SPECFORGE_FORMAT = dflash.flat_format(
+    "specforge-dspark",
+    ("dspark",),
+    SPECFORGE,
+    read_specforge,
     write=write_specforge,
-    prefixes=("model.",),
-    aliases=dflash.ALIASES,
-    blame=dflash.BLAME,
-    incoming=dflash.incoming,
     losses=specforge_losses,
     kind=lambda config: dspark.kind(Fields(config).need_section("dflash_config").values),
-    states_tokens=False,
 )
 FORMATS, LAYOUT = (speculators.FORMAT, DEEPSPEC_FORMAT, SPECFORGE_FORMAT), speculators.FORMAT

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.walk import Transition
-from models.heads.dflash.head import DFlashHead
+from models.heads.block import Corrector
+from models.heads.dflash import head as dflash
 from models.heads.dspark.config import DSparkConfig
+from models.heads.weights import HeadModule
 from models.layers import Embedding, Linear
 from models.targets.llama import LlamaTarget
 
@@ -49,61 +51,67 @@ class ConfidenceHead(nn.Module):
         self.proj = Linear(size, 1)
 
 
-class DSparkHead(DFlashHead):
+class MarkovCorrector(Corrector):
     """A depth's state is the row's state, the embedding of the token before and, unless vanilla, the message."""
 
-    corrects = True
-    output_layers = ("lm_head", "markov_head.markov_w2")
+    def __init__(self, markov: MarkovHead, confidence: ConfidenceHead | None) -> None:
+        self._markov, self._confidence, self.predicts_acceptance = markov, confidence, confidence is not None
 
+    def num_candidates(self, configured: int) -> int:
+        return configured
+
+    def begin(self, states: Tensor) -> Tensor:
+        return states.new_zeros(*states.shape[:-1], self._markov.rank if self._markov.kind == "rnn" else 0)
+
+    def walk(self, states: Tensor, before: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self._markov.markov_w1(before).to(states.dtype)
+        message, carried = self._markov.message(states, embedded, carried)
+        parts = [states, embedded] if message is embedded else [states, embedded, message]
+        return torch.cat(parts, dim=-1), carried
+
+    def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
+        return logits + self._markov.markov_w2(self.query(state))
+
+    def transition(self, states: Tensor) -> Transition:
+        markov = self._markov
+        return Transition(markov.markov_w2.weight, markov.markov_w1.weight if markov.kind == "vanilla" else None)
+
+    def query(self, state: Tensor) -> Tensor:
+        return state[..., -self._markov.rank :]
+
+    def confidence(self, state: Tensor) -> Tensor:
+        assert self._confidence is not None
+        proj = self._confidence.proj
+        return F.logsigmoid(proj(state[..., : proj.in_features]).float()).squeeze(-1)
+
+
+class DSparkHead(dflash.DFlashHead):
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.markov_head = MarkovHead(config)
+        self.confidence_head: ConfidenceHead | None = None
         if config.enable_confidence_head:
             extra = config.markov_rank if config.confidence_head_with_markov else 0
             self.confidence_head = ConfidenceHead(config.hidden_size + extra)
 
-    def begin_walk(self, states: Tensor) -> Tensor:
-        rank = self.markov_head.rank if self.markov_head.kind == "rnn" else 0
-        return states.new_zeros(*states.shape[:-1], rank)
-
-    def slot_state(self, states: Tensor, before: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        embedded = self.markov_head.markov_w1(before).to(states.dtype)
-        message, carried = self.markov_head.message(states, embedded, carried)
-        parts = [states, embedded] if message is embedded else [states, embedded, message]
-        return torch.cat(parts, dim=-1), carried
-
-    def transition(self, states: Tensor) -> Transition:
-        markov = self.markov_head
-        return Transition(markov.markov_w2.weight, markov.markov_w1.weight if markov.kind == "vanilla" else None)
-
-    def query(self, state: Tensor) -> Tensor:
-        return state[..., -self.markov_head.rank :]
-
-    def corrected(self, logits: Tensor, state: Tensor) -> Tensor:
-        return logits + self.markov_head.markov_w2(self.query(state))
-
     @property
-    def predicts_acceptance(self) -> bool:
-        return self.config.enable_confidence_head
-
-    def confidence(self, state: Tensor) -> Tensor:
-        proj = self.confidence_head.proj
-        return F.logsigmoid(proj(state[..., : proj.in_features]).float()).squeeze(-1)
-
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """As DFlash's; the bias and the confidence's logit start at zero."""
-        super().initialise(target, from_target=from_target, seed=seed)
-        self.markov_head.markov_w2.weight.zero_()
-        biased = [module for module in self.markov_head.modules() if isinstance(module, Linear)]
-        if self.config.enable_confidence_head:
-            self.confidence_head.proj.weight.zero_()
-            biased.append(self.confidence_head.proj)
-        for linear in biased:
-            if linear.bias is not None:
-                linear.bias.zero_()
+    def corrector(self) -> MarkovCorrector:
+        return MarkovCorrector(self.markov_head, self.confidence_head)
 
 
-HEAD = DSparkHead
+def initialize(head: DSparkHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """As DFlash's; the bias and the confidence's logit start at zero."""
+    dflash.initialize(head, target, from_target=from_target, seed=seed)
+    head.markov_head.markov_w2.weight.zero_()
+    biased = [module for module in head.markov_head.modules() if isinstance(module, Linear)]
+    if head.confidence_head is not None:
+        head.confidence_head.proj.weight.zero_()
+        biased.append(head.confidence_head.proj)
+    for linear in biased:
+        if linear.bias is not None:
+            linear.bias.zero_()
+
+
+HEAD = HeadModule(DSparkHead, initialize, dflash.pack)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from models.checks import number
 from models.config import LAST, TargetConfig
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import DecoderShape, Facts, NewHeadConfig
 from models.heads.layer_config import head_layer, layer_json
 from models.heads.objectives import ObjectiveConfig, TttConfig
 
@@ -15,19 +15,16 @@ ARCHITECTURE = "EagleLlamaForCausalLM"
 
 
 @dataclass(frozen=True)
-class EagleConfig(HeadShape):
+class EagleConfig(DecoderShape):
     """`bias`: of fc. `own_embedding`: the token embedding is stored with the head, not shared with the target."""
 
     name: ClassVar[str] = "eagle"
     aux_layers: ClassVar[tuple[int, ...]] = (LAST,)
+    reads_lm_head: ClassVar[bool] = True
 
     layer: TargetConfig
     bias: bool
     own_embedding: bool
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layer.vocab_size
 
     @property
     def draft_vocab_size(self) -> int:
@@ -37,17 +34,13 @@ class EagleConfig(HeadShape):
     def target_hidden_size(self) -> int:
         return self.layer.hidden_size
 
-    @property
-    def hidden_size(self) -> int:
-        return self.layer.hidden_size
-
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         return layer_json(self.layer) | {
             "architectures": [ARCHITECTURE],
             "bias": self.bias,
             "own_embedding": self.own_embedding,
-            "speculative_tokens": speculative_tokens,
-            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            "speculative_tokens": facts.speculative_tokens,
+            "verifier": facts.verifier_json,
         }
 
 

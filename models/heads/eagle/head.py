@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from models.attention import Attention
-from models.fused_decoder import FusedDecoder, parts_of
-from models.heads.borrowing import BorrowingHead
+from models.fused_decoder import FusedDecoder, draft_parts_of, parts_of
+from models.heads.base import Readout, RecurrentHead
+from models.heads.borrowing import Borrowed
+from models.heads.config import EMBEDDING
 from models.heads.eagle.config import EagleConfig
-from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
+from models.heads.weights import HeadModule, draw_matrices
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
 
 
@@ -41,7 +44,7 @@ class EagleLayer(nn.Module):
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm)
 
 
-class EagleHead(BorrowingHead):
+class EagleHead(RecurrentHead):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
@@ -54,6 +57,7 @@ class EagleHead(BorrowingHead):
         self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         self.layers = nn.ModuleList([EagleLayer(config)])
+        self.borrowed = Borrowed()
         self._fused_decoder = FusedDecoder()
 
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
@@ -67,44 +71,26 @@ class EagleHead(BorrowingHead):
         decode = self._fused_decoder.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.borrowed.lm_head)
+
     def draft_parts(self) -> DraftParts | None:
         decoder = self._fused_decoder.decoder(self.layers, None, packed=self.fc.packed is not None)
-        lm_head = self.lm_head_at(0)
-        if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
-            return None
-        assert self.fc.packed is not None
-        embedding = self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
-        return DraftParts(
-            decoder,
-            self.config.layer.num_heads,
-            self.config.layer.num_kv_heads,
-            embedding=embedding.packed if isinstance(embedding, PackedEmbedding) else embedding,
-            rotary=self.rotary.tables(self.target_ids.device, decoder.dtype),
-            joined=self.fc.packed,
-            norm=None,
-            lm_head=lm_head.packed,
-            draft_ids=self.target_ids,
-        )
-
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Initialise at random; with `from_target`, fc repeats the feature and the layer's small weights add little.
-
-        Borrows from `target`.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name == "embed_tokens.weight":
-                parameter.copy_(target.embedding_weight)
-            elif parameter.ndim == 2:
-                parameter.normal_(0.0, 0.02, generator=generator)
-            elif name.endswith("bias"):
-                parameter.zero_()
-        self.borrow(target)
-        self._borrowed = self.borrowed.apply(lambda value: value.to(self.fc.weight))
-        if from_target:
-            size = self.config.hidden_size
-            self.fc.weight[:, size:].copy_(torch.eye(size))
+        embedding = self.embed_tokens if self.config.own_embedding else self.borrowed.embedding
+        return draft_parts_of(self, decoder, embedding, self.borrowed.lm_head, joined=self.fc.packed)
 
 
-HEAD = EagleHead
+def initialize(head: EagleHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """Initialize at random; with `from_target`, fc repeats the feature and the layer's small weights add little."""
+    draw_matrices(head, seed, but=EMBEDDING)
+    if head.config.own_embedding:
+        head.embed_tokens.weight.copy_(target.embedding_weight)
+    for name, parameter in head.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+    if from_target:
+        size = head.config.hidden_size
+        head.fc.weight[:, size:].copy_(torch.eye(size))
+
+
+HEAD = HeadModule(EagleHead, initialize)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from models.checks import number
 from models.config import TargetConfig
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import DecoderShape, Facts, NewHeadConfig
 from models.heads.layer_config import (
     SIZES,
     check_draft_vocabulary,
@@ -18,6 +18,7 @@ from models.heads.layer_config import (
     draft_vocabulary,
     head_layer,
     layer_json,
+    speculators_json,
 )
 from models.heads.objectives import TttConfig
 
@@ -30,7 +31,7 @@ def check_norms(*, norm_before_fc: bool, fc_norm: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Eagle3Config(HeadShape):
+class Eagle3Config(DecoderShape):
     """`layer` holds the decoder layer's sizes; its num_layers counts the head's layers, its vocab_size is the target's.
 
     `own_embedding`: the token embedding is stored with the head. Otherwise readers take the target's, which equals it.
@@ -57,35 +58,10 @@ class Eagle3Config(HeadShape):
         if not self.own_embedding and self.embed_requires_grad:
             raise ValueError("head.own_embedding=false: the head trains its embedding, which is then not the target's")
 
-    @property
-    def vocab_size(self) -> int:
-        return self.layer.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layer.hidden_size
-
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         """Return the speculators config.json that vLLM reads, every flag written out."""
-        return {
-            "architectures": [self.speculator],
-            "speculators_model_type": self.algorithm,
-            "speculators_version": "0.9.0",
-            "speculators_config": {
-                "algorithm": self.algorithm,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": speculative_tokens,
-                        "verifier_accept_k": 1,
-                        "accept_tolerance": 0.0,
-                    }
-                ],
-                "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
-            },
-            "transformer_layer_config": layer_json(self.layer),
-            "draft_vocab_size": self.draft_vocab_size,
+        shared = speculators_json(self, layer_json(self.layer), facts, verifier_accept_k=1, accept_tolerance=0.0)
+        return shared | {
             **{flag: getattr(self, flag) for flag in FLAGS},
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
             "num_aux_hidden_states": len(self.aux_layers),

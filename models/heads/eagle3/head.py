@@ -17,12 +17,13 @@ from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
-from models.fused_decoder import FusedDecoder, parts_of
-from models.heads.base import Head
+from models.fused_decoder import FusedDecoder, draft_parts_of, parts_of
+from models.heads.base import Head, Readout, RecurrentHead
+from models.heads.config import EMBEDDING
 from models.heads.eagle3.config import Eagle3Config
-from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
+from models.heads.weights import HeadModule, draw_matrices
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
-from models.vocab import target_ids
 
 
 class Eagle3FirstLayer(nn.Module):
@@ -57,8 +58,8 @@ class Eagle3FirstLayer(nn.Module):
         )
 
 
-class Eagle3Head(Head):
-    """Buffers map vocabularies: `d2t` int64 [Vd], an offset (target id = draft id + d2t), and `t2d` bool [V]."""
+class Eagle3Layers(Head):
+    """EAGLE-3's modules. Buffers map vocabularies: `d2t` int64 [Vd], target id - draft id, and `t2d` bool [V]."""
 
     config: Eagle3Config
     d2t: Tensor
@@ -87,10 +88,6 @@ class Eagle3Head(Head):
         t2d[: config.draft_vocab_size].fill_(True)
         self.register_buffer("t2d", t2d)
 
-    @property
-    def target_ids(self) -> Tensor:
-        return target_ids(self.d2t)
-
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         assert len(aux) == len(self.config.aux_layers), "one feature per aux layer"
         if self.config.fc_norm:
@@ -112,79 +109,48 @@ class Eagle3Head(Head):
             x = layer(x, rotary, attention)
         return x if norm is None else norm(x)
 
-    def before_lm_head(self, state: Tensor, depth: int) -> Tensor:
-        return state if self.config.norm_output else self.norm(state)
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.lm_head) if self.config.norm_output else Readout(self.lm_head, self.norm)
 
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.lm_head
 
+class Eagle3Head(Eagle3Layers, RecurrentHead):
     def draft_parts(self) -> DraftParts | None:
-        layer, norm_output, embedding = self.config.layer, self.config.norm_output, self.embed_tokens
-        decoder = self._fused_decoder.decoder(
-            self.layers, self.norm if norm_output else None, packed=self.fc.packed is not None
-        )
-        if decoder is None or self.lm_head.packed is None:
-            return None
-        return DraftParts(
-            decoder,
-            layer.num_heads,
-            layer.num_kv_heads,
-            embedding=embedding.packed if isinstance(embedding, PackedEmbedding) else embedding.weight,
-            rotary=self.rotary.tables(self.d2t.device, decoder.dtype),
-            joined=None,
-            norm=None if norm_output else self.norm.weight,
-            lm_head=self.lm_head.packed,
-            draft_ids=self.target_ids,
-        )
-
-    @torch.no_grad()
-    def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
-        assert d2t.shape == self.d2t.shape
-        assert t2d.shape == self.t2d.shape
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
-
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Copy the target's embedding; with `from_target` also start from its last layer, final norm and LM head.
-
-        Call after `set_vocabulary` (the LM head takes the rows of the draft vocabulary) and before the target is
-        packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts
-        random, as the rest does without `from_target`.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        size = self.config.layer.hidden_size
-        same_width = size == target.config.hidden_size
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2 and not (same_width and name == "embed_tokens.weight"):
-                parameter.normal_(0.0, 0.02, generator=generator)
-        if same_width:
-            self.embed_tokens.weight.copy_(target.embedding_weight)
-        if not from_target:
-            return
-        donor, first = cast(DecoderLayer, target.layers[-1]), cast(Eagle3FirstLayer, self.layers[0])
-        attention, mlp = first.self_attn, first.mlp
-        donor_shapes = donor.self_attn.qkv_proj.weight.shape, donor.self_attn.o_proj.weight.shape
-        if (size, attention.qkv_proj.weight.shape[0]) != (target.config.hidden_size, donor_shapes[0][0]) or (
-            attention.o_proj.weight.shape != donor_shapes[1]
-            or self.config.layer.intermediate_size != target.config.intermediate_size
-        ):
-            raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
-        self.lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
-        self.norm.weight.copy_(target.norm.scale)
-        self.fc.weight[:, -size:].copy_(torch.eye(size))
-        attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
-        attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
-        if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
-            mlp.load_state_dict(donor.mlp.state_dict())
-        first.hidden_norm.weight.copy_(donor.input_layernorm.scale)
-        first.post_attention_layernorm.weight.copy_(donor.forward_norm.scale)
-
-    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Return the tensor names of the speculators format; no d2t/t2d when Vd = V."""
-        maps = {"d2t": ("d2t",), "t2d": ("t2d",)}
-        smaller = self.config.draft_vocab_size < self.config.layer.vocab_size
-        return super().checkpoint_layout() | (maps if smaller else {})
+        final, before = (self.norm, None) if self.config.norm_output else (None, self.norm.weight)
+        decoder = self._fused_decoder.decoder(self.layers, final, packed=self.fc.packed is not None)
+        return draft_parts_of(self, decoder, self.embed_tokens, self.lm_head, norm=before)
 
 
-HEAD = Eagle3Head
+def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """Copy the target's embedding; with `from_target` also start from its last layer, final norm and LM head.
+
+    Call after `set_vocabulary` (the LM head takes the rows of the draft vocabulary) and before the target is
+    packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts
+    random, as the rest does without `from_target`.
+    """
+    size = head.config.layer.hidden_size
+    same_width = size == target.config.hidden_size
+    draw_matrices(head, seed, but=EMBEDDING if same_width else None)
+    if same_width:
+        head.embed_tokens.weight.copy_(target.embedding_weight)
+    if not from_target:
+        return
+    donor, first = cast(DecoderLayer, target.layers[-1]), cast(Eagle3FirstLayer, head.layers[0])
+    attention, mlp = first.self_attn, first.mlp
+    donor_shapes = donor.self_attn.qkv_proj.weight.shape, donor.self_attn.o_proj.weight.shape
+    if (size, attention.qkv_proj.weight.shape[0]) != (target.config.hidden_size, donor_shapes[0][0]) or (
+        attention.o_proj.weight.shape != donor_shapes[1]
+        or head.config.layer.intermediate_size != target.config.intermediate_size
+    ):
+        raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
+    head.lm_head.weight.copy_(target.lm_head.weight[head.target_ids])
+    head.norm.weight.copy_(target.norm.scale)
+    head.fc.weight[:, -size:].copy_(torch.eye(size))
+    attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
+    attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
+    if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
+        mlp.load_state_dict(donor.mlp.state_dict())
+    first.hidden_norm.weight.copy_(donor.input_layernorm.scale)
+    first.post_attention_layernorm.weight.copy_(donor.forward_norm.scale)
+
+
+HEAD = HeadModule(Eagle3Head, initialize)

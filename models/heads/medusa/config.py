@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from models.checks import choice, number
 from models.config import LAST, TargetConfig
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import Facts, HeadShape, NewHeadConfig
 from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary
 from models.heads.objectives import JointObjectiveConfig, ObjectiveConfig
 
@@ -31,6 +31,10 @@ class MedusaConfig(HeadShape):
         check_draft_vocabulary(self.draft_vocab_size, self.vocab_size)
 
     @property
+    def reads_lm_head(self) -> bool:
+        return self.shared
+
+    @property
     def hidden_size(self) -> int:
         return self.target_hidden_size
 
@@ -38,7 +42,7 @@ class MedusaConfig(HeadShape):
     def max_depth(self) -> int:
         return self.num_heads
 
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         truncated = self.draft_vocab_size < self.vocab_size
         return {
             "architectures": ["MedusaModel"],
@@ -53,8 +57,8 @@ class MedusaConfig(HeadShape):
             "logit_scale": 1.0,
             "max_paths": 64,
             "topk": 10,
-            "num_lookahead_tokens": speculative_tokens,
-            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            "num_lookahead_tokens": facts.speculative_tokens,
+            "verifier": facts.verifier_json,
         }
 
 

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.quantise import WeightFormat
 from kernels.residual import residual_silu
 from kernels.triton import in_use
 from models.attention import Attention
-from models.heads.base import Head
+from models.heads.base import MaskHead, Readout
 from models.heads.medusa.config import MedusaConfig
+from models.heads.weights import HeadModule, pack_layers
 from models.layers import Linear
 from models.targets.llama import LlamaTarget
-from models.vocab import target_ids
 
 
 class MedusaBlock(nn.Module):
@@ -36,10 +37,8 @@ class MedusaBlock(nn.Module):
         return x
 
 
-class MedusaHead(Head):
+class MedusaHead(MaskHead):
     """`token_map` int64 [Vd] holds the target ids of a draft vocabulary that is smaller than the target's."""
-
-    parallel = True
 
     config: MedusaConfig
     lm_head: Linear
@@ -60,21 +59,7 @@ class MedusaHead(Head):
             self.lm_heads = nn.ModuleList(Linear(size, vocabulary, bias=False) for _ in range(config.num_heads))
         if vocabulary < config.vocab_size:
             self.register_buffer("token_map", torch.arange(vocabulary))
-        self._stacks: list[tuple[Tensor, Tensor | None]] = []  # per residual layer: weights [D, H, H], biases [D, H]
-
-    @property
-    def target_ids(self) -> Tensor:
-        return self.token_map if self.config.draft_vocab_size < self.config.vocab_size else super().target_ids
-
-    @torch.no_grad()
-    def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
-        super().set_vocabulary(d2t, t2d)
-        if self.config.draft_vocab_size < self.config.vocab_size:
-            self.token_map.copy_(target_ids(d2t))
-
-    @property
-    def reads_lm_head(self) -> bool:
-        return self.config.shared
+        self.stacks: list[tuple[Tensor, Tensor | None]] = []  # per residual layer: weights [D, H, H], biases [D, H]
 
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         (feature,) = aux
@@ -83,54 +68,51 @@ class MedusaHead(Head):
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         return state
 
-    def before_lm_head(self, state: Tensor, depth: int) -> Tensor:
-        return self.blocks[depth](state)
-
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.lm_head if self.config.shared else self.lm_heads[depth]
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.lm_head if self.config.shared else self.lm_heads[depth], self.blocks[depth])
 
     def all_logits(self, state: Tensor, depths: int) -> Tensor:
-        if not self._stacks:
+        if not self.stacks:
             return super().all_logits(state, depths)
         states = state[None]
-        for weight, bias in self._stacks:
+        for weight, bias in self.stacks:
             states = residual_silu(states, weight[:depths], bias if bias is None else bias[:depths])
         if self.config.shared:
             return self.lm_head(states).transpose(0, 1)
         pairs = zip(self.lm_heads, states, strict=False)
         return torch.stack([lm_head(rows) for lm_head, rows in pairs], dim=1)
 
-    def stack_layers(self) -> None:
-        """Stack on a GPU: one launch then runs a residual layer of all heads. The layers keep views of the stacks."""
-        if not in_use(next(self.parameters()).device):
-            return
-        for depth in range(self.config.num_layers):
-            layers = [cast(Linear, cast(MedusaBlock, block).layers[depth]) for block in self.blocks]
-            weight = torch.stack([layer.weight for layer in layers])
-            bias = torch.stack([layer.bias for layer in layers]) if self.config.bias else None
-            for head, layer in enumerate(layers):
-                layer.weight = nn.Parameter(weight[head], requires_grad=False)
-                if bias is not None:
-                    layer.bias = nn.Parameter(bias[head], requires_grad=False)
-            self._stacks.append((weight, bias))
 
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Zero the residual layers, so that with `from_target` every head starts as the target's LM head."""
-        for parameter in self.blocks.parameters():
-            parameter.zero_()
-        generator = torch.Generator().manual_seed(seed)
-        for lm_head in [self.lm_head] if self.config.shared else self.lm_heads:
-            assert isinstance(lm_head, Linear)
-            if self.config.shared or from_target:
-                lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
-            else:
-                lm_head.weight.normal_(0.0, 0.02, generator=generator)
-
-    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Return vLLM's tensor names; token_map only where Vd < V."""
-        truncated = self.config.draft_vocab_size < self.config.vocab_size
-        return super().checkpoint_layout() | ({"token_map": ("token_map",)} if truncated else {})
+def stack_layers(head: MedusaHead) -> None:
+    """Stack on a GPU: one launch then runs a residual layer of all heads. The layers keep views of the stacks."""
+    for depth in range(head.config.num_layers):
+        layers = [cast(Linear, cast(MedusaBlock, block).layers[depth]) for block in head.blocks]
+        weight = torch.stack([layer.weight for layer in layers])
+        bias = torch.stack([layer.bias for layer in layers]) if head.config.bias else None
+        for index, layer in enumerate(layers):
+            layer.weight = nn.Parameter(weight[index], requires_grad=False)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias[index], requires_grad=False)
+        head.stacks.append((weight, bias))
 
 
-HEAD = MedusaHead
+def pack(head: MedusaHead, *, exact: bool, weight_format: WeightFormat) -> None:
+    if in_use(next(head.parameters()).device):
+        stack_layers(head)
+    pack_layers(head, exact=exact, weight_format=weight_format)
+
+
+def initialize(head: MedusaHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """Zero the residual layers, so that with `from_target` every head starts as the target's LM head."""
+    for parameter in head.blocks.parameters():
+        parameter.zero_()
+    generator = torch.Generator().manual_seed(seed)
+    for lm_head in [head.lm_head] if head.config.shared else head.lm_heads:
+        assert isinstance(lm_head, Linear)
+        if head.config.shared or from_target:
+            lm_head.weight.copy_(target.lm_head.weight[head.target_ids])
+        else:
+            lm_head.weight.normal_(0.0, 0.02, generator=generator)
+
+
+HEAD = HeadModule(MedusaHead, initialize, pack)

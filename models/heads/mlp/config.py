@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from models.checks import number
 from models.config import LAST, TargetConfig
-from models.heads.config import HeadShape, NewHeadConfig
+from models.heads.config import Facts, HeadShape, NewHeadConfig
 from models.heads.objectives import ObjectiveConfig, TttConfig
 
 TOP_K, CANDIDATES = (5, 4, 3, 2), 5  # written for IBM's engine with a new head; top k of the first depths, then 1
@@ -55,7 +55,7 @@ class MlpConfig(HeadShape):
     def embedding_weight(self) -> float:
         return math.sqrt((1 - self.state_weight**2) * self.inner_dim / 2)
 
-    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+    def to_json(self, facts: Facts) -> dict[str, Any]:
         return {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -67,8 +67,8 @@ class MlpConfig(HeadShape):
             "scale_input": self.scale_input,
             "top_k_tokens_per_head": list(self.top_k_tokens_per_head),
             "n_candidates": self.n_candidates,
-            "num_lookahead_tokens": speculative_tokens,
-            "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            "num_lookahead_tokens": facts.speculative_tokens,
+            "verifier": facts.verifier_json,
         }
 
 
@@ -87,6 +87,7 @@ class MlpObjectiveConfig(ObjectiveConfig):
 class MlpOptions(NewHeadConfig):
     objectives: ClassVar = {"mlp": MlpObjectiveConfig, "ttt": TttConfig}
     separate_depths: ClassVar = True
+    output_layers: ClassVar = ("head",)
     files: ClassVar = "The files follow IBM's layout of MLP speculators."
 
     init_from_target: bool = False

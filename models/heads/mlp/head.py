@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from kernels.elementwise import embed_norm_gelu, rms_norm
 from models.attention import Attention
-from models.heads.base import Head
+from models.heads.base import Head, Readout, RecurrentHead
 from models.heads.mlp.config import MlpConfig
+from models.heads.weights import HeadModule
 from models.layers import Embedding, Linear
 from models.targets.llama import LlamaTarget
 
@@ -32,10 +33,8 @@ class ShiftedRMSNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
 
-class MlpHead(Head):
+class MlpHead(RecurrentHead):
     """Each list holds one module per depth, or one in all if weights are tied (`proj`: the first and one more)."""
-
-    output_layers = ("head",)
 
     config: MlpConfig
 
@@ -64,17 +63,17 @@ class MlpHead(Head):
         norm, table = cast(ShiftedRMSNorm, self.ln[index]), cast(nn.Embedding, self.emb[index]).weight
         return embed_norm_gelu(projected, ids, table, scale, norm.weight, norm.bias, EPS)
 
-    def lm_head_at(self, depth: int) -> nn.Module:
-        return self.head[0 if self.config.tie_weights else depth]
-
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Draw all matrices from N(0, 1/sqrt(D)), the variance that `state_weight` and `embedding_weight` assume."""
-        assert not from_target, "it starts from nothing of the target's"
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0.0, 1 / math.sqrt(self.config.inner_dim), generator=generator)
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.head[0 if self.config.tie_weights else depth])
 
 
-HEAD = MlpHead
+def initialize(head: Head, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    """Draw all matrices from N(0, 1/sqrt(D)), the variance that `state_weight` and `embedding_weight` assume."""
+    assert not from_target, "it starts from nothing of the target's"
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in head.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, 1 / math.sqrt(head.config.inner_dim), generator=generator)
+
+
+HEAD = HeadModule(MlpHead, initialize)

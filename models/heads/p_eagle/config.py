@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from models.checks import choice, number
 from models.config import TargetConfig
+from models.heads.config import Facts
 from models.heads.eagle3.config import Eagle3Config, Eagle3Options
 from models.heads.layer_config import check_mask_token
 from models.heads.objectives import LOSSES, ObjectiveConfig
@@ -31,8 +32,8 @@ class PEagleConfig(Eagle3Config):
     def max_depth(self) -> int:
         return self.num_depths
 
-    def to_json(self, **facts: Any) -> dict[str, Any]:
-        return super().to_json(**facts) | {"mask_token_id": self.mask_token_id, "num_depths": self.num_depths}
+    def to_json(self, facts: Facts) -> dict[str, Any]:
+        return super().to_json(facts) | {"mask_token_id": self.mask_token_id, "num_depths": self.num_depths}
 
 
 @dataclass
@@ -59,6 +60,7 @@ class PEagleObjectiveConfig(ObjectiveConfig):
 @dataclass
 class PEagleOptions(Eagle3Options):
     objectives: ClassVar = {"p-eagle": PEagleObjectiveConfig}
+    loose_parameters: ClassVar = ("mask_hidden",)
     files: ClassVar = "The files follow the `speculators` format (`peagle`), which vLLM reads as well."
 
     embed_requires_grad: bool | None = True

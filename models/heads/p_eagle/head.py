@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from models.heads.eagle3.head import Eagle3Head
+from models.heads.base import MaskHead
+from models.heads.eagle3 import head as eagle3
 from models.heads.p_eagle.config import PEagleConfig
+from models.heads.weights import HeadModule
 from models.targets.llama import LlamaTarget
 
 
-class PEagleHead(Eagle3Head):
+class PEagleHead(eagle3.Eagle3Layers, MaskHead):
     """`mask_hidden` `[1, 1, A * Ht]` stands in for the target features, which rows past depth 0 do not have."""
-
-    parallel = True
 
     config: PEagleConfig
 
@@ -30,10 +30,10 @@ class PEagleHead(Eagle3Head):
         state = self.fuse(self.mask_hidden.chunk(len(self.config.aux_layers), dim=-1))
         return self.config.mask_token_id, state[0, 0]
 
-    @torch.no_grad()
-    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        super().initialise(target, from_target=from_target, seed=seed)
-        self.mask_hidden.normal_(generator=torch.Generator().manual_seed(seed + 1))
+
+def initialize(head: PEagleHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
+    eagle3.initialize(head, target, from_target=from_target, seed=seed)
+    head.mask_hidden.normal_(generator=torch.Generator().manual_seed(seed + 1))
 
 
-HEAD = PEagleHead
+HEAD = HeadModule(PEagleHead, initialize)

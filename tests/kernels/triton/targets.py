@@ -15,6 +15,7 @@ from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.weights import initialize, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 
@@ -53,7 +54,7 @@ def taught_head(target: LlamaTarget) -> Eagle3Head:
     """Return a head initialised from the weights of `target`, on a CPU and not packed; some of its drafts are right."""
     aux = [0, 1, 2] if target.config.num_layers < 8 else None
     head = Eagle3Head(Eagle3Options(aux_layers=aux).for_target(target.config))
-    head.initialise(target, from_target=True)
+    initialize(head, target, from_target=True)
     return head.requires_grad_(False)
 
 
@@ -62,8 +63,8 @@ def untaught_head(kind: str, target: LlamaTarget) -> Head:
     options = HEADS[kind]()
     head = options.make(target.config)
     counts = torch.arange(target.config.vocab_size, 0, -1)
-    head.set_vocabulary(*build_draft_vocab(counts, head.config.draft_vocab_size, []))
-    head.initialise(target, from_target=options.init_from_target)
+    set_vocabulary(head, *build_draft_vocab(counts, head.config.draft_vocab_size, []))
+    initialize(head, target, from_target=options.init_from_target)
     return head.requires_grad_(False)
 
 

@@ -1,60 +1,34 @@
-"""Drafts with a parallel head, which has the logits of all depths after one forward and chooses from them in one call.
+"""Drafts with a mask head, which has the logits of all depths after one forward and chooses from them in one call.
 
 Medusa reads the target's state alone, P-EAGLE one mask slot per further depth, in rows that follow the committed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from infer.speculation.draft_loop import Adjust, Chains, LogitsAt, TorchLoop, Unread, fused
-from infer.speculation.early_exit import EarlyExit, HostExit
-from infer.speculation.tree_shapes import Children, Run, TreeShape, grow
+from infer.speculation.early_exit import EarlyExit
+from infer.speculation.proposers.draft_loops.base import Chains, DraftLoop, LogitsAt, Unread, last_states
+from infer.speculation.tree_shapes import Children, Run, TreeShape
 from kernels.choose import ChoiceParameters
-from kernels.early_exit import Drafting
-from kernels.rows import AttentionRows, repeated
-from kernels.tree import Candidates
-from models.attention import Attention
-from models.heads.base import Head
+from kernels.rows import repeated
+from models.heads.base import MaskHead
 
 
-class ParallelLoop(TorchLoop):
-    def __init__(self, head: Head, attend: Callable[[AttentionRows], Attention] | None) -> None:
-        super().__init__(head, attend)
-        with torch.no_grad():
-            self.mask_slot = head.mask_slot()
+class OneForwardLoop(DraftLoop):
+    """What mask heads and block drafters share."""
 
-    def spare_rows(self, deepest: int) -> int:
-        return 0 if self.mask_slot is None else deepest - 1
+    one_forward = True
 
-    def chain(
-        self,
-        unread: Unread,
-        depths: Tensor,
-        deepest: int,
-        early_exit: EarlyExit | HostExit | None = None,
-        adjust: Adjust | None = None,
-    ) -> Chains:
-        """As TorchLoop's. Without `adjust` a HostExit may decide: quicker where the host waits for the draft anyway."""
-        if adjust is not None:
-            assert not isinstance(early_exit, HostExit)
-            return super().chain(unread, depths, deepest, early_exit, adjust)
+    def _all_levels(self, unread: Unread, depths: Tensor, deepest: int, early_exit: EarlyExit | None) -> Chains:
         token, scores = self._chain(unread, deepest, scored=early_exit is not None)
         if early_exit is None or scores is None:
             return Chains(token, depths.clamp(max=deepest))
-        if isinstance(early_exit, HostExit):
-            return Chains(token, torch.tensor(early_exit.lengths(scores.tolist(), depths.tolist())), scores)
-        chains = Drafting.begin(depths)
-        for level in range(deepest):
-            chains = early_exit(level, scores[:, level], chains, depths)
-        return Chains(token, chains.length, scores)
-
-    def tree(self, unread: Unread, shape: TreeShape, deepest: int) -> Candidates:
-        fan_out = max(map(shape.fan_out, range(1, deepest + 1)))
-        return grow(shape, deepest, unread.root, *self._children(unread, deepest, fan_out))
+        early_exit.after_all(scores)
+        return Chains(token, early_exit.lengths, scores)
 
     def _logits(self, unread: Unread, positions: Tensor) -> LogitsAt:
         logits = self._all_logits(unread, len(positions))
@@ -68,9 +42,9 @@ class ParallelLoop(TorchLoop):
         logits, positions, parameters = self._rows_of_all(unread, deepest)
         return self.choice(logits, positions, parameters).unflatten(0, (-1, deepest)), None
 
-    def _children(self, unread: Unread, deepest: int, fan_out: int) -> tuple[Children, Run]:
-        """All nodes of a level have the same children, at most `fan_out`, whatever was drafted before."""
-        tokens, values = self._best_of_all(unread, deepest, fan_out)
+    def _growing(self, unread: Unread, shape: TreeShape, deepest: int) -> tuple[Children, Run]:
+        """All nodes of a level have the same children, whatever was drafted before."""
+        tokens, values = self._best_of_all(unread, deepest, max(map(shape.fan_out, range(1, deepest + 1))))
 
         def children(level: int, count: int) -> tuple[Tensor, Tensor]:
             of_level = (part[:, level - 1, None, :count] for part in (tokens, values))
@@ -90,14 +64,41 @@ class ParallelLoop(TorchLoop):
         parameters = unread.parameters and unread.parameters.repeated(deepest)
         return self._all_logits(unread, deepest).flatten(0, 1), positions.flatten(), parameters
 
+    @abstractmethod
     def _all_logits(self, unread: Unread, deepest: int) -> Tensor:
         """Return the head's logits `[B, deepest, Vd]`."""
+
+
+class MaskLoop(OneForwardLoop):
+    _head: MaskHead
+
+    def __init__(self, head: MaskHead) -> None:
+        super().__init__(head)
+        with torch.no_grad():
+            self.mask_slot = head.mask_slot()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        if self.mask_slot is not None and (mask_slot := self._head.mask_slot()) is not None:
+            self.mask_slot[1].copy_(mask_slot[1])
+
+    def spare_rows(self, deepest: int) -> int:
+        return 0 if self.mask_slot is None else deepest - 1
+
+    def places(self, depth: int, shape: TreeShape | None) -> int:
+        return depth - 1
+
+    def read(self, unread: Unread) -> None:
+        last_states(self, self._head, unread)
+
+    def _all_logits(self, unread: Unread, deepest: int) -> Tensor:
         if self.mask_slot is None:
-            return self._head.all_logits(self.read(unread), deepest)
+            return self._head.all_logits(last_states(self, self._head, unread), deepest)
         assert unread.rows is not None
         mask_id, mask_state = self.mask_slot
         spare = torch.arange(len(unread.ids), device=unread.ids.device) > repeated(unread.ends, unread.rows.counts)
-        state = torch.where(spare[:, None], mask_state, fused(self._head, unread.features))
-        states = self._step(unread.ids.masked_fill(spare, mask_id), state, unread.slots, unread.rows, 0)
-        index = unread.ends[:, None] + torch.arange(deepest, device=unread.ids.device)
+        state, ids = torch.where(spare[:, None], mask_state, self.fused(unread.features)), unread.ids
+        attention = self.attention(unread.rows)
+        states = self._head.step(ids.masked_fill(spare, mask_id), state, unread.slots, attention, 0)
+        index = unread.ends[:, None] + torch.arange(deepest, device=ids.device)
         return self._head.logits(states[index.flatten()], 0).unflatten(0, index.shape)  # all depths share one LM head
