@@ -1,6 +1,6 @@
 """Early exit of chains: which tokens of a level are kept, and which chains go on after it.
 
-Its terms are those of infer/speculation/early_exit.py. It decides what is drafted, never what is
+Its terms are those of infer/speculation/proposers/draft_loops/early_exit.py. It decides what is drafted, never what is
 accepted, so its sums need no fixed order. On tensors nothing waits for the host: one launch on a GPU
 (kernels/triton/early_exit.py), where torch needs twenty. Where the host has each token anyway the same rule is applied
 to lists of numbers, chain by chain: operations on small tensors would take longer than a level.

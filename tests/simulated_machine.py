@@ -21,8 +21,8 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.base import Needs, Proposer, Tracker
+from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 

@@ -30,8 +30,8 @@ from infer.kvcache.memory import MIB
 from infer.parallel.target_worker import Shard
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget
-from infer.speculation.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import DraftTree
 from kernels.advance import FIELDS

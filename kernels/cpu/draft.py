@@ -222,7 +222,7 @@ class NativeChains(Begun):
 
 
 class NativeTrees(Begun):
-    """A draft of C trees, grown as in infer/speculation/tree_shapes.py.
+    """A draft of C trees, grown as in infer/speculation/proposers/draft_loops/tree_shapes.py.
 
     At most `width` nodes of a level are run through the head, `places` in total.
     """

@@ -227,7 +227,7 @@ def test_judged_chains_too_which_end_at_any_level(folder, monkeypatch, count):
         length = [count + kept for count, kept in zip(chains.length, chains.active, strict=True)]
         return Drafting(active, length, chains.chance)
 
-    monkeypatch.setattr("infer.speculation.early_exit.exit_level", judge)
+    monkeypatch.setattr("infer.speculation.proposers.draft_loops.early_exit.exit_level", judge)
     engine._head.confidence = Confidence(AcceptanceModel())
     params = SamplingParams(max_tokens=24, temperature=0.5, seed=5, ignore_eos=True)
     engine.generate(prompts_of(6), params)

@@ -26,12 +26,12 @@ from infer.sampling.choose import choice_parameters
 from infer.sampling.emission import narrowed
 from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.draft_loops import draft_loop
 from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
+from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
+from infer.speculation.proposers.draft_loops.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from infer.speculation.tree import DraftTree
-from infer.speculation.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from kernels.choose import ChoiceParameters, warped_log_probs
 from kernels.slower import say_slower, slower_layers
 from kernels.upload import upload, upload_columns

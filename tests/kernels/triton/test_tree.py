@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.speculation.tree_shapes import DynamicShape, StaticShape, grow
+from infer.speculation.proposers.draft_loops.tree_shapes import DynamicShape, StaticShape, grow
 from kernels.tree import Frontier, best_nodes, grow_level
 from kernels.triton import SWITCH
 from tests.drafts import checked_tree

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from infer.kvcache.tensors import KVLayers
-from infer.speculation.early_exit import EarlyExit
+from infer.speculation.proposers.draft_loops.early_exit import EarlyExit
+from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape, grow
 from infer.speculation.tree import MAX_NODES
-from infer.speculation.tree_shapes import Children, Run, TreeShape, grow
 from kernels.choose import ChoiceParameters, choose, choose_best
 from kernels.draft import NativeChains, NativeDraft, NativeTrees, fuse_draft
 from kernels.rows import AttentionRows

@@ -15,8 +15,8 @@ from torch import Tensor
 from infer.kvcache.tensors import KVLayers
 from infer.speculation.proposers.draft_loops.base import LogitsAt, Unread, rows_past
 from infer.speculation.proposers.draft_loops.mask import OneForwardLoop
+from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape
 from infer.speculation.tree import MAX_NODES
-from infer.speculation.tree_shapes import Children, Run, TreeShape
 from kernels.rows import AttentionRows
 from kernels.tree import Picked
 from kernels.walk import Lattice, Transition, make_lattice, rank_candidates, walk_chain

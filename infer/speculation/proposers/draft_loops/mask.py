@@ -10,9 +10,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from infer.speculation.early_exit import EarlyExit
 from infer.speculation.proposers.draft_loops.base import Chains, DraftLoop, LogitsAt, Unread, last_states
-from infer.speculation.tree_shapes import Children, Run, TreeShape
+from infer.speculation.proposers.draft_loops.early_exit import EarlyExit
+from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape
 from kernels.choose import ChoiceParameters
 from kernels.rows import repeated
 from models.heads.base import MaskHead
