@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
 from tests.interpreted import INTERPRETED, scaled
+from tests.unchanged import Unchanged
 
 # No deadline: other processes may use the machine, so an example may take any time.
 hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -55,6 +56,10 @@ def probe_nothing() -> Iterator[None]:
         if INTERPRETED:
             patch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Unchanged(Path(__file__).resolve().parents[1]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
