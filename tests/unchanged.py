@@ -1,15 +1,17 @@
-"""Skips what passed before with the same sources: tests that compile the kernels for machines other than this one.
+"""Skips what passed before with the same sources: tests of kernels for machines other than this one.
 
-Such a test is marked with what it compiles, as files and folders of the repository:
+Such a test is marked with what it compiles or interprets, as files and folders of the repository:
 
-    @pytest.mark.sources("kernels", "tests/kernels/emulated.py")
+    @pytest.mark.sources("kernels", "tests/kernels/triton/launches.py")
 
-Its own file, the compilers' versions and this machine's processor count too. What has passed is noted in the user's
-cache folder (kernels/cache.py). HEADWAY_COMPILE_ALL=1 runs everything, and so does a machine that sets CI.
+What its own file imports of the repository, the compilers' versions and this machine's processor count too. What has
+passed is noted in the user's cache folder (kernels/cache.py). HEADWAY_COMPILE_ALL=1 runs everything, and so does a
+machine that sets CI.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import platform
@@ -28,7 +30,7 @@ from kernels.cpu.library import processor
 SWITCH = "HEADWAY_COMPILE_ALL"
 PROGRAMS = ("cc", "gcc", "clang", "aarch64-linux-gnu-gcc", "qemu-aarch64", "qemu-x86_64")
 PACKAGES = ("torch", "triton", "numpy")
-VARIABLES = ("CC", "HEADWAY_CPU_LEVEL", "HEADWAY_CPU_KERNELS")
+VARIABLES = ("CC", "HEADWAY_CPU_LEVEL", "HEADWAY_CPU_KERNELS", "HEADWAY_KERNELS", "TRITON_INTERPRET")
 SUFFIXES = (".py", ".c", ".h", ".toml")
 
 
@@ -60,9 +62,34 @@ def files(root: Path, sources: tuple[str, ...]) -> Iterator[Path]:
         yield from [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.suffix in SUFFIXES)
 
 
-def digest(root: Path, sources: tuple[str, ...]) -> str:
+@cache
+def imports(root: Path, file: Path) -> frozenset[Path]:
+    """Return the files of the repository that a Python file names in its imports, wherever in it they stand."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    places = {root.joinpath(*name.split(".")) for name in names}
+    packages = {parent / "__init__.py" for place in places for parent in (place, *place.parents)}
+    files = packages | {place.with_suffix(".py") for place in places}
+    return frozenset(file for file in files if file.is_relative_to(root) and file.is_file())
+
+
+def read_with(root: Path, test: Path) -> set[Path]:
+    """Return a test's file, the conftest.py beside it, and all that these import of the repository, and so on."""
+    known, new = set[Path](), {file for file in (test, test.with_name("conftest.py")) if file.is_file()}
+    while new:
+        known |= new
+        new = {each for file in new for each in imports(root, file)} - known
+    return known
+
+
+def digest(root: Path, test: Path, sources: tuple[str, ...]) -> str:
+    """Return a hash of all that a test depends on: its own file, what this imports, and the `sources` of its mark."""
     hashed = hashlib.sha256(repr((tools(), [os.environ.get(name) for name in VARIABLES])).encode())
-    for file in files(root, sources):
+    for file in sorted(read_with(root, test).union(files(root, sources))):
         hashed.update(repr((str(file.relative_to(root)), file.read_bytes())).encode())
     return hashed.hexdigest()[:24]
 
@@ -80,8 +107,8 @@ class Unchanged:
         marks = list(item.iter_markers("sources"))
         if not marks:
             return None
-        sources = (str(item.path.relative_to(self._root)), *(name for mark in marks for name in mark.args))
-        return self._folder / f"passed-{self._digest(self._root, sources)}.txt"
+        sources = tuple(name for mark in marks for name in mark.args)
+        return self._folder / f"passed-{self._digest(self._root, item.path, sources)}.txt"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -87,4 +87,20 @@ def test_another_compiler_or_level_of_processor_runs_it_again(run, monkeypatch: 
 
 def test_a_source_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"names 'kernels/gone\.c'"):
-        unchanged.digest(tmp_path, ("kernels/gone.c",))
+        unchanged.digest(tmp_path, tmp_path / "test_none.py", ("kernels/gone.c",))
+
+
+def test_what_a_tests_file_imports_counts_wherever_it_stands(tmp_path: Path) -> None:
+    """Modules and packages on the way, from the file and from what it imports; not what others import."""
+    for name, text in {
+        "test_it.py": "import a.b\ndef test():\n    from c import d, number\n    import torch",
+        "conftest.py": "from e import *",
+        "a/__init__.py": "", "a/b.py": "import f.g", "c/__init__.py": "number = 1", "c/d.py": "",
+        "e.py": "", "f/g.py": "", "other.py": "import a",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {str(file.relative_to(tmp_path)) for file in unchanged.read_with(tmp_path, tmp_path / "test_it.py")}
+    assert found == {
+        *("test_it.py", "conftest.py", "a/__init__.py", "a/b.py", "c/__init__.py", "c/d.py", "e.py", "f/g.py")
+    }
