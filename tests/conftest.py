@@ -32,6 +32,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
+from tests import forking
 from tests.interpreted import INTERPRETED, scaled
 from tests.unchanged import Unchanged
 
@@ -175,6 +176,13 @@ def tiny_head(tiny_head_folder: Path, tiny_target: Any) -> Any:
     from models.heads.files import load_head
 
     return load_head(tiny_head_folder, target=tiny_target)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[forking.Run]:
+    """Return what runs a command in a process forked from one that has imported torch."""
+    with forking.forks() as run:
+        yield run
 
 
 @pytest.fixture

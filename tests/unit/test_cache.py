@@ -19,6 +19,7 @@ from infer.config_checks import resolve_path
 from kernels import cache
 from kernels.cache import VARIABLE, cache_file, can_write
 from models.checks import home_path
+from tests.forking import Run
 from tests.server import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,13 +98,14 @@ def test_a_user_without_a_home_folder_is_served(tiny_target_folder: Path, place:
     ],
 )
 def test_a_cache_that_cannot_be_written_ends_no_command(
-    script: str, words: tuple[str, ...], home: str, tiny_target_folder: Path, place: Path
+    script: str, words: tuple[str, ...], home: str, tiny_target_folder: Path, place: Path, forked: Run
 ) -> None:
     arguments = [script, *([] if script == "scripts/doctor.py" else [f"model={tiny_target_folder}"]), *words]
     arguments += [f"output_dir={place}"] if script == "train/run.py" else []
-    command = [sys.executable, *arguments] if home != "none" else as_nobody(*arguments)
-    chosen = {"HOME": home} if home != "none" else {}
-    result = run(place, command, text="hello\n", HEADWAY_CPU_KERNELS="torch", **chosen)  # compiling takes time
+    if home == "none":
+        result = run(place, as_nobody(*arguments), text="hello\n", HEADWAY_CPU_KERNELS="torch")  # compiling takes time
+    else:
+        result = forked(arguments, env=environment(place, HOME=home, HEADWAY_CPU_KERNELS="torch"), input="hello\n")
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert len(warnings_of(result.stderr)) == 1
