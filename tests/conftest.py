@@ -33,7 +33,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
 from models.heads.weights import initialize, set_vocabulary
+from tests import forking
 from tests.interpreted import INTERPRETED, scaled
+from tests.unchanged import Unchanged
 
 # No deadline: other processes may use the machine, so an example may take any time.
 hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -56,6 +58,10 @@ def probe_nothing() -> Iterator[None]:
         if INTERPRETED:
             patch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Unchanged(Path(__file__).resolve().parents[1]))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -171,6 +177,13 @@ def tiny_head(tiny_head_folder: Path, tiny_target: Any) -> Any:
     from models.heads.files import load_head
 
     return load_head(tiny_head_folder, target=tiny_target)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[forking.Run]:
+    """Return what runs a command in a process forked from one that has imported torch."""
+    with forking.forks() as run:
+        yield run
 
 
 @pytest.fixture

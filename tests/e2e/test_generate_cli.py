@@ -205,7 +205,7 @@ def test_spread_is_median_and_quartiles() -> None:
         (["prompt=a", "head.path=no/such/head"], "no/such/head"),
         (["prompt=a", "model.path=no/such/model"], "no/such/model"),
         (["prompt=a", "proposer=suffix", "proposer.memory=/proc/answers"], "/proc/answers: cannot be written"),
-        (["prompt=a", "proposer=suffix", "proposer.memory=README.md"], "README.md: is no file of answers"),
+        (["prompt=a", "proposer=suffix", "proposer.memory=README.md"], "README.md: is no file of responses"),
     ],
 )
 def test_mistakes_name_what_is_wrong(generate: Generate, extra: list[str], message: str) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from infer.config import ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
+from tests import forking
 from tests.formats.sources import SOURCES
 from tests.hub_mirror import MAIN, Mirror, mirror
 
@@ -76,19 +77,13 @@ def text(tiny_target_folder: Path) -> str:
 
 
 @pytest.fixture
-def run(hub: Mirror, tmp_path: Path) -> Run:
+def run(hub: Mirror, tmp_path: Path, forked: forking.Run) -> Run:
     """Return `run(script, *words)`, which runs a command to its end with an empty cache that its calls share."""
 
     def call(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         settings = SETTINGS if script == "infer/generate.py" else []
-        return subprocess.run(
-            [sys.executable, str(ROOT / script), *words, *settings],
-            env=os.environ | hub.environment(tmp_path / "cache") | environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        variables = os.environ | hub.environment(tmp_path / "cache") | environment
+        return forked([ROOT / script, *words, *settings], env=variables)
 
     return call
 

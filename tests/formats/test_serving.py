@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,15 +61,14 @@ def test_what_is_left_open_is_refused_with_the_way_out(tmp_path, tiny_target_fol
 
 
 @pytest.mark.parametrize(("name", "file"), [("safeailab-eagle", "pytorch_model.bin"), ("medusa", "medusa_lm_head.pt")])
-def test_a_pickle_is_served_after_one_line_of_warning(tmp_path, tiny_target_folder, name, file):
+def test_a_pickle_is_served_after_one_line_of_warning(tmp_path, tiny_target_folder, name, file, forked):
     source = SOURCES[name]
     folder = source.write(tmp_path / "in")
     (folder / source.file).unlink()
     torch.save(source.tensors(), folder / file)
     words = [f"model={tiny_target_folder}", f"head.path={folder}", "proposer.adaptive=false", "num_prompts=1"]
     words += ["prompt=Hello", "chat=false", "max_tokens=8", "ignore_eos=true", "model.device=cpu"]
-    command = [sys.executable, str(ROOT / "infer" / "generate.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    result = forked([ROOT / "infer" / "generate.py", *words])
     assert result.returncode == 0, result.stderr
     assert f"head {source.head} from {folder}" in result.stdout
     assert result.stderr.count("a pickle, of which tensors are read and nothing is run") == 1

@@ -13,6 +13,7 @@ from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows, set_bit_positions
 from kernels.tiles import KV_TILE, TiledAttention
 from tests.drafts import checked_tree
+from tests.pairwise import parametrize_pairs
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -55,17 +56,18 @@ def expect(case, committed, counts, ancestors=None, first=0):
     return oracle.paged_attention(q, cache, table, committed, counts, **sizes, ancestors=ancestors, first=first)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (8, 1), (9, 3), (20, 1)])
-@pytest.mark.parametrize(
-    ("committed", "counts"),
-    [
-        ([0], [1]),
-        ([5], [7]),
-        ([KV_TILE - 1, KV_TILE, 3], [1, 1, 1]),
-        ([KV_TILE - 3, 2 * KV_TILE + 5, 0], [8, 2, 40]),
-    ],
+@parametrize_pairs(
+    {
+        "dtype, tolerance": [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)],
+        "dim": [16, 64, 80, 128, 256],
+        "heads, kv_heads": [(4, 2), (4, 4), (8, 1), (9, 3), (20, 1)],
+        "committed, counts": [
+            ([0], [1]),
+            ([5], [7]),
+            ([KV_TILE - 1, KV_TILE, 3], [1, 1, 1]),
+            ([KV_TILE - 3, 2 * KV_TILE + 5, 0], [8, 2, 40]),
+        ],
+    }
 )
 def test_causal_rows_match_the_oracle(form, dtype, tolerance, dim, heads, kv_heads, committed, counts):
     case = make_case(committed, counts, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)

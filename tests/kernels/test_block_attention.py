@@ -17,12 +17,12 @@ from kernels.triton import SWITCH
 from kernels.triton.block_attention import RangesAttention
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
+from tests.pairwise import parametrize_pairs
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 from train.objectives.teacher import teach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CASES = [(causal, window, packed) for causal in (False, True) for window in (None, 3, 6) for packed in (False, True)]
 
 
 class Sizes(NamedTuple):
@@ -87,7 +87,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@pytest.mark.parametrize(("causal", "window", "packed"), CASES)
+@parametrize_pairs({"causal": [False, True], "window": [None, 3, 6], "packed": [False, True]})
 def test_rows_see_their_context_and_their_block(form: str, causal: bool, window: int | None, packed: bool) -> None:
     compare(Sizes(), causal, window, packed, torch.float32, 4e-6)
 

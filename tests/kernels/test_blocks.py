@@ -175,6 +175,7 @@ def other_layers(dtype):
         yield PackedLinear(GroupedMatrix([groups], dtype)), groups.widened()
 
 
+@pytest.mark.sources("kernels", "tests/kernels")
 @pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64"])
 def test_other_processors_give_the_same_weights_and_match_float64(processor, compiled):
     """AVX2 and no more than SSE2, compiled for them and run here."""
@@ -190,6 +191,7 @@ def test_other_processors_give_the_same_weights_and_match_float64(processor, com
             assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
 
 
+@pytest.mark.sources("kernels", "tests/kernels")
 @pytest.mark.skipif(
     level() in ("baseline", "avx2") or "avx512_bf16" not in building.processor(),
     reason="weights are not widened to bf16 here",

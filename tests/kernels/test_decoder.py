@@ -26,6 +26,7 @@ from models.targets.qwen3_moe import Qwen3MoeTarget
 from tests.drafts import checked_tree
 from tests.gguf_writing import random_blocks
 from tests.kernels.grouped import make_groups
+from tests.pairwise import parametrize_pairs
 
 PAGE, LENGTH, LAYERS = 16, 90, 3
 GROUPS = (
@@ -132,9 +133,7 @@ def no_gradients():
         yield
 
 
-@pytest.mark.parametrize("weights", ["same", "int8", "int4", "fp8"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@parametrize_pairs({"name": list(CONFIGS), "dtype": DTYPES, "weights": ["same", "int8", "int4", "fp8"]})
 def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights, monkeypatch):
     config = CONFIGS[name]
     if weights == "int4":  # groups of 32

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -131,23 +129,25 @@ def test_mixed_dtypes_and_odd_sizes_go_to_torch():
 PRINT_LIBRARY = "import logging; logging.basicConfig(); from kernels.cpu.library import library; print(library())"
 
 
-def library_in_a_new_process(**environment):
-    command = [sys.executable, "-c", PRINT_LIBRARY]
-    env = os.environ | {key: str(value) for key, value in environment.items()}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+@pytest.fixture
+def library_in_a_new_process(forked):
+    def run(**environment):
+        return forked(["-c", PRINT_LIBRARY], env=os.environ | {key: str(value) for key, value in environment.items()})
+
+    return run
 
 
-def test_a_switch_turns_the_c_kernels_off():
+def test_a_switch_turns_the_c_kernels_off(library_in_a_new_process):
     assert library_in_a_new_process(**{SWITCH: "torch"}).stdout.strip() == "None"
 
 
-def test_without_a_compiler_torch_serves_and_the_log_says_so(tmp_path):
+def test_without_a_compiler_torch_serves_and_the_log_says_so(tmp_path, library_in_a_new_process):
     run = library_in_a_new_process(PATH=tmp_path, CC="", XDG_CACHE_HOME=tmp_path)
     assert run.stdout.strip() == "None"
     assert "no C compiler" in run.stderr
 
 
-def test_a_compiler_that_fails_is_reported_and_leaves_no_file(tmp_path):
+def test_a_compiler_that_fails_is_reported_and_leaves_no_file(tmp_path, library_in_a_new_process):
     broken = tmp_path / "cc"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such thing >&2\nexit 1\n')
     broken.chmod(0o755)

@@ -128,6 +128,7 @@ def test_other_weights_stay_as_they_are(name, inputs):
     assert torch.equal(linear(x), before)
 
 
+@pytest.mark.sources("kernels", "tests/kernels")
 @pytest.mark.parametrize("processor", ["skylake-avx512", "x86-64-v3", "x86-64"])
 def test_other_processors_give_the_same_integers(processor, compiled):
     """AVX-512 without VNNI, AVX2 and no more than SSE2, compiled for them and run here."""

@@ -31,8 +31,11 @@ GROUPS = {
     "doctor": ("tests/unit/test_layer_checks.py",),
 }  # fmt: skip
 LOSSLESS = ("tests/lossless/test_demo_target.py",)
+TESTS = {name for names in (*GROUPS.values(), LOSSLESS) for name in names if name.endswith(".py")}
+# what differs between levels: kernels, and the layouts of weights that models choose
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.sources("kernels", "models", "tests/kernels", "tests/heads.py", "tests/drafts.py", *TESTS),
     pytest.mark.skipif(SWITCH in os.environ, reason="this is the run at a lower level"),
     pytest.mark.skipif(library() is None, reason="no C compiler on this machine"),
 ]

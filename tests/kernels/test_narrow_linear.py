@@ -12,6 +12,7 @@ from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.quantise import group_size, quantise, widen
 from kernels.triton import in_use
 from tests.kernels.narrow import ERROR
+from tests.pairwise import parametrize_pairs
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -59,9 +60,13 @@ def test_groups_are_the_largest_that_divide_a_row():
         PackedLinear(torch.zeros(8, 100), weight_format="int4")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("weight_format", ERROR)
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 130), (160, 16), (384, 64)])
+@parametrize_pairs(
+    {
+        "dtype": list(TOLERANCE),
+        "weight_format": list(ERROR),
+        "inputs, outputs": [(64, 130), (160, 16), (384, 64)],
+    }
+)
 def test_it_matches_float64_for_any_leading_shape(kernels, dtype, weight_format, inputs, outputs):
     weight, bias = make(inputs, outputs, dtype)
     wide = widen(*quantise(weight, weight_format)).double()

@@ -23,6 +23,7 @@ from tests.kernels.test_blocks import TOLERANCE, error, make, states
 from tests.kernels.test_integer_linear import quantised
 
 pytestmark = [
+    pytest.mark.sources("kernels", "tests/kernels"),
     pytest.mark.skipif(library() is None, reason="no C compiler on this machine"),
     pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.join(missing())} (scripts/setup_env.sh dev)"),
 ]

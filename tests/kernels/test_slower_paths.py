@@ -70,6 +70,7 @@ def check(layer: PackedLinear, dtype: torch.dtype, weight: torch.Tensor | None, 
         assert (out.double() - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
 
 
+@pytest.mark.sources("kernels", "tests/kernels/grouped.py")
 @pytest.mark.parametrize("kernels", ["c", "torch"])
 @pytest.mark.parametrize("level", REACHED)
 def test_every_combination_computes(level: str, kernels: str) -> None:

@@ -11,6 +11,7 @@ from kernels import walk
 from kernels.choose import ALL_LIMITS, NO_LIMITS, ChoiceParameters, choice_keys, choose, choose_best
 from kernels.cpu.library import library
 from kernels.walk import Lattice, Transition, make_lattice, rank_candidates, walk_chain
+from tests.pairwise import parametrize_pairs
 
 BATCH, SLOTS, SIZE, TOKENS, RANK = 3, 6, 400, 1200, 32
 POSITIONS = torch.tensor([5, 60, 700])
@@ -62,10 +63,14 @@ def form(request, monkeypatch):
         assert library() is not None
 
 
-@pytest.mark.parametrize("temperature", [None, 0.8])
-@pytest.mark.parametrize("factor", [False, True])
-@pytest.mark.parametrize("count", [5, 16, 48, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize_pairs(
+    {
+        "dtype": [torch.float32, torch.bfloat16],
+        "count": [5, 16, 48, 64],
+        "factor": [False, True],
+        "temperature": [None, 0.8],
+    }
+)
 def test_a_chain_takes_the_best_candidate_after_the_one_before(form, dtype, count, factor, temperature):
     sampling = None if temperature is None else parameters(temperature)
     logits, ids, transition = make(dtype, factor=factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -55,10 +56,17 @@ TRACKED = [name for name in ENGINES if name not in ("ngram", "suffix")]
 CELLS = [(name, moment) for moment in faults.MOMENTS for name in (ENGINES if "propose" in moment else TRACKED)]
 
 
+@pytest.fixture(scope="module")
+def drafted_without_failures(make_small_engine, requests):
+    """Return a function that returns how much the engine of a name drafts for each request, run once a name."""
+    return cache(lambda name: run(make_small_engine(max_batch=8, **ENGINES[name]), requests)[1])
+
+
 @pytest.mark.parametrize(("name", "moment"), CELLS)
-def test_failures_cost_no_token_and_no_other_requests_drafts(make_small_engine, make_plain, requests, name, moment):
-    plain = make_plain(small=True)
-    _, unharmed = run(make_small_engine(max_batch=8, **ENGINES[name]), requests)
+def test_failures_cost_no_token_and_no_other_requests_drafts(
+    make_small_engine, make_plain, drafted_without_failures, requests, name, moment
+):
+    plain, unharmed = make_plain(small=True), drafted_without_failures(name)
     engine = make_small_engine(max_batch=8, **ENGINES[name])
     faults.install(
         engine, lambda r: moment if r.request_id in DOOMED and len(r.tokens) >= len(r.prompt_ids) + LATE else None

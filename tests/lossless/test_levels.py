@@ -17,6 +17,7 @@ from kernels.early_exit import Drafting
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
+from tests.pairwise import parametrize_pairs
 
 KINDS = {
     "eagle3": ("eagle3", {"draft_vocab_size": 208}),
@@ -172,9 +173,7 @@ def check(engine):
     assert engine.speculator.failures == 0
 
 
-@pytest.mark.parametrize("weights", ["same", "int8", "q8_0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize_pairs({"kind": list(KINDS), "dtype": [torch.float32, torch.bfloat16], "weights": ["same", "int8", "q8_0"]})
 def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     engine = serve(folder, kind, dtype, weights)
     check(engine)
@@ -195,10 +194,14 @@ def test_in_one_call_a_level_it_grows_the_same_trees(folder, kind, shape, dtype,
     check(engine)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("weights", ["same", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize_pairs(
+    {
+        "kind": list(KINDS),
+        "dtype": [torch.float32, torch.bfloat16],
+        "weights": ["same", "int8"],
+        "threads": [1, 2],
+    }
+)
 def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder, kind, dtype, weights, threads):
     caches = []
     for native in (True, False):

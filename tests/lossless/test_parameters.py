@@ -19,8 +19,8 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import Controller
-from tests.lossless.pairwise import pairwise
 from tests.lossless.plain import Answer, answer_all
+from tests.pairwise import pairwise
 from tests.pools import check_pool
 
 TOKENS = 18

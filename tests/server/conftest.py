@@ -7,9 +7,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig, ServerConfig
@@ -17,6 +16,9 @@ from models.heads.config import HeadConfig
 from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.talking import CALL, make_talking_target, style_folder
+
+if TYPE_CHECKING:
+    import openai
 
 
 @pytest.fixture(scope="session")

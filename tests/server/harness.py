@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from tests.server import patient
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "tiny"
 
@@ -28,6 +30,8 @@ class Server:
 
     @property
     def openai(self) -> openai.OpenAI:
+        import openai  # takes 2 CPU seconds, which most tests of the server need not spend
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:

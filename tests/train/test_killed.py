@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from infer.engine import Engine
-from tests.train.launching import ROOT
+from tests.forking import Run
 from tests.train.running import run
 from train.features.store import FeatureStore
 
@@ -42,12 +40,11 @@ train(compose("train", TrainConfig, settings))
 """
 
 
-def killed_after(calls: int, function: str, settings: list[str]) -> None:
+def killed_after(calls: int, function: str, settings: list[str], forked: Run) -> None:
     """Train in a child process that kills itself when `function` (module:owner.name) has returned `calls` times."""
     module, _, path = function.partition(":")
     owner, _, name = path.rpartition(".")
-    command = [sys.executable, "-c", CHILD, module, owner, name, str(calls), *settings]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = forked(["-c", CHILD, module, owner, name, str(calls), *settings])
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
@@ -63,9 +60,10 @@ def counting(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
     return calls
 
 
-def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Run) -> None:
     overrides = [*settings, "run=one", "stage=regenerate"]
-    killed_after(12, "train.data.regenerate:write_line", overrides)  # the four held-out ones, and eight of twenty-four
+    # the four held-out ones, and eight of twenty-four
+    killed_after(12, "train.data.regenerate:write_line", overrides, forked)
     calls = counting(monkeypatch, Engine, "add")
     run(overrides)
     assert len(calls) == 24 - 8
@@ -74,10 +72,11 @@ def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
     assert (resumed / "train.safetensors").read_bytes() == (uninterrupted / "train.safetensors").read_bytes()
 
 
-def test_features(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: Run) -> None:
     overrides = [*settings, "run=one", "features=offline", "steps=1"]
     run([*settings, "run=answers", "stage=regenerate"])
-    killed_after(3, "train.features.store:FeatureStore._compute", overrides)  # two are written, the third is lost
+    # two are written, the third is lost
+    killed_after(3, "train.features.store:FeatureStore._compute", overrides, forked)
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("shard-*.safetensors")}
     assert len(written) == 2
     computed = counting(monkeypatch, FeatureStore, "_compute")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from infer.options.cli import compose
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
-from tests.train.launching import ROOT
+from tests.forking import Run
 from train.config import TrainConfig
 from train.loop import train
 from train.planning import plan as module
@@ -132,7 +130,9 @@ def test_a_damaged_target_gives_the_error_of_the_run(
     assert str(planned.value) == str(loaded.value)
 
 
-def test_weights_of_a_hub_id_may_be_fetched_later(settings: list[str], tmp_path: Path, make_target_folder: Any) -> None:
+def test_weights_of_a_hub_id_may_be_fetched_later(
+    settings: list[str], tmp_path: Path, make_target_folder: Any, forked: Run
+) -> None:
     """Its configuration alone is in the cache, with the index of the files to come."""
     folder, cached = make_target_folder(), tmp_path / "models--owner--tiny"
     damage(folder, "a shard is missing")
@@ -141,8 +141,7 @@ def test_weights_of_a_hub_id_may_be_fetched_later(settings: list[str], tmp_path:
     shutil.copytree(folder, cached / "snapshots" / ("0" * 40))
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     kept = [item for item in settings if not item.startswith("model.path=")]
-    command = [sys.executable, "train/run.py", *kept, "model=owner/tiny", "data=demo"]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ran = forked(["train/run.py", *kept, "model=owner/tiny", "data=demo"], env=environment)
     assert ran.returncode == 0, ran.stderr
     assert "memory  about" in ran.stderr
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -15,8 +13,8 @@ from kernels.cpu.level import level
 from kernels.cpu.library import library
 from kernels.trials import Trial
 from scripts.doctor import check_layer, check_layers
+from tests.forking import Run
 
-ROOT = Path(__file__).resolve().parents[2]
 PLANT = """
 import sys
 from scripts import doctor
@@ -29,23 +27,23 @@ sys.exit(doctor.main(["--json"]))
 needs_compiler = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
 
-def doctor(*command: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Return the exit code and the checks of layers by their names."""
-    result = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
-    return result.returncode, {name: check for name, check in checks.items() if name.startswith("layer: ")}
+Doctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+
+
+@pytest.fixture
+def doctor(forked: Run) -> Doctor:
+    """Return what runs a command and returns the exit code and the checks of layers by their names."""
+
+    def call(*command: str, **environment: str) -> tuple[int, dict[str, dict[str, str]]]:
+        result = forked(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+        checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+        return result.returncode, {name: check for name, check in checks.items() if name.startswith("layer: ")}
+
+    return call
 
 
 @needs_compiler
-def test_every_kind_is_tried_and_named() -> None:
+def test_every_kind_is_tried_and_named(doctor: Doctor) -> None:
     _, layers = doctor("scripts/doctor.py", "--json")
     kinds = [f"dense {dtype}" for dtype in ("float32", "bfloat16", "float16")]
     kinds += ["attention bfloat16", "int8", "int4", "fp8", *FORMATS, "int4 in groups", "layers in one call"]
@@ -57,7 +55,7 @@ def test_every_kind_is_tried_and_named() -> None:
 
 
 @needs_compiler
-def test_planted_kernels_that_are_missing_or_wrong_are_found() -> None:
+def test_planted_kernels_that_are_missing_or_wrong_are_found(doctor: Doctor) -> None:
     code, layers = doctor("-c", PLANT)
     missing, wrong, sound = (layers[f"layer: {name}"] for name in ("attention float32", "Q4_K", "attention float16"))
     assert code == 1
@@ -71,7 +69,7 @@ def test_planted_kernels_that_are_missing_or_wrong_are_found() -> None:
     assert layers["layer: layers in one call"]["status"] == "warning"
 
 
-def test_without_c_kernels_every_layer_is_computed_and_said_to_be_slow() -> None:
+def test_without_c_kernels_every_layer_is_computed_and_said_to_be_slow(doctor: Doctor) -> None:
     code, layers = doctor("scripts/doctor.py", "--json", HEADWAY_CPU_KERNELS="torch")
     assert code == 0
     assert {check["status"] for check in layers.values()} == {"ok"}, "the check `cpu kernels` has the one warning"

@@ -17,6 +17,7 @@ from infer.parallel.launch import rank_device
 from infer.parallel.launched import launched_rank
 from infer.parallel.tensor_parallel import join_rows, split_rows
 from kernels.rows import AttentionRows
+from tests.pairwise import parametrize_pairs
 
 COUNT = 3
 CPU = torch.device("cpu")
@@ -41,9 +42,13 @@ def ranks(tmp_path_factory):
     return comms
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 4), (64, 64, 5), (2, 1, 3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
-@pytest.mark.parametrize("lead", [(1,), (7,), (2, 3)])
+@parametrize_pairs(
+    {
+        "sizes": [(4, 4, 4), (64, 64, 5), (2, 1, 3)],
+        "dtype": [torch.float32, torch.bfloat16, torch.float16, torch.int64],
+        "lead": [(1,), (7,), (2, 3)],
+    }
+)
 def test_parts_are_put_side_by_side(ranks, sizes, dtype, lead):
     full = torch.randint(-99, 99, (*lead, sum(sizes))).to(dtype)
     parts = full.split(sizes, dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from infer.speculation.tree import MAX_NODES, DraftTree
@@ -10,6 +9,7 @@ from kernels.advance import FIELDS, Nodes, Progress, advance
 from kernels.triton import SWITCH
 from tests.kernels.triton.test_verify import random_trees
 from tests.operations import counted
+from tests.pairwise import parametrize_pairs
 
 PAGE, WIDTH = 4, 60  # of a block table's rows
 
@@ -28,9 +28,13 @@ def progress_of(batch, capacity, seed):
     )
 
 
-@pytest.mark.parametrize("lengths", [[1], [5, 1, 16, 9], [MAX_NODES, 33, 2], [MAX_NODES - 1] * 3])
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("spare", [0, 2])
+@parametrize_pairs(
+    {
+        "lengths": [[1], [5, 1, 16, 9], [MAX_NODES, 33, 2], [MAX_NODES - 1] * 3],
+        "seed": range(5),
+        "spare": [0, 2],
+    }
+)
 def test_both_forms_leave_the_same_state(monkeypatch, lengths, seed, spare):
     tree, generator = random_trees(lengths, seed)
     choice = torch.randint(0, 2, tree.token.shape, generator=generator)

@@ -46,6 +46,8 @@ AHEAD = {
     "branch": {"ld committed", "ld ends"},
     "combine": {"ld committed", "ld ends"},
 }
+SOURCES = ("kernels", "tests/kernels/triton/compiled.py", "tests/kernels/triton/launches.py", "pyproject.toml")
+pytestmark = pytest.mark.sources(*SOURCES)
 PRODUCTS = ("attend", "branch", "linear_kernel", "block_linear_kernel", "residual_silu_kernel")
 EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
 

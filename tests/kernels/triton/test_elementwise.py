@@ -12,6 +12,7 @@ from kernels.move import move_slots, read_slots
 from kernels.residual import residual_silu
 from kernels.rotary import QKNorm, rotate_and_write
 from tests.device import BF16, DEVICE, FP16, FP32, ON_GPU, served, sized
+from tests.pairwise import parametrize_pairs
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 pytestmark = pytest.mark.usefixtures("in_triton")
@@ -104,8 +105,13 @@ def test_gelu_mul(dtype, spread):
     assert close(actual, F.gelu(gate, approximate="tanh") * up, dtype)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 80), (3, 3, 16), (2, 1, 256)])
-@pytest.mark.parametrize("normed", ["not", "normed", "centred"])
+@parametrize_pairs(
+    {
+        "dtype": list(TOLERANCE),
+        "heads, kv_heads, dim": [(4, 2, 64), (7, 1, 80), (3, 3, 16), (2, 1, 256)],
+        "normed": ["not", "normed", "centred"],
+    }
+)
 @torch.no_grad()
 def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_heads, dim, normed):
     """Against the same function in torch; the input is a slice of wider rows, and other slots keep their values."""

@@ -7,6 +7,8 @@ import pytest
 from kernels.triton.launch import kind
 from tests.kernels.triton.compiled import oldest_triton, run_in_new_process
 
+compiles = pytest.mark.sources("kernels", "tests/kernels/triton/compiled.py", "tests/kernels/triton/stubbed.py")
+
 
 @pytest.fixture(scope="module", params=["installed", "oldest"])
 def launches(request):
@@ -16,6 +18,7 @@ def launches(request):
     return run_in_new_process("tests.kernels.triton.stubbed", triton=folder)
 
 
+@compiles
 def test_a_second_launch_is_the_same_and_not_by_triton(launches):
     assert len(launches) >= 14
     for name, case in launches.items():
@@ -24,6 +27,7 @@ def test_a_second_launch_is_the_same_and_not_by_triton(launches):
         assert case["by_triton"] == 0, name
 
 
+@compiles
 def test_unaligned_rows_and_another_device_have_kernels_of_their_own(launches):
     aligned, shifted = (launches[name] for name in ("linear, 16 rows", "linear, rows that are not aligned"))
     function = 2

@@ -17,6 +17,9 @@ MODULE = "tests.kernels.triton.device_launches"
 SPILLED = {100: 96, 120: 16}  # bytes of a thread that Blackwell's compiler spills at most, in some kernels
 ROWS = [*range(1, 130), 200, 256, 300, 512, 4096]
 BF16 = torch.bfloat16
+compiles = pytest.mark.sources(
+    "kernels", *(f"tests/kernels/triton/{name}.py" for name in ("compiled", "device_launches", "launches"))
+)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -24,6 +27,7 @@ def compiled(request):
     return request.param, compile_in_new_process(MODULE, request.param)
 
 
+@compiles
 def test_nothing_spills_and_the_devices_shared_memory_suffices(compiled):
     capability, launches = compiled
     limit = DEVICES[capability].shared_memory
@@ -34,6 +38,7 @@ def test_nothing_spills_and_the_devices_shared_memory_suffices(compiled):
     assert [(case, k["kernel"]) for case, k in kernels if k["registers"] < 10] == [], "kernels that compute nothing"
 
 
+@compiles
 def test_products_of_a_linear_layer_are_summed_in_one_order_for_any_number_of_rows(compiled):
     """K ascends by steps of 16 in one kind of instruction, each output in one accumulator."""
     capability, launches = compiled
@@ -58,6 +63,7 @@ def test_products_of_a_linear_layer_are_summed_in_one_order_for_any_number_of_ro
     assert len(chains) == 1, chains
 
 
+@compiles
 def test_products_of_weights_in_blocks_are_summed_in_one_order(compiled):
     """Steps of 16 columns in one kind of instruction; in formats with offsets as many with ones."""
     capability, launches = compiled
@@ -74,6 +80,7 @@ def test_products_of_weights_in_blocks_are_summed_in_one_order(compiled):
             assert len(products) * options["num_warps"] * 16 * 8 == n * m * steps
 
 
+@compiles
 def test_products_of_attention_are_summed_in_one_order_for_any_number_of_warps(compiled):
     """Scores along D and values along a tile ascend by steps of 16 as well, merging splits or not."""
     capability, launches = compiled

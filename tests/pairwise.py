@@ -1,4 +1,7 @@
-"""Pairwise testing: a small set of combinations in which every two values of two factors occur together."""
+"""Pairwise testing: a small set of combinations in which every two values of two factors occur together.
+
+A fault that shows with one value, or with two of different factors, is found as by all combinations.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pytest
 
 TRIES = 60
 
@@ -27,3 +32,19 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, 
         picked.append(max(candidates, key=lambda candidate: len(pairs(candidate) & uncovered)))
         uncovered -= pairs(picked[-1])
     return picked
+
+
+def parametrize_pairs(factors: Mapping[str, Sequence[Any]], *, seed: int = 0, **options: Any) -> pytest.MarkDecorator:
+    """Return `pytest.mark.parametrize` for a pairwise set of the factors, at least two, in place of their product.
+
+    A factor that is named after several arguments, as "heads, kv_heads", has tuples as values. options: parametrize's.
+    """
+    places = pairwise({names: range(len(values)) for names, values in factors.items()}, seed)
+    cases = []
+    for place in sorted(places, key=lambda place: tuple(place.values())):
+        case: list[Any] = []
+        for names, index in place.items():
+            value = factors[names][index]
+            case += value if "," in names else [value]
+        cases.append(tuple(case))
+    return pytest.mark.parametrize([name.strip() for names in factors for name in names.split(",")], cases, **options)
