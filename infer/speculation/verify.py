@@ -35,6 +35,15 @@ def verify(
     `choice` `[B, N]`: the target's choice at every node, in which the bonus tokens of rules that draw their own are
     written. `rates`: the acceptance rates of synthetic acceptance.
     """
+    if all(request.rule == "exact" for request in requests):
+        return accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+    return verify_by_rules(requests, tree, choices, choice, rates)
+
+
+def verify_by_rules(
+    requests: Sequence[Request], tree: DraftTree, choices: Choices, choice: Tensor, rates: Sequence[float]
+) -> Tensor:
+    """The same where a rule is another one."""
     row_by_id = {request.request_id: b for b, request in enumerate(requests)}
 
     def active_rows(rule: str, subset: Sequence[Request]) -> list[int]:

@@ -26,9 +26,6 @@ EXCEPTIONS = {
     "train/objectives/dspark.py": "an objective",
     "train/objectives/dflash2.py": "an objective",
     "train/objectives/registry.py": "the objectives by name",
-    "scripts/gpu_check/speculation.py": "measures with an EAGLE-3 head",
-    "scripts/gpu_check/training_run.py": "trains an EAGLE-3 head",
-    "scripts/gpu_check/targets.py": "makes an EAGLE-3 head",
     "scripts/benchmarks/servers.py": "vLLM and llama.cpp are measured with an EAGLE-3 head",
 }
 WORD = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, sorted(HEADS, key=len, reverse=True)))})(?![\w.])")
