@@ -14,7 +14,7 @@ if __name__ == "__main__":
 
 from infer.config import ChatConfig
 from infer.options.cli import engine_entry_point
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 
 
 def run(config: ChatConfig) -> None:

@@ -21,9 +21,9 @@ from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
 if TYPE_CHECKING:
-    from kernels.quantise import TargetFormat
+    from kernels.quantize import TargetFormat
 
-QUANTISED = ("int8", "fp8", "int4")
+QUANTIZED = ("int8", "fp8", "int4")
 BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
@@ -179,17 +179,17 @@ class EngineConfig(Schema):
     exact: bool = True  # batch-invariant: the same bits for a row in any batch (docs/design.md)
     # the target's linear layers. same: as published, those of a GGUF file in their blocks, of GPTQ, AWQ and
     # compressed-tensors in their groups, where a kernel reads them (native: or an error), else in model.dtype, like all
-    # with widened; int8, fp8, int4 (by group) quantise anew, which changes the output
-    weights: str = choice("same", "same", "native", "widened", *QUANTISED)
-    # int8: linear layers whose weights are integers (in blocks, in groups, engine.weights=int8 or int4) quantise their
+    # with widened; int8, fp8, int4 (by group) quantize anew, which changes the output
+    weights: str = choice("same", "same", "native", "widened", *QUANTIZED)
+    # int8: linear layers whose weights are integers (in blocks, in groups, engine.weights=int8 or int4) quantize their
     # input, 32 values at a time, and multiply integers, on a CPU: faster, another rounding, which changes the output;
     # auto: so where there are such layers, else same
     activations: str = choice("same", "same", "int8", "auto")
     # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...), on a CPU with their input in 8 bits; auto: int8
     # on a CPU, else same; changes what is drafted, never the output
-    head_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)
+    head_weights: str = choice("same", "same", "auto", *QUANTIZED, *BLOCKS)
     # a draft model's, likewise; with same and auto blocks and groups stay as published where a kernel reads them
-    draft_weights: str = choice("same", "same", "auto", *QUANTISED, *BLOCKS)
+    draft_weights: str = choice("same", "same", "auto", *QUANTIZED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
     # CPU threads of a step, all ranks together, and of training; null: one or torch's default, as measured
@@ -223,8 +223,8 @@ class EngineConfig(Schema):
 
     @property
     def weight_format(self) -> TargetFormat:
-        """To what the target's linear layers are quantised; those in blocks or groups are packed before."""
-        return cast("TargetFormat", self.weights if self.weights in QUANTISED else "same")
+        """To what the target's linear layers are quantized; those in blocks or groups are packed before."""
+        return cast("TargetFormat", self.weights if self.weights in QUANTIZED else "same")
 
     @property
     def packing(self) -> dict[str, Any]:
@@ -345,7 +345,7 @@ class TextCommandConfig(EngineCommandConfig):
     top_p: float = number(1.0, above=0, high=1)
     seed: int | None = None  # null: drawn at random and shown
     max_tokens: int = number(128, low=1)  # of one answer
-    color: str = choice("auto", "auto", "always", "never")  # accepted draft tokens in colour; auto: on a terminal
+    color: str = choice("auto", "auto", "always", "never")  # accepted draft tokens in color; auto: on a terminal
 
     def sampling(self, **others: Any) -> SamplingParams:
         """Return how answers are sampled; every call draws a seed if none is set."""

@@ -1,4 +1,4 @@
-"""Entry point of a tensor parallel rank that rank 0 starts (infer/parallel/children.py). Not to be run by hand."""
+"""Entry point of a tensor parallel rank that rank 0 starts (infer/processes/children.py). Not to be run by hand."""
 
 import os
 import sys
@@ -12,6 +12,6 @@ import infer.options.environment  # noqa: E402, F401
 if __name__ == "__main__":
     from multiprocessing.connection import Connection
 
-    from infer.parallel.launch import follow_parent
+    from infer.processes.launch import follow_parent
 
     follow_parent(*(Connection(int(fd)) for fd in sys.argv[1:]))

@@ -141,13 +141,13 @@ class Request:
     eos_id: int | None = None  # the tokenizer's eos_token: the only stop id that is not reported as `stop_reason`
     computed: int = 0
     phase: Phase = Phase.WAITING
-    slot: int = -1  # row of the block table while running
+    table_row: int = -1  # of the block table, while running
     pages: list[int] = field(default_factory=list)
     drafter: DrafterView = field(default_factory=DrafterView)
     keys: PageKeys | None = None  # keys of its pages; None: they are not shared
     plain_keys: PageKeys | None = None  # keys of pages of which only the target's layers are filled
     published: int = 0  # positions whose pages were published or adopted
-    block_ends: dict[int, Tensor] = field(
+    page_ends: dict[int, Tensor] = field(
         default_factory=dict
     )  # features by position, of those that end a page; published with it
     last_features: Tensor | None = None  # features of position `computed - 1`, if it began with cached pages

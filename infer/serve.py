@@ -19,7 +19,7 @@ from socket import socket
 
 from infer.config import ServeConfig
 from infer.options.cli import engine_entry_point
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 
 
 def run(config: ServeConfig) -> None:

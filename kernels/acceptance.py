@@ -56,7 +56,7 @@ def synthetic(rates: Sequence[float], drafted: int, seed: int, root: int) -> int
 
 
 def draw(weights: Tensor, seed: int, position: int) -> int:
-    """Sample a token from unnormalised weights `[V]`, with the noise that the target's choice at `position` uses."""
+    """Sample a token from unnormalized weights `[V]`, with the noise that the target's choice at `position` uses."""
     weights = weights.float()
     noise = gumbel_noise(
         torch.tensor([seed & MASK32]),

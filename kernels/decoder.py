@@ -44,7 +44,7 @@ class LayerParts(NamedTuple):
     residual_normed: bool = False  # the residual stream is the normed input
     attended_norm: Tensor | None = None  # [H], of attention's output before it is added
     mlp_norm: Tensor | None = None  # [H], of the MLP's output before it is added
-    centred: bool = False  # for all norms: kernels.elementwise.rms_norm
+    centered: bool = False  # for all norms: kernels.elementwise.rms_norm
     gelu: bool = False  # the MLP is gated by GELU instead of SiLU
     scale: float | None = None  # of attention's scores; None: 1/sqrt(D)
     rotary: int = 0  # index of the rotary table

@@ -21,10 +21,10 @@ Gate = Literal["silu", "gelu"]
 SERIAL = 2**14  # numbers that torch computes in one thread; more it divides anywhere, and a part's end gets other bits
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
     """Divide x `[..., H]` by its root mean square (arXiv 1910.07467) and scale it; fp32 statistics, as in HF's Llama.
 
-    With `centred` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
+    With `centered` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
     """
     size = x.shape[-1]
     native = _native(size, x, weight)
@@ -32,29 +32,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) ->
         if _in_triton(x, weight):
             from kernels.triton import elementwise as gpu
 
-            return gpu.rms_norm(_rows(x), weight, eps, centred=centred).view(x.shape)
-        if centred:
+            return gpu.rms_norm(_rows(x), weight, eps, centered=centered).view(x.shape)
+        if centered:
             wide = torch.promote_types(x.dtype, torch.float32)
             return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)  # autocast leaves the weight in fp32
     rows = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointers = (rows.data_ptr(), weight.data_ptr(), out.data_ptr())
-    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype], centred)
+    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype], centered)
     return out
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `rms_norm` of x + delta, both `[..., H]`, and the sum, in one pass."""
     if _in_triton(x, delta, weight):
         from kernels.triton import elementwise as gpu
 
-        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, centred=centred)
+        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, centered=centered)
         return normed.view(x.shape), total.view(x.shape)
     total = x + delta
-    return rms_norm(total, weight, eps, centred=centred), total
+    return rms_norm(total, weight, eps, centered=centered), total
 
 
 def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:

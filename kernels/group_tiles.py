@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.block_tiles import CHUNK, PANEL, WIDTH, BlockTiles, Storage, empty_tiles, store_integers, store_scales
+from kernels.ggml_tiles import CHUNK, PANEL, WIDTH, GgmlTiles, Storage, empty_tiles, store_integers, store_scales
 from kernels.groups import GroupedMatrix, GroupedRows, sound_integers
 
 KINDS = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}  # of scales
@@ -38,7 +38,7 @@ class ReadRows:
         return self.order is None or other.order is None or torch.equal(self.order, other.order)
 
 
-def pack_group_tiles(matrix: GroupedMatrix) -> list[BlockTiles]:
+def pack_group_tiles(matrix: GroupedMatrix) -> list[GgmlTiles]:
     """Pack a matrix on its device, neighbouring parts that are stored alike together.
 
     Raises ValueError naming the part for a weight that is not a number.
@@ -53,14 +53,14 @@ def pack_group_tiles(matrix: GroupedMatrix) -> list[BlockTiles]:
     return [_pack(parts, matrix.device) for parts in joined]
 
 
-def _pack(parts: list[ReadRows], device: torch.device) -> BlockTiles:
+def _pack(parts: list[ReadRows], device: torch.device) -> GgmlTiles:
     first, storage = parts[0], parts[0].storage
     values, scales = (
         torch.cat(each) for each in zip(*((part.values, part.rows.scales) for part in parts), strict=True)
     )
     zeros = None if first.zeros is None else torch.cat([part.zeros for part in parts if part.zeros is not None])
     inputs, order = first.rows.inputs, None if first.order is None else first.order.to(device)
-    tiles = empty_tiles(first.rows.block_format, len(values), inputs, device, storage)
+    tiles = empty_tiles(first.rows.ggml_format, len(values), inputs, device, storage)
     panels = max(1, CHUNK // inputs // PANEL)
     for start in range(0, tiles.words.shape[0], panels):
         rows = slice(start * PANEL, (start + panels) * PANEL)
@@ -80,7 +80,7 @@ def _stored(values: Tensor, storage: Storage) -> Tensor:
     return (values + 8).view(torch.uint8) if storage.bits == 4 else values.view(torch.uint8) ^ 128
 
 
-def _scale_words(scales: Tensor, zeros: Tensor | None, tiles: BlockTiles) -> Tensor:
+def _scale_words(scales: Tensor, zeros: Tensor | None, tiles: GgmlTiles) -> Tensor:
     """Return scales and zero points `[R, G]` as words `[R, units, words of an output]` int32."""
     number = torch.int32 if scales.dtype == torch.float32 else torch.int16
     fields = [scales.contiguous().view(number), *([] if zeros is None else [zeros.to(number)])]

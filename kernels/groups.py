@@ -2,9 +2,9 @@
 
 GPTQ, AWQ and compressed-tensors store linear layers so. A weight is scale * (q - zero), unrounded: that is what these
 formats define (GPTQ, arXiv 2210.17323; AWQ, arXiv 2306.00978). Their libraries round that product, and differ in how:
-those that dequantise first do it to the 16 bits of the scales, fused kernels do not. Here, too, nothing is rounded
+those that dequantize first do it to the 16 bits of the scales, fused kernels do not. Here, too, nothing is rounded
 before the sum of a group. With scales of 16 bits the product is exact in fp32; with scales of 32 bits `widened` rounds
-it once to fp32. Where `why_unread` names a reason, the caller dequantises the matrix.
+it once to fp32. Where `why_unread` names a reason, the caller dequantizes the matrix.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.block_tiles import WIDTH
 from kernels.cpu.library import KINDS, LANES, library
-from kernels.quantise import NarrowFormat, quantise
+from kernels.ggml_tiles import WIDTH
+from kernels.quantize import NarrowFormat, quantize
 from kernels.triton import in_use
 
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,7 +29,7 @@ class GroupedRows:
     """A matrix `[N, K]` whose rows consist of G groups of columns.
 
     `scales` `[N, G]`; `groups` int64 `[K]`: the group of each column; None: neighbours. `integers()` reads q `[N, K]`,
-    int8 (float8_e4m3fn in format fp8), and the zero points int8 `[N, G]`, None if all are zero. Both are centred: int4
+    int8 (float8_e4m3fn in format fp8), and the zero points int8 `[N, G]`, None if all are zero. Both are centered: int4
     is from -8 to 7. `source` is for messages, the name of the matrix.
     """
 
@@ -50,7 +50,7 @@ class GroupedRows:
         return self.inputs // self.scales.shape[1]
 
     @property
-    def block_format(self) -> str:
+    def ggml_format(self) -> str:
         return f"{self.weight_format} in groups of {self.group}"
 
     def order(self) -> Tensor | None:
@@ -61,8 +61,8 @@ class GroupedRows:
         """Return the matrix in fp32."""
         values, zeros = self.integers()
         groups = torch.arange(self.inputs) // self.group if self.groups is None else self.groups
-        centred = values.float() if zeros is None else values.float() - zeros.float()[:, groups]
-        return self.scales.float()[:, groups] * centred
+        centered = values.float() if zeros is None else values.float() - zeros.float()[:, groups]
+        return self.scales.float()[:, groups] * centered
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class GroupedMatrix:
 
 
 def in_groups(weight: Tensor, weight_format: NarrowFormat) -> GroupedMatrix:
-    """Quantise a weight `[N, K]` (kernels/quantise.py); a group of int8 and fp8 is a row."""
-    stored, scale = quantise(weight, weight_format)
+    """Quantize a weight `[N, K]` (kernels/quantize.py); a group of int8 and fp8 is a row."""
+    stored, scale = quantize(weight, weight_format)
     rows = GroupedRows(weight_format, weight.shape[1], scale.view(len(weight), -1), None, lambda: (stored, None))
     return GroupedMatrix([rows], weight.dtype, weight.device)
 
@@ -102,7 +102,7 @@ def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> s
     gpu = in_use(device)
     if not gpu and (dtype not in KINDS or device.type != "cpu" or library() is None):
         name = str(dtype).removeprefix("torch.")
-        return f"no kernel reads {rows.block_format} ({rows.source}) for {name} on {device.type}"
+        return f"no kernel reads {rows.ggml_format} ({rows.source}) for {name} on {device.type}"
     if rows.scales.dtype not in SCALES:
         return f"no kernel reads scales of {rows.scales.dtype} ({rows.source})"
     sizes = torch.tensor([rows.group]) if rows.groups is None else rows.groups.bincount(minlength=rows.scales.shape[1])
@@ -113,7 +113,7 @@ def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> s
         divides = WIDTH % rows.group == 0 and rows.group % step == 0
         if not divides and rows.group % WIDTH and rows.group != rows.inputs:
             return (
-                f"no kernel for GPUs reads {rows.block_format} ({rows.source}): a group must be a row, a multiple of "
+                f"no kernel for GPUs reads {rows.ggml_format} ({rows.source}): a group must be a row, a multiple of "
                 f"{WIDTH}, or a part of {WIDTH} that is a multiple of {step}"
             )
     elif rows.group % LANES:

@@ -19,16 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.block_tiles import BlockTiles, pack_tiles
-from kernels.blocks import BLOCK_FORMATS, BlockMatrix, in_blocks
 from kernels.capabilities import multiply, onednn_multiplies, prepack, product_dtype
-from kernels.cpu.blocks import block_segments
+from kernels.cpu.ggml import ggml_segments
 from kernels.cpu.groups import grouped_segments
-from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantised_segment, supported
+from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantized_segment, supported
 from kernels.elementwise import Gate, gate_mul
+from kernels.ggml import GGML_FORMATS, GgmlMatrix, in_blocks
+from kernels.ggml_tiles import GgmlTiles, pack_tiles
 from kernels.group_tiles import pack_group_tiles
 from kernels.groups import GroupedMatrix, in_groups
-from kernels.quantise import NARROW_FORMATS, WeightFormat, quantise, widen
+from kernels.quantize import NARROW_FORMATS, WeightFormat, quantize, widen
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
@@ -37,18 +37,18 @@ ROW_BLOCK = 64
 class PackedLinear:
     """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
-    A BlockMatrix stays in its blocks (kernels/blocks.py); `reads_blocks` must be true of its parts. So does a
+    A GgmlMatrix stays in its blocks (kernels/ggml.py); `reads_ggml` must be true of its parts. So does a
     GroupedMatrix (kernels/groups.py), of whose parts `why_unread` must be None.
 
-    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py), q8_0 to q4_0 in ggml's
+    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantize.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
-    dequantised again, which saves no memory; without oneDNN's products of 16 bits it takes that of fp32.
+    dequantized again, which saves no memory; without oneDNN's products of 16 bits it takes that of fp32.
     Raises ValueError if no group or block size divides K, and for a damaged block.
     """
 
     def __init__(
         self,
-        weight: Tensor | BlockMatrix | GroupedMatrix,
+        weight: Tensor | GgmlMatrix | GroupedMatrix,
         bias: Tensor | None = None,
         *,
         exact: bool = True,
@@ -58,8 +58,8 @@ class PackedLinear:
         self._bias, self._exact = bias, exact
         self.narrow = weight_format != "same" or not isinstance(weight, Tensor)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
-        self._tiles: Sequence[BlockTiles] = ()
-        if weight_format in BLOCK_FORMATS:
+        self._tiles: Sequence[GgmlTiles] = ()
+        if weight_format in GGML_FORMATS:
             assert isinstance(weight, Tensor)
             weight = in_blocks(weight, weight_format)
         self._triton = in_use(weight.device) and (exact or self.narrow)
@@ -74,7 +74,7 @@ class PackedLinear:
         native = not self._triton and supported(self.in_features, dtype, device)
         scale = None
         if narrow is not None:
-            weight, scale = quantise(weight, narrow)
+            weight, scale = quantize(weight, narrow)
             if not native:
                 weight = widen(weight, scale).to(dtype)
         if native:
@@ -82,7 +82,7 @@ class PackedLinear:
                 segment = dense_segment(weight)
             else:
                 assert scale is not None
-                segment = quantised_segment(weight, scale, narrow)
+                segment = quantized_segment(weight, scale, narrow)
             self._pack_native([segment], bias, dtype)
             return
         self.dtype, self._onednn = dtype, False
@@ -96,26 +96,26 @@ class PackedLinear:
             self._weight = weight
         self.bytes = weight.numel() * weight.element_size()
 
-    def _pack_stored(self, weight: BlockMatrix | GroupedMatrix, bias: Tensor | None) -> None:
+    def _pack_stored(self, weight: GgmlMatrix | GroupedMatrix, bias: Tensor | None) -> None:
         grouped = isinstance(weight, GroupedMatrix)
         if self._triton:
             self.dtype, self._tiles = weight.dtype, pack_group_tiles(weight) if grouped else pack_tiles(weight)
             self.bytes = sum(tiles.bytes for tiles in self._tiles)
         else:
-            segments = grouped_segments(weight) if grouped else block_segments(weight)
+            segments = grouped_segments(weight) if grouped else ggml_segments(weight)
             self._pack_native(segments, bias, weight.dtype)
 
     def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None, dtype: torch.dtype) -> None:
         self.dtype, self.native = dtype, NativeLinear(segments, self.in_features, bias, dtype)
         self.bytes = self.native.bytes
 
-    def quantise_rows(self) -> bool:
-        """From now on quantise rows to 8 bits and multiply integers (cpu/linear_integer.c), if the weights allow it.
+    def quantize_rows(self) -> bool:
+        """From now on quantize rows to 8 bits and multiply integers (cpu/linear_integer.c), if the weights allow it.
 
         Returns whether they do: weights in blocks, int8 and int4 that C reads, if 32 divides K. It is another rounding,
         row-invariant like the default. Nothing may have read `native.arguments` before.
         """
-        return self.native is not None and self.native.quantise_rows()
+        return self.native is not None and self.native.quantize_rows()
 
     @property
     def on_cpu(self) -> bool:
@@ -137,7 +137,7 @@ class PackedLinear:
         """How kernels in C, and those of blocks and groups, find the weights stored, from first output to last."""
         segments = [] if self.native is None else self.native.segments
         stored = [f"{segment.weight_format} {segment.scales}" for segment in segments]
-        return (*stored, *(tiles.block_format for tiles in self._tiles))
+        return (*stored, *(tiles.ggml_format for tiles in self._tiles))
 
     def copy_(self, other: PackedLinear) -> None:
         """Overwrite the weight by that of a layer of the same shape and format, packed in the same process.
@@ -156,7 +156,7 @@ class PackedLinear:
             self._weight.copy_(other._weight)
 
     def unpacked_weight(self) -> Tensor | None:
-        """Return the weight `[N, K]` as it was passed in; None if it is quantised."""
+        """Return the weight `[N, K]` as it was passed in; None if it is quantized."""
         if self.narrow:
             return None
         if self.native is not None:
@@ -177,7 +177,7 @@ class PackedLinear:
         """Return rows `ids` int64 `[R]` of a weight that is one part in blocks, `[R, K]`, each value rounded once."""
         if self.native is not None:
             return self.native.weight_rows(ids)
-        from kernels.triton.blocks import block_rows
+        from kernels.triton.ggml import block_rows
 
         (tiles,) = self._tiles
         return block_rows(tiles, ids, self.dtype)
@@ -205,9 +205,9 @@ class PackedLinear:
         if residual is not None:
             residual = adjacent(residual)
         if self._tiles:
-            from kernels.triton.blocks import block_linear
+            from kernels.triton.ggml import ggml_linear
 
-            return block_linear(adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate)
+            return ggml_linear(adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate)
         from kernels.triton.linear import linear
 
         return linear(adjacent(rows), self._weight, self._bias, residual=residual, gate=gate)
@@ -239,7 +239,7 @@ def adjacent(rows: Tensor) -> Tensor:
 
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a kernel reads 8- and 4-bit weights directly for rows of `dtype`; if not, they are dequantised."""
+    """Return whether a kernel reads 8- and 4-bit weights directly for rows of `dtype`; if not, they are dequantized."""
     return in_use(device) or supported(inputs, dtype, device)
 
 

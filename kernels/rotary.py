@@ -16,12 +16,12 @@ from kernels.triton import in_use
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of every query and every key head before the rotation (Qwen3), scales `[D]`; `centred` as in rms_norm."""
+    """RMSNorm of each query and each key head before the rotation (Qwen3), scales `[D]`; `centered` as in rms_norm."""
 
     q: Tensor
     k: Tensor
     eps: float
-    centred: bool = False
+    centered: bool = False
 
 
 def rotate_and_write(
@@ -40,7 +40,7 @@ def rotate_and_write(
     if norm is not None:
         q, k = qk.split([num_heads, cache.shape[1]], dim=1)
         parts = ((q, norm.q), (k, norm.k))
-        qk = torch.cat([rms_norm(part, weight, norm.eps, centred=norm.centred) for part, weight in parts], dim=1)
+        qk = torch.cat([rms_norm(part, weight, norm.eps, centered=norm.centered) for part, weight in parts], dim=1)
     qk = rotate(qk, cos, sin)
     write_slots(cache[0], slots, qk[:, num_heads:])
     write_slots(cache[1], slots, qkv[:, rotated:])

@@ -35,7 +35,7 @@ class Shaping:
     allowed: Tensor | None = None  # [n, ceil(V / 32)] int32: bit c % 32 of word c // 32 for column c
 
     @property
-    def penalises(self) -> bool:
+    def penalizes(self) -> bool:
         return self.repetition != 1 or bool(self.presence) or bool(self.frequency)
 
 
@@ -51,8 +51,8 @@ def shape(logits: Tensor, shaping: Shaping) -> Tensor:
 def shape_in_torch(logits: Tensor, shaping: Shaping) -> Tensor:
     """The same as `shape` in plain torch: the reference for the kernel."""
     out = logits.float().clone()
-    if shaping.penalises:
-        out = penalise(out, shaping)
+    if shaping.penalizes:
+        out = penalize(out, shaping)
     if shaping.bias is not None:
         out += shaping.bias
     if shaping.allowed is not None:
@@ -60,7 +60,7 @@ def shape_in_torch(logits: Tensor, shaping: Shaping) -> Tensor:
     return out
 
 
-def penalise(logits: Tensor, shaping: Shaping) -> Tensor:
+def penalize(logits: Tensor, shaping: Shaping) -> Tensor:
     assert shaping.output is not None
     output = shaping.output.repeat(len(logits), 1)  # [n, V]
     if shaping.drafted is not None:
@@ -69,8 +69,8 @@ def penalise(logits: Tensor, shaping: Shaping) -> Tensor:
     present = output > 0
     if shaping.repetition != 1:
         assert shaping.prompt is not None
-        penalised = torch.where(logits > 0, logits / shaping.repetition, logits * shaping.repetition)
-        logits = torch.where(present | shaping.prompt, penalised, logits)
+        penalized = torch.where(logits > 0, logits / shaping.repetition, logits * shaping.repetition)
+        logits = torch.where(present | shaping.prompt, penalized, logits)
     return logits - shaping.frequency * output - shaping.presence * present
 
 

@@ -39,7 +39,7 @@ def cure(dtype: torch.dtype, otherwise: str = "") -> str:
 
 
 def slower_layers(layers: Iterable[PackedLinear], option: str) -> list[str]:
-    """Return a line for each kind of linear layer that no kernel reads. `option`: the key that quantises their weights.
+    """Return a line for each kind of linear layer that no kernel reads. `option`: the key that quantizes their weights.
 
     Layers on other devices than a CPU are none.
     """

@@ -104,7 +104,7 @@ class TiledAttention:
         return self._biases[window]
 
     def _combine(self, out: Tensor, scores: Tensor) -> Tensor:
-        """Combine the separately normalised tiles of each sequence by their log-sum-exp."""
+        """Combine the separately normalized tiles of each sequence by their log-sum-exp."""
         G, T = self._merge.shape
         kv_heads, flat = self._kv_heads, self._merge.flatten()
         valid = self._valid[None, :, :, None]

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels.attention import plan_attention
-from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows, dequantise_blocks, reads_blocks
 from kernels.capabilities import multiply, onednn_multiplies, prepack
 from kernels.cpu.attention import supported as takes_head
 from kernels.decoder import LayerParts, fuse_layers
 from kernels.draft import DraftParts, fuse_draft
+from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, dequantize_ggml, reads_ggml
 from kernels.groups import GroupedMatrix, GroupedRows, why_unread
 from kernels.linear import PackedLinear
-from kernels.quantise import NARROW_FORMATS, TargetFormat, quantise, widen
+from kernels.quantize import NARROW_FORMATS, TargetFormat, quantize, widen
 from kernels.rows import AttentionRows
 from kernels.slower import TILES, cure, name_of
 
@@ -62,8 +62,8 @@ def try_all() -> Iterator[Trial]:
     yield from try_dtypes()
     for weight_format in NARROW_FORMATS:
         yield guarded(weight_format, partial(try_narrow, weight_format=weight_format, dtype=torch.bfloat16))
-    for block_format in FORMATS:
-        yield guarded(block_format, lambda name: try_blocks(name, torch.bfloat16))
+    for ggml_format in FORMATS:
+        yield guarded(ggml_format, lambda name: try_blocks(name, torch.bfloat16))
     yield guarded("int4 in groups", lambda name: try_groups(name, torch.bfloat16))
     yield guarded("layers in one call", lambda name: try_decoder(name, torch.bfloat16))
     yield guarded("a head's level in one call", lambda name: try_draft(name, torch.bfloat16))
@@ -77,25 +77,25 @@ def guarded(name: str, trial: Callable[[str], Trial]) -> Trial:
 
 
 def try_narrow(name: str, weight_format: TargetFormat, dtype: torch.dtype) -> Trial:
-    """Try a layer whose weights are dense (`same`) or quantised by us."""
+    """Try a layer whose weights are dense (`same`) or quantized by us."""
     weight = random((OUTPUTS, INPUTS)).to(dtype) * INPUTS**-0.5
-    stored = widen(*quantise(weight, weight_format)) if weight_format in NARROW_FORMATS else weight.float()
+    stored = widen(*quantize(weight, weight_format)) if weight_format in NARROW_FORMATS else weight.float()
     return try_layer(name, PackedLinear(weight, weight_format=weight_format), stored, dtype)
 
 
 def try_blocks(name: str, dtype: torch.dtype) -> Trial:
-    """Try a layer as a GGUF file stores it, dequantised where no kernel reads it."""
-    size = INPUTS // BLOCK[name] * BLOCK_BYTES[name]
+    """Try a layer as a GGUF file stores it, dequantized where no kernel reads it."""
+    size = INPUTS // BLOCK[name] * GGML_BLOCK_BYTES[name]
     data = torch.randint(0, 256, (OUTPUTS, size), generator=torch.Generator().manual_seed(0)).to(torch.uint8) & FINITE
-    rows = BlockRows(name, data)
-    weight = dequantise_blocks(rows)
-    read = reads_blocks(name, dtype, CPU)
-    layer = PackedLinear(BlockMatrix([rows], dtype) if read else weight.to(dtype))
-    return try_layer(name, layer, weight, dtype, dequantised=not read)
+    rows = GgmlRows(name, data)
+    weight = dequantize_ggml(rows)
+    read = reads_ggml(name, dtype, CPU)
+    layer = PackedLinear(GgmlMatrix([rows], dtype) if read else weight.to(dtype))
+    return try_layer(name, layer, weight, dtype, dequantized=not read)
 
 
 def try_groups(name: str, dtype: torch.dtype) -> Trial:
-    """Try a layer as GPTQ and AWQ store it, dequantised where no kernel reads it."""
+    """Try a layer as GPTQ and AWQ store it, dequantized where no kernel reads it."""
     generator, group = torch.Generator().manual_seed(0), 128
     values = torch.randint(-8, 8, (OUTPUTS, INPUTS), generator=generator).to(torch.int8)
     zeros = torch.randint(-8, 8, (OUTPUTS, INPUTS // group), generator=generator).to(torch.int8)
@@ -103,11 +103,11 @@ def try_groups(name: str, dtype: torch.dtype) -> Trial:
     rows = GroupedRows("int4", INPUTS, scales, None, lambda: (values, zeros), name)
     weight, read = rows.widened(), why_unread(rows, dtype, CPU) is None
     layer = PackedLinear(GroupedMatrix([rows], dtype) if read else weight.to(dtype))
-    return try_layer(name, layer, weight, dtype, dequantised=not read)
+    return try_layer(name, layer, weight, dtype, dequantized=not read)
 
 
 def try_layer(
-    name: str, layer: PackedLinear, weight: Tensor, dtype: torch.dtype, *, dequantised: bool = False
+    name: str, layer: PackedLinear, weight: Tensor, dtype: torch.dtype, *, dequantized: bool = False
 ) -> Trial:
     """Compare a layer with float64 over the `weight` that it stores, and a row alone with the same among others."""
     x = random((ROWS, INPUTS)).to(dtype)
@@ -118,7 +118,7 @@ def try_layer(
         return Trial(name, layer.kernel, fault=f"{layer.kernel} gives a row other bits alone than among {ROWS}")
     taken, kernel = seconds(lambda: layer(x[:1])), layer.kernel
     if layer.native is None:
-        kernel = ("dequantised, " if dequantised or layer.narrow else "") + kernel
+        kernel = ("dequantized, " if dequantized or layer.narrow else "") + kernel
         return Trial(name, kernel, layer.bytes / taken / 1e9, slower=cure(dtype, REPORT))
     times = taken / widened_seconds()
     advice = (

@@ -1,7 +1,7 @@
 """Chat rendering: the one place that turns messages, tools and documents into a prompt's text.
 
 Server, training, regeneration, evaluation and generate.py all render here, so that training and serving use the same
-text. It is what transformers' `apply_chat_template` returns for the same conversation. `normalise_message` converts the
+text. It is what transformers' `apply_chat_template` returns for the same conversation. `normalize_message` converts the
 forms of input messages (OpenAI's requests, rows of data) to one; the template decides the rest.
 """
 
@@ -53,7 +53,7 @@ class Chat:
         generation_prompt: bool = True,
         **options: Any,
     ) -> str:
-        """Return the prompt's text. The template writes special tokens itself, so tokenise it without adding any.
+        """Return the prompt's text. The template writes special tokens itself, so tokenize it without adding any.
 
         `tools` in OpenAI's form; `options`: further variables of this model's template. `generation_prompt`: end with
         the header of the assistant's next turn; without it the text is history. Raises ValueError if there is no
@@ -64,8 +64,8 @@ class Chat:
             raise ValueError(self._missing_template())
         template = self._templates[name]
         return template.render(
-            [for_template(normalise_message(message), template) for message in messages],
-            tools=[normalise_tool(tool) for tool in tools] if tools else None,
+            [for_template(normalize_message(message), template) for message in messages],
+            tools=[normalize_tool(tool) for tool in tools] if tools else None,
             documents=list(documents) if documents else None,
             generation_prompt=generation_prompt,
             options=options,
@@ -108,7 +108,7 @@ def find_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     return templates
 
 
-def normalise_message(message: Message) -> dict[str, Any]:
+def normalize_message(message: Message) -> dict[str, Any]:
     """Return a message in the one normal form; idempotent.
 
     Null fields and empty lists are treated as absent, and so is an empty content beside calls. Content is a string or a
@@ -118,11 +118,11 @@ def normalise_message(message: Message) -> dict[str, Any]:
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if isinstance(plain.get("content"), list):
-        content = normalise_content(plain.pop("content"))
+        content = normalize_content(plain.pop("content"))
         if content is not None:
             plain["content"] = content
     if "tool_calls" in plain:
-        calls = normalise_calls(plain.pop("tool_calls"))
+        calls = normalize_calls(plain.pop("tool_calls"))
         if calls:
             plain["tool_calls"] = calls
             if plain.get("content") == "":  # clients write either beside calls
@@ -133,8 +133,8 @@ def normalise_message(message: Message) -> dict[str, Any]:
     return plain
 
 
-def normalise_content(parts: Sequence[Any]) -> str | list[dict[str, str]] | None:
-    """Normalise a list of text parts: several remain parts, one becomes a string, none None. Raises ValueError."""
+def normalize_content(parts: Sequence[Any]) -> str | list[dict[str, str]] | None:
+    """Normalize a list of text parts: several remain parts, one becomes a string, none None. Raises ValueError."""
     texts: list[str] = []
     for part in parts:
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -154,8 +154,8 @@ def content_text(message: Message) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def normalise_calls(calls: Any) -> list[dict[str, Any]]:
-    """Normalise a list of calls, a single call, or JSON text of either. Raises ValueError."""
+def normalize_calls(calls: Any) -> list[dict[str, Any]]:
+    """Normalize a list of calls, a single call, or JSON text of either. Raises ValueError."""
     if isinstance(calls, str):
         try:
             calls = read(calls) if calls.strip() else []
@@ -167,21 +167,21 @@ def normalise_calls(calls: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(calls, list):
         raise ValueError("tool_calls must be a list of calls")
-    return [normalise_call(call) for call in calls]
+    return [normalize_call(call) for call in calls]
 
 
-def normalise_call(call: Any) -> dict[str, Any]:
-    """Normalise a call in OpenAI's form, or the bare {"name", "arguments"}. Raises ValueError."""
+def normalize_call(call: Any) -> dict[str, Any]:
+    """Normalize a call in OpenAI's form, or the bare {"name", "arguments"}. Raises ValueError."""
     function = call.get("function") if isinstance(call, Mapping) else None
     function = call if function is None else function
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError('tool_calls must be a list of {"function": {"name": ..., "arguments": ...}}')
     identity = {"id": call["id"]} if call.get("id") is not None else {}
-    arguments = normalise_arguments(function.get("arguments"))
+    arguments = normalize_arguments(function.get("arguments"))
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def normalise_arguments(arguments: Any) -> Any:
+def normalize_arguments(arguments: Any) -> Any:
     """Return the arguments as an object, also from its JSON text; any other text stays as it is."""
     if arguments is None or arguments == "":
         return {}
@@ -194,7 +194,7 @@ def normalise_arguments(arguments: Any) -> Any:
     return dict(arguments) if isinstance(arguments, Mapping) else arguments
 
 
-def normalise_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Remove null fields of the tool and of its function; the parameters' schema stays as it is."""
     plain = {name: value for name, value in tool.items() if value is not None}
     if isinstance(plain.get("function"), Mapping):
@@ -203,7 +203,7 @@ def normalise_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_template(message: Mapping[str, Any], template: Template) -> dict[str, Any]:
-    """Return a normalised message in the form that this template reads."""
+    """Return a normalized message in the form that this template reads."""
     shaped = dict(message)
     if shaped.get("role") == "developer" and not template.knows_developer:
         shaped["role"] = "system"

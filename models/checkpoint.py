@@ -16,7 +16,7 @@ from torch import Tensor
 from models import weights
 from models.config import read_json
 from models.gguf import is_gguf
-from models.quantised import read_scheme
+from models.quantized import read_scheme
 
 DTYPES = ("float32", "bfloat16", "float16")
 OF_GGUF = torch.bfloat16  # its tensors have several types, and it states none for computation
@@ -68,19 +68,19 @@ def fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def block_formats(checkpoint: Path) -> dict[str, str]:
+def ggml_formats(checkpoint: Path) -> dict[str, str]:
     """Return the formats of matrices that are stored in blocks, each with the first tensor in it; none in a folder."""
     if not is_gguf(checkpoint):
         return {}
     from models.gguf.file import open_gguf
 
-    return open_gguf(checkpoint).block_formats()
+    return open_gguf(checkpoint).ggml_formats()
 
 
 def stored_formats(checkpoint: Path) -> list[str]:
     """Return the names of the formats of matrices that are stored in blocks or groups; none for a dense checkpoint."""
     if is_gguf(checkpoint):
-        return sorted(block_formats(checkpoint))
+        return sorted(ggml_formats(checkpoint))
     scheme = read_scheme(read_config(checkpoint))
     return [] if scheme is None else [scheme.name]
 

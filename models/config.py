@@ -71,7 +71,7 @@ class ExpertsConfig:
     count: int
     active: int
     intermediate_size: int
-    normalise: bool  # the weights of the active experts sum to one
+    normalize: bool  # the weights of the active experts sum to one
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class TargetConfig:
     experts: ExpertsConfig | None = None
     # Options of Gemma
     activation: str = "silu"  # of the MLP's gate; or "gelu_pytorch_tanh"
-    centred_norms: bool = False  # a norm's scale is 1 + its weight
+    centered_norms: bool = False  # a norm's scale is 1 + its weight
     attention_scale: float | None = None  # None: 1/sqrt(head_dim)
     embedding_scale: float = 1.0  # of the target's input only: heads read the embedding as it is stored
     local_rope: RopeConfig | None = None  # of the layers with a window, if it differs
@@ -127,7 +127,7 @@ class TargetConfig:
             raise ValueError(f"config.json: hidden_act={config.get('hidden_act')!r}: only {activation!r} is supported")
         if "quantization_config" in config:
             raise ValueError(
-                "config.json: quantization_config: a quantised target can be served and trained for, not this"
+                "config.json: quantization_config: a quantized target can be served and trained for, not this"
             )
         hidden_size, num_heads = need("hidden_size"), need("num_attention_heads")
         num_kv_heads = config.get("num_key_value_heads") or num_heads

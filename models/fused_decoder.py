@@ -51,7 +51,7 @@ def parts_of(
         residual_normed=residual_normed,
         attended_norm=None if attended_norm is None else attended_norm.weight,
         mlp_norm=None if mlp_norm is None else mlp_norm.weight,
-        centred=post_norm.centred,
+        centered=post_norm.centered,
         gelu=mlp.gelu,
         scale=attention.scale,
         rotary=attention.rotary_table,

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.blocks import BlockMatrix
 from kernels.elementwise import Gate, add_rms_norm, gate_mul, rms_norm
+from kernels.ggml import GgmlMatrix
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from models.config import RopeConfig
 
 
@@ -25,18 +25,18 @@ class Linear(nn.Linear):
 
     packed: PackedLinear | None = None
 
-    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantise_rows: bool = False) -> None:
+    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False) -> None:
         """Replace the weight by its packed form. Irreversible: the unpacked weight is freed.
 
-        `quantise_rows`: round the input to 8 bits too, where the weights are integers that a CPU kernel multiplies.
+        `quantize_rows`: round the input to 8 bits too, where the weights are integers that a CPU kernel multiplies.
         """
         bias = None if self.bias is None else self.bias.detach()
         self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
-        if quantise_rows:
-            self.packed.quantise_rows()
+        if quantize_rows:
+            self.packed.quantize_rows()
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
-    def pack_blocks(self, matrix: BlockMatrix | GroupedMatrix) -> None:
+    def pack_ggml(self, matrix: GgmlMatrix | GroupedMatrix) -> None:
         """Take a weight `[N, K]` that is stored in blocks or groups, and stays so. Raises ValueError if damaged."""
         self.packed = PackedLinear(matrix, None if self.bias is None else self.bias.detach())
         self.weight = nn.Parameter(torch.empty(0, dtype=matrix.dtype, device=matrix.device), requires_grad=False)
@@ -67,7 +67,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A token embedding that is not initialised: whoever makes it fills it.
+    """A token embedding that is not initialized: whoever makes it fills it.
 
     On the meta device nn.Embedding's random values import torch's compiler and sympy, a second of every start.
     """
@@ -85,7 +85,7 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantised matrix `[V, H]`, made anew, for heads that read or copy their target's embedding."""
+        """The dequantized matrix `[V, H]`, made anew, for heads that read or copy their target's embedding."""
         return self.packed.whole_weight()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ class PackedEmbedding(nn.Module):
 
 
 def pack(
-    module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same", quantise_rows: bool = False
+    module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False
 ) -> None:
     """Pack every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
     for child in module.modules():
         if isinstance(child, Linear) and child.packed is None:
-            child.pack(exact=exact, weight_format=weight_format, quantise_rows=quantise_rows)
+            child.pack(exact=exact, weight_format=weight_format, quantize_rows=quantize_rows)
 
 
 @torch.no_grad()
@@ -115,23 +115,23 @@ def copy_packed(source: nn.Module, destination: nn.Module) -> None:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learnt scale, which with `centred` is 1 + weight (kernels/elementwise.py)."""
+    """Root-mean-square norm with a learnt scale, which with `centered` is 1 + weight (kernels/elementwise.py)."""
 
-    def __init__(self, size: int, eps: float, *, centred: bool = False) -> None:
+    def __init__(self, size: int, eps: float, *, centered: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
-        self.eps, self.centred = eps, centred
+        self.weight = nn.Parameter(torch.zeros(size) if centered else torch.ones(size))
+        self.eps, self.centered = eps, centered
 
     @property
     def scale(self) -> Tensor:
-        return 1 + self.weight if self.centred else self.weight
+        return 1 + self.weight if self.centered else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, centred=self.centred)
+        return rms_norm(x, self.weight, self.eps, centered=self.centered)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + delta, and the sum: the residual stream after and before the norm."""
-        return add_rms_norm(x, delta, self.weight, self.eps, centred=self.centred)
+        return add_rms_norm(x, delta, self.weight, self.eps, centered=self.centered)
 
 
 class GatedMLP(nn.Module):

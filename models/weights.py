@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kernels.blocks import BlockRows
+from kernels.ggml import GgmlRows
 from kernels.groups import GroupedRows
 from models.config import read_json
 
@@ -75,7 +75,7 @@ class NamedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._sources)
 
-    def blocks(self, name: str) -> BlockRows | None:
+    def blocks(self, name: str) -> GgmlRows | None:
         """Return a matrix as it is stored, if that is in blocks; nothing is read yet."""
         return None
 
@@ -184,7 +184,7 @@ def equal_values(tensors: LazyTensors, first: str, second: str) -> bool:
 
 
 def allocate(module: nn.Module, device: str | torch.device) -> None:
-    """Give the parameters and buffers of a module on the meta device uninitialised memory.
+    """Give the parameters and buffers of a module on the meta device uninitialized memory.
 
     `Module.to_empty` does the same by `empty_like`, which for a meta tensor imports sympy: half a second of a start.
     """

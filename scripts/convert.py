@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kernels.blocks import BLOCK_FORMATS
+from kernels.ggml import GGML_FORMATS
 from models.checkpoint import fingerprint
 from models.formats.conversion import (
     FORMATS,
@@ -45,7 +45,7 @@ from scripts.errors import command_line, reports_errors
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
 
-DTYPES = ("f32", "bf16", "f16", *BLOCK_FORMATS)
+DTYPES = ("f32", "bf16", "f16", *GGML_FORMATS)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -57,8 +57,8 @@ def random_blocks(kind: Kind, rows: int, columns: int, deviation: float, seed: i
 def write_gguf(
     folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Write matrices in `kinds` by turns and all else in fp32; `change` may add keys. Return the dequantised tensors
-    of the file, with the names and in the layout of the folder. The package cannot quantise to kinds with K in their
+    """Write matrices in `kinds` by turns and all else in fp32; `change` may add keys. Return the dequantized tensors
+    of the file, with the names and in the layout of the folder. The package cannot quantize to kinds with K in their
     name: their weights are random.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

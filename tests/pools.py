@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from infer.kvcache.blocks import Pages
+from infer.kvcache.pages import Pages
 from infer.kvcache.pool import KVPool
 from infer.request import Request
 
@@ -25,4 +25,4 @@ def check_pool(pool: KVPool, running: Sequence[Request]) -> None:
     """Assert that pages are accounted for and that block tables match. `running`: all requests that hold pages."""
     check_pages(pool.pages, (page for request in running for page in request.pages))
     for request in running:
-        assert pool.table[request.slot, : len(request.pages)].tolist() == request.pages
+        assert pool.table[request.table_row, : len(request.pages)].tolist() == request.pages

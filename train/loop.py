@@ -21,13 +21,12 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from infer.options.paths import resolve_path
-from infer.parallel.threads import cpu_threads
+from infer.processes.threads import cpu_threads
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.folder import open_data
 from train.data.sequences import Batch, rows_at, seed_of
-from train.distributed.liveness import OtherProcesses
-from train.distributed.parallel import (
+from train.distributed.collectives import (
     any_process,
     broadcast,
     log_main,
@@ -37,6 +36,7 @@ from train.distributed.parallel import (
     stopping_together,
     total,
 )
+from train.distributed.liveness import OtherProcesses
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall

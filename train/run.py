@@ -15,7 +15,7 @@ import infer.options.environment  # noqa: F401
 import json
 
 from infer.options.cli import entry_point
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 from train.config import TrainConfig
 
 

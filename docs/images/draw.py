@@ -1,7 +1,7 @@
 """Draws the pictures of README.md into docs/images.
 
     python docs/images/draw.py chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
-    python docs/images/draw.py terminal    # chat.svg, from what a command prints with colours, on standard input
+    python docs/images/draw.py terminal    # chat.svg, from what a command prints with colors, on standard input
 
 The chat, without the card at the start:
 
@@ -62,7 +62,7 @@ def chart(results: Mapping[str, Any]) -> str:
 
 
 def terminal(printed: str) -> str:
-    """Return an SVG of a terminal that shows `printed`, whose escape codes colour it."""
+    """Return an SVG of a terminal that shows `printed`, whose escape codes color it."""
     console = Console(record=True, width=COLUMNS, height=LINES, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(printed.rstrip()), soft_wrap=False)
     svg = console.export_svg(title="python infer/chat.py", theme=MONOKAI, unique_id="chat")

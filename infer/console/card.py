@@ -19,7 +19,7 @@ from infer.options.paths import REPO_ROOT
 from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
-from kernels.blocks import reads_blocks
+from kernels.ggml import reads_ggml
 from kernels.linear import reads_narrow
 from models.checkpoint import stored_formats
 from models.heads.config import HeadConfig
@@ -73,16 +73,16 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
 
 
 def describe_weights(engine: Engine) -> Sequence[Row]:
-    """Return how weights are stored that the checkpoint holds in blocks or groups, and why if they were dequantised."""
+    """Return how weights are stored that the checkpoint holds in blocks or groups, and why if they were dequantized."""
     target, weights = engine.target, engine.config.weights
     formats = ", ".join(stored_formats(target.folder))
     if not formats:
         return []
-    if target.block_formats:
+    if target.ggml_formats:
         return [("weights", f"{formats} as published, in panels of 64 outputs")]
-    text = f"{formats}, dequantised to {str(engine.dtype).removeprefix('torch.')}"
+    text = f"{formats}, dequantized to {str(engine.dtype).removeprefix('torch.')}"
     if weights not in ("same", "widened"):
-        return [("weights", f"{text}, then quantised to {weights}")]
+        return [("weights", f"{text}, then quantized to {weights}")]
     if weights == "widened":
         return [("weights", text)]
     divided = engine.config.tensor_parallel > 1
@@ -90,8 +90,8 @@ def describe_weights(engine: Engine) -> Sequence[Row]:
 
 
 def describe_head_weights(engine: Engine) -> Sequence[Row]:
-    """Return how the head's weights were quantised, and whether a kernel reads them so."""
-    return [] if engine.head is None else quantised_row("head weights", engine.config.head_weights, engine)
+    """Return how the head's weights were quantized, and whether a kernel reads them so."""
+    return [] if engine.head is None else quantized_row("head weights", engine.config.head_weights, engine)
 
 
 def describe_draft_model(engine: Engine) -> Sequence[Row]:
@@ -103,24 +103,24 @@ def describe_draft_model(engine: Engine) -> Sequence[Row]:
     text = f"{engine.proposer_config.draft_model or draft.model.path}{', in parallel' if is_parallel else ''}"
     if draft.num_drafted < min(vocab_size, draft.config.draft_vocab_size):
         text += f", has {draft.num_drafted:,} of the target's {vocab_size:,} tokens and drafts no other"
-    weights = quantised_row("draft weights", engine.config.draft_weights, engine)
-    if draft.model.block_formats:
-        weights = [("draft weights", f"{', '.join(draft.model.block_formats)} as published")]
+    weights = quantized_row("draft weights", engine.config.draft_weights, engine)
+    if draft.model.ggml_formats:
+        weights = [("draft weights", f"{', '.join(draft.model.ggml_formats)} as published")]
     return [("draft model", text), *weights]
 
 
-def quantised_row(name: str, choice: str, engine: Engine) -> Sequence[Row]:
+def quantized_row(name: str, choice: str, engine: Engine) -> Sequence[Row]:
     chosen = drafter_format(choice, engine.dtype, engine.device)
     if chosen == "same":
         return []
     dtype, device = engine.dtype, engine.device
-    read = reads_blocks(chosen.upper(), dtype, device) if chosen in BLOCKS else reads_narrow(8, dtype, device)
-    widened = f", dequantised to {str(dtype).removeprefix('torch.')}: no kernel reads it"
+    read = reads_ggml(chosen.upper(), dtype, device) if chosen in BLOCKS else reads_narrow(8, dtype, device)
+    widened = f", dequantized to {str(dtype).removeprefix('torch.')}: no kernel reads it"
     return [(name, chosen if read else chosen + widened)]
 
 
 def describe_activations(engine: Engine) -> Sequence[Row]:
-    """Return that linear layers quantise their input, if they do, and how to have it otherwise if nobody asked."""
+    """Return that linear layers quantize their input, if they do, and how to have it otherwise if nobody asked."""
     if not engine.rounds_activations:
         return []
     text = "8 bits, a scale for every 32 values, where weights are integers: another rounding"

@@ -71,7 +71,7 @@ class ChatSession:
             [
                 *describe_engine(self._engine, config.model, config.head, config.output_dir),
                 ("sampling", f"{describe_sampling(self._params)}, up to {config.max_tokens} tokens an answer"),
-                *([("colour", "green: accepted draft tokens")] if self._color else ()),
+                *([("color", "green: accepted draft tokens")] if self._color else ()),
                 ("commands", "/help lists them; Ctrl-C stops an answer, Ctrl-D ends"),
             ],
             out=sys.stderr,

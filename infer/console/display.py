@@ -1,4 +1,4 @@
-"""Streams generated text, accepted draft tokens in another colour. Knows terminals, not engines."""
+"""Streams generated text, accepted draft tokens in another color. Knows terminals, not engines."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def use_color(setting: str, stream: TextIO) -> bool:
 
 
 class AnswerText:
-    """Streams the text of one answer: whole characters, accepted draft tokens in another colour.
+    """Streams the text of one answer: whole characters, accepted draft tokens in another color.
 
-    `text` is what `show` has returned so far, without colours.
+    `text` is what `show` has returned so far, without colors.
     """
 
     def __init__(self, stream: DetokenizeStream, *, color: bool, to_terminal: bool) -> None:
@@ -48,7 +48,7 @@ class AnswerText:
 
 
 def paint(text: str, code: str, *, to_terminal: bool) -> str:
-    """Return `text` in the colour of an escape code, if there is one."""
+    """Return `text` in the color of an escape code, if there is one."""
     if to_terminal or code:
         text = text.translate(UNSAFE)
     return f"{code}{text}{RESET}" if code and text else text
@@ -83,7 +83,7 @@ class Display:
         self._show()
 
     def close(self) -> None:
-        """Reset the terminal's colour, also after an interrupt in the middle of a text."""
+        """Reset the terminal's color, also after an interrupt in the middle of a text."""
         self._write((RESET if self._color else "") + "\n")
 
     def _show(self) -> None:

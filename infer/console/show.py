@@ -47,7 +47,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
             ("tokens", f"{tokens} in {seconds:.2f} s"),
             ("tokens/s", f"{tokens / seconds:.1f}"),
             *(acceptance(stats) if engine.proposer_name != "none" else ()),
-            *([("colour", "green: accepted draft tokens")] if color else ()),
+            *([("color", "green: accepted draft tokens")] if color else ()),
         ],
     )
 

@@ -23,11 +23,11 @@ from infer.kvcache.memory import DeviceFacts, context_of, engine_sizes, plan_mem
 from infer.kvcache.pool import KVPool
 from infer.options.devices import memory_left, use_device
 from infer.options.stored_weights import check_weights
-from infer.parallel.comm import Ranks
-from infer.parallel.exactness import probe_exactness, same_bits
-from infer.parallel.target_worker import Shard
-from infer.parallel.tensor_parallel import LeadingShard
-from infer.parallel.threads import plan_threads
+from infer.processes.comm import Ranks
+from infer.processes.exactness import probe_exactness, same_bits
+from infer.processes.target_worker import Shard
+from infer.processes.tensor_parallel import LeadingShard
+from infer.processes.threads import plan_threads
 from infer.request import MAX_SEED, FinishReason, Request, SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.emission import check_first_row

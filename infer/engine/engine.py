@@ -21,8 +21,8 @@ from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
-from infer.parallel.comm import Ranks
-from infer.parallel.launch import ranks_of
+from infer.processes.comm import Ranks
+from infer.processes.launch import ranks_of
 from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostTable

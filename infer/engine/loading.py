@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.options.devices import resolve_device, resolve_dtype, use_device
-from infer.options.draft_tree import Measured
-from infer.options.exported_heads import choose_head, head_folder, is_head
+from infer.options.exported_heads import choose_head, head_folder, is_head, resolve_tree
 from infer.options.model_names import read_head_config, read_model, read_option
 from infer.options.stored_weights import reads_native
-from infer.parallel.comm import Ranks
+from infer.processes.comm import Ranks
 from infer.speculation.proposers.draft_model import draft_folder, load_draft_model
 from models.heads.base import Head
-from models.heads.config import PROVENANCE, HeadConfig
+from models.heads.config import HeadConfig
 from models.heads.draft_model.head import DraftModelHead
 from models.heads.files import check_exported, load_head
-from models.heads.measured_tree import RANK_ACCURACY, best_paths, rank_accuracy
+from models.heads.measured_tree import rank_accuracy
 from models.targets import load_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
@@ -90,23 +88,3 @@ def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerC
         return None
     folder = head_folder(head, output_dir, model.name)
     return folder if required or head.path or is_head(folder) else None
-
-
-def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
-    """Replace `proposer.tree=measured` by the tree of the exported head in `folder`; return any other config unchanged.
-
-    The tree is no deeper than `proposer.max_draft_tokens`. Raises ValueError for a head that was not measured.
-    """
-    tree = config.shape
-    if not isinstance(tree, Measured):
-        return config
-    accuracy = rank_accuracy(folder)
-    if accuracy is None:
-        raise ValueError(
-            f"proposer.tree={config.tree}: {folder / PROVENANCE} holds no {RANK_ACCURACY}, which training writes; "
-            "give the paths themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree=beam:4x5"
-        )
-    paths, _ = best_paths(accuracy[: config.max_draft_tokens], tree.nodes)
-    if not paths:
-        raise ValueError(f"proposer.tree={config.tree}: the head in {folder} was never right")
-    return replace(config, tree=[list(path) for path in paths])

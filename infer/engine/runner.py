@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.kvcache.pool import KVPool
-from infer.parallel.target_worker import Shard
+from infer.processes.target_worker import Shard
 from infer.request import Request
 from infer.sampling.choose import Choices, choose_rows, row_parameters
 from infer.speculation.tree import DraftTree

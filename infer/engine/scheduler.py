@@ -45,7 +45,7 @@ class Scheduler:
 
     def __init__(self, pool: KVPool, *, max_batch: int, max_rows: int, prefill_chunk: int) -> None:
         self._pool, self._max_batch, self._max_rows, self._chunk = pool, max_batch, max_rows, prefill_chunk
-        self._free_slots = list(range(max_batch - 1, -1, -1))
+        self._free_rows = list(range(max_batch - 1, -1, -1))
         self.waiting: list[Request] = []  # both sorted by `order`
         self.running: list[Request] = []
         self.preemptions = 0
@@ -66,8 +66,8 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Return whether a waiting request could start: a slot is free, and pages for the next one may be."""
-        return bool(self.waiting and self._free_slots and not self._short)
+        """Return whether a waiting request could start: a row is free, and pages for the next one may be."""
+        return bool(self.waiting and self._free_rows and not self._short)
 
     @property
     def load(self) -> int:
@@ -81,7 +81,7 @@ class Scheduler:
     def admissible(self) -> list[Request]:
         """Return the waiting requests that the next step may admit, in order; as long as pages are short, the first."""
         ready = [request for request in self.waiting if request.parent is None or prompt_is_ready(request.parent)]
-        return ready[: min(len(self._free_slots), 1 if self._short else len(ready))]
+        return ready[: min(len(self._free_rows), 1 if self._short else len(ready))]
 
     def schedule(self, decodes: Sequence[Request], budgets: Sequence[Budget], admissible: Sequence[Request]) -> Step:
         """Choose the work of the next step and reserve its pages.
@@ -113,7 +113,7 @@ class Scheduler:
                 rows -= chunk
         # A request that was just pre-empted may fit at once, before its cached pages are evicted.
         for request in sorted([*admissible, *step.preempted], key=order):
-            if not self._free_slots or rows < 1:
+            if not self._free_rows or rows < 1:
                 break
             if request.parent is not None and not prompt_is_ready(request.parent):
                 continue  # it was pre-empted in this step
@@ -135,11 +135,11 @@ class Scheduler:
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         self.waiting.remove(request)
-        request.slot, request.phase, request.computed = self._free_slots.pop(), Phase.PREFILL, 0
+        request.table_row, request.phase, request.computed = self._free_rows.pop(), Phase.PREFILL, 0
         request.published = 0
         bisect.insort(self.running, request, key=order)
         request.last_features = None
-        request.block_ends.clear()
+        request.page_ends.clear()
         parent, request.parent = request.parent, None
         if parent is not None and parent.phase is Phase.DECODE:
             self._pool.fork(parent, request)
@@ -167,6 +167,6 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         self._pool.release(request)
-        self._free_slots.append(request.slot)
-        request.slot = -1
+        self._free_rows.append(request.table_row)
+        request.table_row = -1
         self.running.remove(request)

@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.engine.runner import Decoded, HostBatch, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
-from infer.parallel.threads import Threads, cpu_threads
+from infer.processes.threads import Threads, cpu_threads
 from infer.request import Phase, Request, StepOutput
 from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
 from infer.sampling.emission import cut, without_forbidden

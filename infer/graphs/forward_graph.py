@@ -98,7 +98,7 @@ class ForwardGraphs:
 
     def _fill(self, inputs: Tensor, tree: DraftTree, requests: Sequence[Request], batch: int, width: int) -> None:
         of_requests, of_nodes = self._fields(inputs, batch, width)
-        columns = [[request.slot for request in requests], [request.computed for request in requests]]
+        columns = [[request.table_row for request in requests], [request.computed for request in requests]]
         of_requests[:, : len(requests)] = torch.tensor(columns)
         nodes = torch.stack([tree.token, tree.depth, tree.ancestors])
         if not tree.full:

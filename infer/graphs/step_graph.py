@@ -27,7 +27,7 @@ from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling
 from infer.graphs.forward_graph import ForwardGraphs
 from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
-from infer.parallel.target_worker import Shard
+from infer.processes.target_worker import Shard
 from infer.request import Request
 from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.proposers.base import NoProposer, Proposer

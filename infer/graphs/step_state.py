@@ -177,7 +177,7 @@ class StepState:
             start = request.computed - count
             tokens += request.tokens[start + 1 : start + count + 1]
             places += range(b * width, b * width + count)
-            columns.append([request.slot, start + 1, count - 1, len(request.tokens) - 1, base, limit])
+            columns.append([request.table_row, start + 1, count - 1, len(request.tokens) - 1, base, limit])
         if requests:
             ids[places], numbers[:6, : len(requests)] = torch.tensor(tokens), torch.tensor(columns).T
             self.features.flatten(0, 1).index_copy_(0, upload(places, device), torch.cat(list(features)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.kvcache.blocks import BlockKeys, Pages
+from infer.kvcache.pages import PageKeys, Pages
 from infer.kvcache.tensors import KVLayers
 from infer.request import Request
 from infer.speculation.tree import MAX_NODES
@@ -57,14 +57,14 @@ class KVPool:
 
     def release(self, request: Request) -> None:
         self.pages.drop(request.pages)
-        self.table[request.slot, : len(request.pages)] = 0
+        self.table[request.table_row, : len(request.pages)] = 0
         request.pages = []
 
-    def keys(self, salt: str, filled_by: str) -> BlockKeys:
+    def keys(self, salt: str, filled_by: str) -> PageKeys:
         """Return the keys of a new request's pages. `filled_by`: a name for the layers that it fills besides the
         target's.
         """
-        return BlockKeys(self.pages.secret, salt, filled_by, self.page_size)
+        return PageKeys(self.pages.secret, salt, filled_by, self.page_size)
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Return cached pages that hold a prefix of the request. At least its last token is left to compute."""
@@ -85,7 +85,7 @@ class KVPool:
             return
         first = request.computed - count
         for position in range(first + (-first - 1) % self.page_size, request.computed, self.page_size):
-            request.block_ends[position] = features[position - first].clone()
+            request.page_ends[position] = features[position - first].clone()
 
     def publish(self, request: Request, positions: int) -> None:
         """Add the request's full pages within its first `positions` to the prefix cache.
@@ -99,7 +99,7 @@ class KVPool:
             block = request.published // self.page_size
             key = keys.upto(request.tokens, block + 1)[block]
             request.published += self.page_size
-            self.pages.publish(request.pages[block], key, request.block_ends.pop(request.published - 1, None))
+            self.pages.publish(request.pages[block], key, request.page_ends.pop(request.published - 1, None))
 
     def fork(self, parent: Request, child: Request) -> None:
         """Start the child with the parent's pages of their common prompt, whose last token is left to compute.
@@ -117,9 +117,9 @@ class KVPool:
         held = len(request.pages)
         if len(pages) <= INLINE_WRITES:  # a slice is filled with a launch argument; the host would wait for one element
             for place, page in enumerate(pages, start=held):
-                self.table[request.slot, place : place + 1] = page
+                self.table[request.table_row, place : place + 1] = page
         else:
-            self.table[request.slot, held : held + len(pages)] = upload(list(pages), self.device)
+            self.table[request.table_row, held : held + len(pages)] = upload(list(pages), self.device)
         request.pages += pages
 
     def moves(self, requests: Sequence[Request], accepted: Accepted) -> tuple[Tensor, Tensor] | None:
@@ -154,15 +154,16 @@ class KVPool:
         `bases`: the place at which each request's layers begin, a multiple of the page size. Places in the result
         count from there.
         """
-        size, table, slots = self.page_size, self.table, [request.slot for request in requests]
+        size, table, rows = self.page_size, self.table, [request.table_row for request in requests]
         if bases is not None and any(bases):
             table, width = self.page_lists, table.shape[1]
-            slots = [slot * width + base // size for slot, base in zip(slots, bases, strict=True)]
+            rows = [row * width + base // size for row, base in zip(rows, bases, strict=True)]
             starts = [start - base for start, base in zip(starts, bases, strict=True)]
-        blocks = table, list(starts), list(counts)
-        return AttentionRows.blocks(*blocks, requests=slots, page_size=size, tree_mask=tree_mask, first=first)
+        return AttentionRows.blocks(
+            table, list(starts), list(counts), requests=rows, page_size=size, tree_mask=tree_mask, first=first
+        )
 
     @property
     def page_lists(self) -> Tensor:
-        """The block tables from every page on: row `slot * width + k` begins with page k of row `slot` of the table."""
+        """The block tables from every page on: row `r * width + k` begins with page k of row r of the table."""
         return self.table.flatten().unfold(0, self.table.shape[1], 1)

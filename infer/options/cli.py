@@ -31,7 +31,7 @@ from infer.options.literal_text import encode_all, literal_overrides
 from infer.options.model_choices import OPTION, PROVIDER, named_choices
 from infer.options.other_names import full_keys, unknown
 from infer.options.paths import REPO_ROOT, resolve_path
-from infer.parallel.launched import launched_rank
+from infer.processes.launched import launched_rank
 from models.heads.config import HeadConfig
 
 CONF = str(REPO_ROOT / "conf")
@@ -126,7 +126,7 @@ def engine_entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T],
         @functools.wraps(task)
         def run(config: Any) -> Any:
             if launched_rank(config.engine):
-                from infer.parallel.launch import follow_launched
+                from infer.processes.launch import follow_launched
 
                 return follow_launched(config.model, config.engine)
             return task(with_head(config))

@@ -12,15 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infer.config import AUTO, ModelConfig, PublishedHeadConfig
+from infer.config import AUTO, ModelConfig, ProposerConfig, PublishedHeadConfig
+from infer.options.draft_tree import Measured
 from infer.options.paths import REPO_ROOT, resolve_path
 from models.heads import DEFAULT_HEAD, HEADS
-from models.heads.config import HeadConfig
+from models.heads.config import PROVENANCE, HeadConfig
+from models.heads.measured_tree import RANK_ACCURACY, best_paths, rank_accuracy
 from models.hub import is_hub_id
 
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
-QUANTISED = re.compile(r"[-.](awq|gptq|fp8|int[48]|quantized|w\d+a\d+|i?q\d|bf16|f16).*")  # the end of a target's name
+QUANTIZED = re.compile(r"[-.](awq|gptq|fp8|int[48]|quantized|w\d+a\d+|i?q\d|bf16|f16).*")  # the end of a target's name
 
 
 def export_folder(head: HeadConfig, output_dir: str, model_name: str) -> Path:
@@ -81,7 +83,7 @@ def published_head(heads: dict[str, list[str]], model: ModelConfig) -> str:
 
     Raises ValueError listing the targets that have one.
     """
-    known_as = {model.path.lower(), QUANTISED.sub("", model.name.lower())}
+    known_as = {model.path.lower(), QUANTIZED.sub("", model.name.lower())}
     for target, ids in heads.items():
         if known_as & {target.lower(), target.lower().rpartition("/")[2]}:
             return ids[0]
@@ -100,3 +102,23 @@ def kind_of(folder: Path) -> str:
 
     check_exported(folder)
     return head_kind(folder)
+
+
+def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
+    """Replace `proposer.tree=measured` by the tree of the exported head in `folder`; return any other config unchanged.
+
+    The tree is no deeper than `proposer.max_draft_tokens`. Raises ValueError for a head that was not measured.
+    """
+    tree = config.shape
+    if not isinstance(tree, Measured):
+        return config
+    accuracy = rank_accuracy(folder)
+    if accuracy is None:
+        raise ValueError(
+            f"proposer.tree={config.tree}: {folder / PROVENANCE} holds no {RANK_ACCURACY}, which training writes; "
+            "give the paths themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree=beam:4x5"
+        )
+    paths, _ = best_paths(accuracy[: config.max_draft_tokens], tree.nodes)
+    if not paths:
+        raise ValueError(f"proposer.tree={config.tree}: the head in {folder} was never right")
+    return replace(config, tree=[list(path) for path in paths])

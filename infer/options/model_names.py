@@ -88,7 +88,7 @@ def find_model(text: str) -> str | None:
 def model_name(path: str) -> str:
     """Return the last part of a path or hub id in lower case, without .gguf; '-' replaces characters unfit for a file.
 
-    The quantisation stays part of the name, as files that differ in it are different targets.
+    The quantization stays part of the name, as files that differ in it are different targets.
     """
     last = os.path.basename(str(resolve_path(path))).lower().removesuffix(GGUF)
     return re.sub(r"[^\w.-]+", "-", last).strip(".-") or "target"

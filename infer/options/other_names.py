@@ -57,7 +57,7 @@ ELSEWHERE = {
     "block_size": "engine.page_size",
     "enable_prefix_caching": "engine.prefix_cache",
     "enforce_eager": "engine.graphs=off",
-    "quantization": "engine.weights; a quantised checkpoint says itself how it is stored",
+    "quantization": "engine.weights; a quantized checkpoint says itself how it is stored",
     **dict.fromkeys(("rope_scaling", "hf_overrides"), "rope_scaling in the model's config.json"),
     **{name: f"model.{name}" for name in ("dtype", "device", "revision")},
     **{name: f"server.{name}" for name in ("host", "port")},

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig
-from kernels.blocks import FORMATS, reads_blocks
+from kernels.ggml import FORMATS, reads_ggml
 from kernels.linear import reads_narrow
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from kernels.triton.device import limits
-from models.checkpoint import block_formats, read_config, stored_formats
+from models.checkpoint import ggml_formats, read_config, stored_formats
 from models.gguf import is_gguf
-from models.quantised import read_scheme
-from models.quantised.tensors import why_unread
+from models.quantized import read_scheme
+from models.quantized.tensors import why_unread
 from models.targets import resolve_checkpoint
 from models.targets.llama import LlamaTarget
 
@@ -38,14 +38,14 @@ def reads_native(
     if engine.activations == "int8" and reason is not None:
         raise ValueError(
             f"engine.activations=int8: multiplies weights that are integers, and {reason}; use "
-            "engine.activations=same, or on a CPU quantise the weights too: engine.weights=int8"
+            "engine.activations=same, or on a CPU quantize the weights too: engine.weights=int8"
         )
     return reason is None
 
 
 def check_weights(engine: EngineConfig, target: LlamaTarget) -> None:
     """Raise ValueError for weights that a loaded target does not have, or that its GPU cannot compute with."""
-    if engine.weights == "native" and not target.block_formats:
+    if engine.weights == "native" and not target.ggml_formats:
         raise ValueError(
             "engine.weights=native: this target was loaded without its blocks or groups; Engine.load, or load_target("
             "..., native=True), keeps them, and engine.weights=same serves what is there"
@@ -76,8 +76,8 @@ def why_widened(checkpoint: Path, dtype: torch.dtype, device: torch.device, *, d
         scheme = read_scheme(read_config(checkpoint))
         assert scheme is not None
         return why_unread(checkpoint, scheme, dtype, device)
-    formats = block_formats(checkpoint)
-    unread = {name: tensor for name, tensor in formats.items() if not reads_blocks(name, dtype, device)}
+    formats = ggml_formats(checkpoint)
+    unread = {name: tensor for name, tensor in formats.items() if not reads_ggml(name, dtype, device)}
     if not unread:
         return None
     name, tensor = next(iter(unread.items()))

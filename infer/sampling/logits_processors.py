@@ -27,7 +27,7 @@ def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]])
     """
     params, device, size = request.params, logits.device, logits.shape[1]
     shaping = Shaping(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    if shaping.penalises:
+    if shaping.penalizes:
         counts = count_tokens(request, size, device)
         shaping.prompt, shaping.output = counts.prompt, counts.output
         longest = max(map(len, paths))

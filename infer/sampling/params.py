@@ -1,4 +1,4 @@
-"""Sampling parameters of a request. Words are lists of token ids: the caller tokenises them."""
+"""Sampling parameters of a request. Words are lists of token ids: the caller tokenizes them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class SamplingParams:
         self._set("acceptance", acceptance_rule("acceptance", self.acceptance))
 
     def _check_tokens(self) -> None:
-        """Check and normalise token ids. The engine checks them against its vocabulary."""
+        """Check and normalize token ids. The engine checks them against its vocabulary."""
         biases = [
             (token_id("logit_bias", token), real(f"logit_bias[{token}]", bias, -MOST_BIAS, MOST_BIAS, BIAS_RULE))
             for token, bias in pairs(self.logit_bias)

@@ -44,7 +44,7 @@ class StopStrings:
 
 
 class StopText:
-    """Detokenises one request's output token by token, and finds its stop strings."""
+    """Detokenizes one request's output token by token, and finds its stop strings."""
 
     def __init__(self, stream: DetokenizeStream, stops: Sequence[str]) -> None:
         self._stream, self._strings = stream, StopStrings(stops)

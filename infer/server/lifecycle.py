@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from infer.engine import Engine
-from infer.parallel.process_end import end_at_once
+from infer.processes.process_end import end_at_once
 from infer.server.runtime import Runtime
 
 if TYPE_CHECKING:

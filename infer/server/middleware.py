@@ -38,7 +38,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = normalise(scope)
+        scope = normalize(scope)
         headers = Headers(scope=scope)
         header_id = headers.get("x-request-id", "")
         request_id = header_id if REQUEST_ID_FORM.fullmatch(header_id) else uuid.uuid4().hex
@@ -113,7 +113,7 @@ class Gate:
         return replay
 
 
-def normalise(scope: Scope) -> Scope:
+def normalize(scope: Scope) -> Scope:
     """Replace HEAD by GET and strip trailing slashes. uvicorn keeps the original method, and sends no body for HEAD."""
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}

@@ -26,9 +26,9 @@ typedef struct {
 typedef struct {
     int bytes, weights, format, scales, group;
     int quants, upper; /* offsets of the low bits and of the upper ones */
-} block_format;
+} ggml_format;
 
-static const block_format FORMATS[] = {
+static const ggml_format FORMATS[] = {
     [Q4_0] = {18, 32, INT4, HALF_SCALE, 32, 2, 0},     [Q4_1] = {20, 32, UINT4, HALF_OFFSET, 32, 4, 0},
     [Q5_0] = {22, 32, INT5, HALF_SCALE, 32, 6, 2},     [Q5_1] = {24, 32, UINT5, HALF_OFFSET, 32, 8, 4},
     [Q8_0] = {34, 32, INT8, HALF_SCALE, 32, 2, 0},     [Q4_K] = {144, 256, UINT4, SUPER_OFFSET, 32, 16, 0},
@@ -37,7 +37,7 @@ static const block_format FORMATS[] = {
 
 /* q `[weights]` = the integers of a block as their format stores them, without sign: 4 bits of INT4 are modulo 16. */
 static void read_integers(const uint8_t *block, int kind, uint8_t *q) {
-    const block_format *f = FORMATS + kind;
+    const ggml_format *f = FORMATS + kind;
     const uint8_t *low = block + f->quants, *upper = block + f->upper;
     uint32_t fifth;
     switch (kind) {
@@ -84,7 +84,7 @@ static void read_scale(const uint8_t *packed, int j, uint8_t *scale, uint8_t *le
     *least = packed[j + 4] >> 4 | (packed[j] >> 6) << 4;
 }
 
-static void write_words(const uint8_t *q, const block_format *f, uint32_t *words) {
+static void write_words(const uint8_t *q, const ggml_format *f, uint32_t *words) {
     int bits = f->format == INT8 ? 8 : 4, held = held_by(f->format), upper = upper_bits(f->format);
     for (int k = 0; k < f->weights; k += unit_weights(f->format)) {
         uint32_t last = 0;
@@ -136,7 +136,7 @@ static int sound(const uint8_t *block, int kind) {
 
 static void pack_share(void *data) {
     const blocks_args *a = data;
-    const block_format *f = FORMATS + a->kind;
+    const ggml_format *f = FORMATS + a->kind;
     int64_t self = this_thread(a->threads), blocks = a->inputs / f->weights;
     int64_t block_words = f->weights / unit_weights(f->format) * unit_words(f->format);
     int64_t first = part(a->outputs, self, a->threads), end = part(a->outputs, self + 1, a->threads);

@@ -33,7 +33,7 @@ static void barrier(const part *p) {
 
 static void norm(const part *p, const void *weight, void *out) {
     int64_t size = p->a->hidden_size, to = p->first * size;
-    rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind, p->a->centred);
+    rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind, p->a->centered);
     barrier(p);
 }
 
@@ -48,8 +48,8 @@ static const void *enter(const part *p, const decoder_layer *layer) {
     }
     for (int64_t row = p->first; row < p->end; row++) {
         void *x = at(p, a->x, row * size), *left = at(p, a->normed, 2 * row * size), *right = at(p, left, size);
-        rms_norm(at(p, (void *)a->tokens, row * size), layer->token_norm, left, 1, size, size, a->eps, a->kind, a->centred);
-        rms_norm(x, layer->input_norm, right, 1, size, size, a->eps, a->kind, a->centred);
+        rms_norm(at(p, (void *)a->tokens, row * size), layer->token_norm, left, 1, size, size, a->eps, a->kind, a->centered);
+        rms_norm(x, layer->input_norm, right, 1, size, size, a->eps, a->kind, a->centered);
         if (layer->residual_normed) memcpy(x, right, (char *)right - (char *)left);
     }
     barrier(p);
@@ -74,7 +74,7 @@ static void add(const part *p, const linear_args *weights, const void *x, const 
     apply(p, weights, x, 0, a->normed);
     int64_t size = a->hidden_size, rows = p->end - p->first;
     void *delta = at(p, a->normed, p->first * size);
-    rms_norm(delta, weight, delta, rows, size, size, a->eps, a->kind, a->centred);
+    rms_norm(delta, weight, delta, rows, size, size, a->eps, a->kind, a->centered);
     add_rows(at(p, a->x, p->first * size), delta, rows * size, a->kind);
     barrier(p);
 }
@@ -122,8 +122,8 @@ static void write_rows(const part *p, const decoder_layer *layer, void *cache) {
     for (int64_t row = p->first; row < p->end; row++) {
         void *q = at(p, a->qkv, row * own.q_stride), *k = at(p, q, own.heads * dim);
         if (layer->q_norm) {
-            rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind, a->centred);
-            rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind, a->centred);
+            rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind, a->centered);
+            rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind, a->centered);
         }
         int64_t angle = (layer->rotary * a->rows + row) * dim;
         rotate(q, at(p, (void *)a->cos, angle), at(p, (void *)a->sin, angle), q, 1, own.q_stride, rotated, dim, a->kind);

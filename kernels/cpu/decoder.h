@@ -41,7 +41,7 @@ typedef struct {
     float *scores;                   /* attention's scratch */
     uint32_t *scratch;               /* as in linear.h, for the widest of the layers */
     int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
-    int64_t centred, gelu; /* as in rows.c */
+    int64_t centered, gelu; /* as in rows.c */
     int64_t block; /* rows of a block, for convolutions */
     float eps, scale; /* of norms; of attention's scores */
 } decoder_args;

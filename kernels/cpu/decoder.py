@@ -87,7 +87,7 @@ class NativeDecoder:
                 setattr(entry, name, address(getattr(layer, name)))
             entry.residual_normed = layer.residual_normed
             if layer.qk_norm is not None:
-                assert (layer.qk_norm.eps, layer.qk_norm.centred) == (eps, layer.centred)
+                assert (layer.qk_norm.eps, layer.qk_norm.centered) == (eps, layer.centered)
                 entry.q_norm, entry.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
             entry.qkv, entry.output, entry.gate_up, entry.down = map(ctypes.addressof, packed)
             entry.window, entry.rotary = layer.window or 0, layer.rotary
@@ -99,7 +99,7 @@ class NativeDecoder:
                     setattr(entry, name, ctypes.addressof(self._convolutions[-1][0]))
         first, convolutions = layers[0], [conv for layer in layers for conv in layer.convolutions]
         assert all(
-            (entry.centred, entry.gelu, entry.scale) == (first.centred, first.gelu, first.scale) for entry in layers
+            (entry.centered, entry.gelu, entry.scale) == (first.centered, first.gelu, first.scale) for entry in layers
         )
         sizes = (
             max(layer.qkv.in_features for layer in layers),
@@ -121,7 +121,7 @@ class NativeDecoder:
             hidden_size=len(first.post_norm),
             inner_size=first.down.in_features,
             kind=KINDS[self.dtype],
-            centred=first.centred,
+            centered=first.centered,
             gelu=first.gelu,
             eps=eps,
             scale=head_dim**-0.5 if first.scale is None else first.scale,

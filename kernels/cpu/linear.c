@@ -1,5 +1,5 @@
 /* y = x Wᵀ + b. Weights of 16 and 32 bits have the dtype of x. Those of 4 to 8 bits are read as stored and widened
- * (linear_narrow.c), or multiplied as integers with quantised rows (linear_integer.c). This is the vector implementation;
+ * (linear_narrow.c), or multiplied as integers with quantized rows (linear_integer.c). This is the vector implementation;
  * on a processor with matrix tiles, linear_tiles.c computes the layers that it supports. Outputs whose weights are stored
  * in different formats are computed one format after another.
  *

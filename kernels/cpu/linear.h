@@ -19,7 +19,7 @@ typedef struct {
     int64_t rows, inputs, outputs, group /* `inputs` without scales */, format, scales, x_kind, out_kind, threads;
     int64_t stride, column; /* outputs of all formats; the first of these */
     int64_t scratch_words;  /* of a row: the most of all formats */
-    int64_t integer;        /* whether rows are quantised to 8 bits (linear_integer.c) */
+    int64_t integer;        /* whether rows are quantized to 8 bits (linear_integer.c) */
 } linear_args;
 
 /* Return for how many rows a thread has scratch: tiles are filled up. */

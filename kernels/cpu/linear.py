@@ -14,17 +14,17 @@ from torch import Tensor
 from kernels.cpu.declarations import fields
 from kernels.cpu.library import KINDS, address, library, threads
 from kernels.cpu.memory import zeros
-from kernels.quantise import NarrowFormat
+from kernels.quantize import NarrowFormat
 
 # of the words, as in widen.h, and of the scales, as in scales.h
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}
 WIDE = {torch.float32: 3, torch.bfloat16: 8}  # the format of weights in the dtype of the rows, "same"
 SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3, "super_scale": 4}
 SCALES |= {"bf16_scale": 5, "float_zero": 6, "half_zero": 7, "bf16_zero": 8}
-PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
+PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantized weights
 # formats that linear_integer.c multiplies: the weights of a sum of integers, a divisor of their groups
 INTEGERS = {"int4": 32, "uint4": 32, "int5": 32, "uint5": 32, "int6": 16, "int8": 32}
-QUANTISED = 32  # inputs of a row that share a scale there
+QUANTIZED = 32  # inputs of a row that share a scale there
 PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
 
@@ -107,14 +107,14 @@ class NativeLinear:
         stored = (tensor for each in segments for tensor in (each.words, each.scale, each.order))
         self.bytes = sum(tensor.nbytes for tensor in stored if tensor is not None)
 
-    def quantise_rows(self) -> bool:
-        """From now on quantise rows to 8 bits and multiply integers (linear_integer.c), if the weights allow it.
+    def quantize_rows(self) -> bool:
+        """From now on quantize rows to 8 bits and multiply integers (linear_integer.c), if the weights allow it.
 
         Returns whether they do: all are integers, and 32 divides the inputs and each group, or 16 those of int6. Not
         after `arguments` has been read.
         """
         spans = [INTEGERS.get(segment.weight_format) for segment in self.segments]
-        if self._inputs % QUANTISED or any(
+        if self._inputs % QUANTIZED or any(
             span is None or segment.group % span for span, segment in zip(spans, self.segments, strict=True)
         ):
             return False
@@ -191,8 +191,8 @@ def dense_segment(weight: Tensor) -> Segment:
     return Segment(wide_panels(weight), None, outputs, inputs, "same")
 
 
-def quantised_segment(stored: Tensor, scale: Tensor, weight_format: NarrowFormat) -> Segment:
-    """Pack the output of `quantise`: `stored` `[N, K]`, `scale` `[N]` or `[N, K / group]`."""
+def quantized_segment(stored: Tensor, scale: Tensor, weight_format: NarrowFormat) -> Segment:
+    """Pack the output of `quantize`: `stored` `[N, K]`, `scale` `[N]` or `[N, K / group]`."""
     scale = scale.view(len(stored), -1)
     group = stored.shape[1] // scale.shape[1]
     return Segment(packed(stored, weight_format), panels(scale), len(stored), group, weight_format)

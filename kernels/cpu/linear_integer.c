@@ -1,7 +1,7 @@
-/* Linear layers with weights that are integers of 4 to 8 bits, for rows that are quantised to 8 bits first: products and
+/* Linear layers with weights that are integers of 4 to 8 bits, for rows that are quantized to 8 bits first: products and
  * their sums over a span are integers, exact in any order.
  *
- * A row is quantised in blocks of 32 inputs, x = scale * q + error: the scale is the largest magnitude / 127 in fp32, q
+ * A row is quantized in blocks of 32 inputs, x = scale * q + error: the scale is the largest magnitude / 127 in fp32, q
  * the nearest integer to x * (127 / largest), ties to even, as llama.cpp does (Q8_0). A block with a value that is not
  * finite has the scale NaN; one without a value above TINY counts as zeros.
  *
@@ -37,7 +37,7 @@
 #define TOTALS_HELD (REGISTERS == 32) /* whether a tile's totals are in registers beside its integer sums */
 #define AT_ONCE 4 /* most vectors of outputs that are computed at once */
 #define ALIGNED __attribute__((aligned(64)))
-#define QUANTISED 32   /* inputs of a row that share a scale */
+#define QUANTIZED 32   /* inputs of a row that share a scale */
 #define TINY 0x1p-100f /* below it 127 / largest or the scale might not be a normal number */
 
 /* VNNI: products of unsigned weights and signed inputs, added to sums of 32 bits. Without it weights of 8 bits stay
@@ -56,7 +56,7 @@ INLINE int zero_point(int format) {
     return format == INT4 ? 8 : format == INT5 ? 16 : format == INT6 ? 32 : format == INT8 && VNNI ? 128 : 0;
 }
 
-INLINE int span_of(int format) { return format == INT6 ? 16 : QUANTISED; }
+INLINE int span_of(int format) { return format == INT6 ? 16 : QUANTIZED; }
 
 /* Return how many operands of four bytes the weights of a word fill. */
 INLINE int parts_of(int format) { return held_by(format) / 4; }
@@ -144,7 +144,7 @@ INLINE ivec add_sums(ivec sums, ivec products) {
 #endif
 }
 
-/* A tile of rows, quantised. */
+/* A tile of rows, quantized. */
 typedef struct {
     uint32_t *x;      /* [inputs / 4, places] four inputs each */
     float *scales;    /* [inputs / 32, places] */
@@ -153,25 +153,25 @@ typedef struct {
 } row_tile;
 
 /* q `[32]` = a block of x, as integers. Return its scale. Plain loops over whole blocks, which compilers vectorise. */
-INLINE float quantise(const void *x, int64_t from, int kind, float *q) {
+INLINE float quantize(const void *x, int64_t from, int kind, float *q) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    int32_t bits[QUANTISED], most = 0;
-    for (int i = 0; i < QUANTISED; i += LANES) store_f32(q + i, load(x, from + i, kind));
+    int32_t bits[QUANTIZED], most = 0;
+    for (int i = 0; i < QUANTIZED; i += LANES) store_f32(q + i, load(x, from + i, kind));
     memcpy(bits, q, sizeof bits);
-    for (int i = 0; i < QUANTISED; i++) { /* magnitudes have the order of their bits, and NaN comes last */
+    for (int i = 0; i < QUANTIZED; i++) { /* magnitudes have the order of their bits, and NaN comes last */
         int32_t magnitude = bits[i] & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
     }
     float largest;
     memcpy(&largest, &most, sizeof most);
     if (most >= 0x7f800000 || largest < TINY) {
-        memset(q, 0, QUANTISED * sizeof *q);
+        memset(q, 0, QUANTIZED * sizeof *q);
         return most >= 0x7f800000 ? __builtin_nanf("") : 0.0f;
     }
     float factor = 127.0f / largest;
-    for (int i = 0; i < QUANTISED; i++) q[i] *= factor;
-    __asm__("" : "+m"(*(float(*)[QUANTISED])q)); /* the product is rounded: no fused multiply-add */
-    for (int i = 0; i < QUANTISED; i++) q[i] = q[i] + magic - magic;
+    for (int i = 0; i < QUANTIZED; i++) q[i] *= factor;
+    __asm__("" : "+m"(*(float(*)[QUANTIZED])q)); /* the product is rounded: no fused multiply-add */
+    for (int i = 0; i < QUANTIZED; i++) q[i] = q[i] + magic - magic;
     return largest / 127.0f;
 }
 
@@ -186,33 +186,33 @@ typedef int8_t bytes32 __attribute__((vector_size(32)));
 
 /* Write q `[32]` as operands, `places` words apart. */
 INLINE void write_operands(const float *q, uint32_t *to, int64_t places, int format) {
-    int32_t integers[QUANTISED];
+    int32_t integers[QUANTIZED];
     bytes32 bytes;
     int8_t *each = (int8_t *)&bytes;
-    for (int i = 0; i < QUANTISED; i++) integers[i] = (int32_t)q[i];
-    for (int i = 0; i < QUANTISED; i++) each[i] = (int8_t)integers[i];
+    for (int i = 0; i < QUANTIZED; i++) integers[i] = (int32_t)q[i];
+    for (int i = 0; i < QUANTIZED; i++) each[i] = (int8_t)integers[i];
     if (held_by(format) == 8)
         bytes = REORDER(bytes, EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24));
     else
         bytes = REORDER(bytes, FOUR(0), FOUR(4), FOUR(8), FOUR(12), FOUR(16), FOUR(20), FOUR(24), FOUR(28));
-    uint32_t operands[QUANTISED / 4];
+    uint32_t operands[QUANTIZED / 4];
     memcpy(operands, &bytes, sizeof bytes);
-    for (int i = 0; i < QUANTISED / 4; i++) to[i * places] = operands[i];
+    for (int i = 0; i < QUANTIZED / 4; i++) to[i * places] = operands[i];
 }
 
-INLINE void quantise_row(
+INLINE void quantize_row(
     const linear_args *a, int64_t row, int64_t place, int64_t places, const row_tile *t, int format, int offsets, int kind
 ) {
-    for (int64_t b = 0; b < a->inputs / QUANTISED; b++) {
-        float q[QUANTISED] ALIGNED;
-        float scale = quantise(a->x, row * a->inputs + b * QUANTISED, kind, q);
+    for (int64_t b = 0; b < a->inputs / QUANTIZED; b++) {
+        float q[QUANTIZED] ALIGNED;
+        float scale = quantize(a->x, row * a->inputs + b * QUANTIZED, kind, q);
         t->scales[b * places + place] = scale;
-        write_operands(q, t->x + b * (QUANTISED / 4) * places + place, places, format);
-        for (int i = 0; i < QUANTISED / span_of(format); i++) {
+        write_operands(q, t->x + b * (QUANTIZED / 4) * places + place, places, format);
+        for (int i = 0; i < QUANTIZED / span_of(format); i++) {
             vec sums = splat(0.0f);
             for (int k = 0; k < span_of(format); k += LANES) sums += load_f32(q + i * span_of(format) + k);
             float sum = sum_lanes(sums); /* of integers: exact in any order */
-            int64_t to = (b * (QUANTISED / span_of(format)) + i) * places + place;
+            int64_t to = (b * (QUANTIZED / span_of(format)) + i) * places + place;
             if (zero_point(format)) t->starts[to] = -zero_point(format) * (int32_t)sum;
             if (offsets) t->sums[to] = scale * sum;
         }
@@ -280,7 +280,7 @@ INLINE void add_spans(
             for (int v = 0; v < vectors; v++) {
                 int i = r * vectors + v;
                 vec products = __builtin_convertvector(many ? sum[i] : add_sums(sum[i], part[i]), vec);
-                float x_scale = t->scales[s * span / QUANTISED * places + r];
+                float x_scale = t->scales[s * span / QUANTIZED * places + r];
                 vec before = TOTALS_HELD ? total[i] : load_f32(totals + r * PANEL + v * LANES);
                 vec after = before + products * (x_scale * load_f32(scale + v * LANES));
                 if (offsets) after += t->sums[s * places + r] * load_f32(scale + PANEL + v * LANES);
@@ -338,9 +338,9 @@ static void add_scaled(
 #define ROW_CASE(format, offsets) \
     case format * 2 + offsets: \
         if (a->x_kind == FLOAT32) \
-            quantise_row(a, row, place, places, t, format, offsets, FLOAT32); \
+            quantize_row(a, row, place, places, t, format, offsets, FLOAT32); \
         else \
-            quantise_row(a, row, place, places, t, format, offsets, BFLOAT16); \
+            quantize_row(a, row, place, places, t, format, offsets, BFLOAT16); \
         break;
 
 static void fill_place(const linear_args *a, int64_t row, int64_t place, int64_t places, const row_tile *t) {
@@ -348,7 +348,7 @@ static void fill_place(const linear_args *a, int64_t row, int64_t place, int64_t
 }
 
 void integer_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
-    int64_t spans = a->inputs / span_of(a->format), blocks = a->inputs / QUANTISED, groups = a->inputs / a->group;
+    int64_t spans = a->inputs / span_of(a->format), blocks = a->inputs / QUANTIZED, groups = a->inputs / a->group;
     int64_t starts = zero_point(a->format) ? spans : 0;
     int64_t row_words = a->inputs / 4 + blocks + (has_offsets(a->scales) ? starts + spans : spans);
     int64_t batch = groups_at_once(a);

@@ -10,7 +10,7 @@
         call_bf16;
 
 INLINE void rms_norm_rows(
-    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int kind, int centred
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int kind, int centered
 ) {
     for (int64_t row = 0; row < rows; row++) {
         ptrdiff_t from = row * stride, to = row * size;
@@ -22,17 +22,17 @@ INLINE void rms_norm_rows(
         vec scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)size + eps));
         for (int64_t i = 0; i < size; i += LANES) {
             vec normed = load(x, from + i, kind) * scale, w = load(weight, i, kind);
-            store(out, to + i, centred ? normed * (1.0f + w) : rounded(normed, kind) * w, kind);
+            store(out, to + i, centered ? normed * (1.0f + w) : rounded(normed, kind) * w, kind);
         }
     }
 }
 
-/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. centred: the scale is 1 + weight, and only
+/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. centered: the scale is 1 + weight, and only
  * the product is rounded. */
 void rms_norm(
-    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centred
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centered
 ) {
-    if (centred) {
+    if (centered) {
         BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32, 1),
                 rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16, 1))
     } else {

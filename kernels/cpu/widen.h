@@ -10,7 +10,7 @@
 
 #include "vec.h"
 
-/* WIDE and WIDE_BF16: fp32 and bf16, which are not quantised. */
+/* WIDE and WIDE_BF16: fp32 and bf16, which are not quantized. */
 enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3, UINT4 = 4, INT5 = 5, UINT5 = 6, INT6 = 7, WIDE_BF16 = 8 };
 
 INLINE int is_wide(int64_t format) { return format == WIDE || format == WIDE_BF16; }
@@ -127,8 +127,8 @@ INLINE __m512bh widen_pair(piece p, int place, int format) {
         const table lower = {FROM_MINUS_32, FROM_MINUS_16}, higher = {FROM_0, FROM_16};
         return (__m512bh)_mm512_permutex2var_epi16((__m512i)lower, (__m512i)index, (__m512i)higher);
     }
-    const table offset = {FROM_0, FROM_16}, centred = {FROM_MINUS_16, FROM_0};
-    return (__m512bh)_mm512_permutexvar_epi16((__m512i)index, (__m512i)(format == INT5 ? centred : offset));
+    const table offset = {FROM_0, FROM_16}, centered = {FROM_MINUS_16, FROM_0};
+    return (__m512bh)_mm512_permutexvar_epi16((__m512i)index, (__m512i)(format == INT5 ? centered : offset));
 }
 #endif
 

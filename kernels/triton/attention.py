@@ -102,7 +102,7 @@ def store_state(states, outs, index, valid, peak, total, out, D: tl.constexpr):
 
 @triton.jit
 def store_output(attn_out, index, valid, total, out, D: tl.constexpr):
-    """Normalise and store the output. `index` `[M]`: row * heads + head."""
+    """Normalize and store the output. `index` `[M]`: row * heads + head."""
     d = tl.arange(0, out.shape[1])
     total = tl.where(valid, tl.max(total, 1), 1.0)[:, None]
     pointers = attn_out + index[:, None] * D + d[None, :]

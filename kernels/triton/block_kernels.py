@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.block_tiles import PANEL, WIDTH
+from kernels.ggml_tiles import PANEL, WIDTH
 from kernels.triton.dependent import follow, prefetch
 from kernels.triton.linear import finish, lines, load_tile
 
@@ -178,7 +178,7 @@ def block_product(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def block_linear_kernel(
+def ggml_linear_kernel(
     x,
     words,
     upper,
@@ -279,7 +279,7 @@ def add_parts_kernel(
     PDL: tl.constexpr,
 ):
     """Add `partial` `[parts, rows, partial_stride]`, the totals of the parts of K, and store `[rows, N]` as
-    `block_linear_kernel` does.
+    `ggml_linear_kernel` does.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n, in_n = lines(N, BLOCK_N, GATED)

@@ -20,12 +20,12 @@ GATE_BLOCK = 1024
 
 
 @triton.jit
-def store_norm(value, scale, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
+def store_norm(value, scale, out, i, inside, size, eps, CENTERED: tl.constexpr = False):
     """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, times `scale` at `out`."""
     dtype = out.dtype.element_ty
     root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
     scale = scale.to(tl.float32)
-    if CENTRED:
+    if CENTERED:
         scaled = (value / root) * (1.0 + scale)
     else:
         scaled = (value / root).to(dtype).to(tl.float32) * scale
@@ -45,7 +45,7 @@ def rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
@@ -58,7 +58,7 @@ def rms_norm_kernel(
         value = value.to(out.dtype.element_ty)
         tl.store(total + row * size + i, value, mask=inside)
         value = value.to(tl.float32)
-    store_norm(value, scale, out + row * size, i, inside, size, eps, CENTRED)
+    store_norm(value, scale, out + row * size, i, inside, size, eps, CENTERED)
 
 
 @triton.jit
@@ -82,21 +82,21 @@ def norm_beside_kernel(
         store_norm(value, scale, destination + size, i, inside, size, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
     """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _norm(x, x, weight, out, out, eps, add=False, centred=centred)
+    _norm(x, x, weight, out, out, eps, add=False, centered=centered)
     return out
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x and delta `[R, H]` -> the norm of their sum, and the sum."""
     rows, size = x.shape
     out, total = torch.empty(2, rows, size, dtype=x.dtype, device=x.device)
-    _norm(x, delta, weight, out, total, eps, add=True, centred=centred)
+    _norm(x, delta, weight, out, total, eps, add=True, centered=centered)
     return out, total
 
 
@@ -162,16 +162,16 @@ def _warps(size: int) -> int:
 
 
 def _norm(
-    x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, centred: bool
+    x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, centered: bool
 ) -> None:
     size = x.shape[1]
-    variant = _norm_variant(size, add, centred, overlaps(x.device))
+    variant = _norm_variant(size, add, centered, overlaps(x.device))
     variant.launch((x.shape[0],), x, delta, weight, out, total, x.stride(0), delta.stride(0), size, eps)
 
 
 @functools.cache
-def _norm_variant(size: int, add: bool, centred: bool, pdl: bool) -> Variant:
-    constants = {"SIZE": triton.next_power_of_2(size), "ADD": add, "CENTRED": centred, "PDL": pdl}
+def _norm_variant(size: int, add: bool, centered: bool, pdl: bool) -> Variant:
+    constants = {"SIZE": triton.next_power_of_2(size), "ADD": add, "CENTERED": centered, "PDL": pdl}
     return Variant(rms_norm_kernel, constants, num_warps=_warps(size), enable_fp_fusion=False, **launched(pdl))
 
 

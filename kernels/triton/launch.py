@@ -25,7 +25,7 @@ class Variant:
         self._kernel, self._named = kernel, {**constants, **options}
         self._compiled: dict[tuple[object, ...], Any] = {}
         parameters = getattr(kernel, "params", [])  # none in the interpreter
-        self._specialised = [not each.do_not_specialize for each in parameters if not each.is_constexpr]
+        self._specialized = [not each.do_not_specialize for each in parameters if not each.is_constexpr]
         self._constants = tuple(constants[each.name] for each in parameters if each.is_constexpr)
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -33,7 +33,7 @@ class Variant:
         compiled = None
         if self._compiled:
             device = driver.active.get_current_device()
-            compiled = self._compiled.get((device, *map(kind, arguments, self._specialised)))
+            compiled = self._compiled.get((device, *map(kind, arguments, self._specialized)))
         if compiled is None or observed(self._kernel):
             self._launch_by_triton(grid, arguments)
             return
@@ -46,16 +46,16 @@ class Variant:
         compiled = self._kernel[grid](*arguments, **self._named)
         if compiled is not None:  # as in the interpreter
             device = driver.active.get_current_device()
-            self._compiled[device, *map(kind, arguments, self._specialised)] = compiled
+            self._compiled[device, *map(kind, arguments, self._specialized)] = compiled
 
 
-def kind(argument: Any, specialised: bool) -> object:
+def kind(argument: Any, specialized: bool) -> object:
     """Return what Triton compiles a kernel apart for: see its `specialize_impl`."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if type(argument) is int:
         wide = not -LIMIT <= argument < LIMIT
-        return (wide, argument % 16 == 0, argument == 1) if specialised else wide
+        return (wide, argument % 16 == 0, argument == 1) if specialized else wide
     return type(argument)  # a float, or None
 
 

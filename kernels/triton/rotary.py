@@ -41,7 +41,7 @@ def rotate_and_write_kernel(
     KV_LINES: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -68,7 +68,7 @@ def rotate_and_write_kernel(
     if NORMED:
         root = tl.sqrt_rn((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
         w1, w2 = w1.to(tl.float32), w2.to(tl.float32)
-        if CENTRED:
+        if CENTERED:
             first = ((first / root) * (1.0 + w1)).to(dtype).to(tl.float32)
             second = ((second / root) * (1.0 + w2)).to(dtype).to(tl.float32)
         else:
@@ -105,20 +105,20 @@ def rotate_and_write(
     assert sin.is_contiguous(), "the kernel ahead would copy it"
     kv_heads = cache.shape[1]
     q = torch.empty(rows, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps, centred = norm or (qkv, qkv, 0.0, False)
+    q_weight, k_weight, eps, centered = norm or (qkv, qkv, 0.0, False)
     fp8 = cache.dtype is torch.float8_e4m3fn
-    variant = _variant(num_heads, kv_heads, dim, norm is not None, centred, fp8, overlaps(qkv.device))
+    variant = _variant(num_heads, kv_heads, dim, norm is not None, centered, fp8, overlaps(qkv.device))
     strides = qkv.stride(0), cache.shape[2]
     variant.launch((rows,), qkv, cos, sin, q_weight, k_weight, slots, q, cache, *strides, eps)
     return q
 
 
 @functools.cache
-def _variant(heads: int, kv_heads: int, dim: int, normed: bool, centred: bool, fp8: bool, pdl: bool) -> Variant:
+def _variant(heads: int, kv_heads: int, dim: int, normed: bool, centered: bool, fp8: bool, pdl: bool) -> Variant:
     padded = triton.next_power_of_2(heads + kv_heads)
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "LINES": padded, "KV_LINES": triton.next_power_of_2(kv_heads),
-        "HALF": triton.next_power_of_2(dim // 2), "NORMED": normed, "CENTRED": centred, "FP8": fp8, "PDL": pdl,
+        "HALF": triton.next_power_of_2(dim // 2), "NORMED": normed, "CENTERED": centered, "FP8": fp8, "PDL": pdl,
     }  # fmt: skip
     warps = 8 if padded * dim > 4096 else 4
     return Variant(rotate_and_write_kernel, constants, num_warps=warps, enable_fp_fusion=False, **launched(pdl))

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.shape import WORD, Shaping
 
 BLOCK = 2048
-PENALISED, REPEATED, BIASED, MASKED = (tl.constexpr(1 << bit) for bit in range(4))  # of `uses`
+PENALIZED, REPEATED, BIASED, MASKED = (tl.constexpr(1 << bit) for bit in range(4))  # of `uses`
 
 
 @triton.jit(do_not_specialize=["uses", "depth"])
@@ -25,7 +25,7 @@ def shape_kernel(
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
     inside = columns < size
     x = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if uses & PENALISED != 0:
+    if uses & PENALIZED != 0:
         count = tl.load(output + columns, mask=inside, other=0.0)
         for index in range(depth):
             token = tl.load(drafted + row * depth + index)
@@ -33,8 +33,8 @@ def shape_kernel(
         present = count > 0
         if uses & REPEATED != 0:
             repeated = present | (tl.load(prompt + columns, mask=inside, other=0) != 0)
-            penalised = tl.where(x > 0, tl.div_rn(x, tl.full([N], 1.0, tl.float32) * repetition), x * repetition)
-            x = tl.where(repeated, penalised, x)
+            penalized = tl.where(x > 0, tl.div_rn(x, tl.full([N], 1.0, tl.float32) * repetition), x * repetition)
+            x = tl.where(repeated, penalized, x)
         x = x - frequency * count
         x = x - tl.where(present, presence, 0.0)
     if uses & BIASED != 0:
@@ -51,7 +51,7 @@ def shape(logits: Tensor, shaping: Shaping) -> Tensor:
     assert logits.stride(1) == 1, "columns beside each other"
     assert shaping.allowed is None or shaping.allowed.is_contiguous()
     out, s = torch.empty(rows, size, device=logits.device), shaping
-    used = (s.penalises, s.repetition != 1, s.bias is not None, s.allowed is not None)
+    used = (s.penalizes, s.repetition != 1, s.bias is not None, s.allowed is not None)
 
     def given(field: Tensor | None, dtype: torch.dtype) -> Tensor:
         return torch.empty(1, dtype=dtype, device=logits.device) if field is None else field

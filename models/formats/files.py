@@ -58,7 +58,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 def why_not_plain(value: Tensor) -> str | None:
     """Return why a tensor of a pickle cannot be taken as it is: a small file may describe one of any size."""
     if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        return "is sparse, quantised or without data"
+        return "is sparse, quantized or without data"
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f"{list(value.shape)} has more elements than the file holds for it"
     return None

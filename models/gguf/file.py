@@ -1,7 +1,7 @@
 """A GGUF file: its keys and the location of its tensors. Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3.
 
 The header is parsed here, because the package `gguf` takes seconds for a vocabulary of 262,144: it makes an array of
-every string. Tensor types, their block sizes and the dequantisation are the package's.
+every string. Tensor types, their block sizes and the dequantization are the package's.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.blocks import FORMATS, BlockRows
+from kernels.ggml import FORMATS, GgmlRows
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # by value type
 MAX_ITEMS, MAX_DIMENSIONS = 2**31, 4
-CHUNK_WEIGHTS = 2**17  # weights dequantised to fp32 at a time: they stay in the CPU cache, and no tensor is held twice
+CHUNK_WEIGHTS = 2**17  # weights dequantized to fp32 at a time: they stay in the CPU cache, and no tensor is held twice
 PLAIN = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
@@ -72,8 +72,8 @@ class GgufFile:
             )
         kinds = {info.kind: name for name, info in self.tensors.items()}
         for kind, name in kinds.items():
-            if not dequantises(kind):
-                raise ValueError(f"{path}: {name}: the package gguf cannot dequantise tensors of type {kind.name}")
+            if not dequantizes(kind):
+                raise ValueError(f"{path}: {name}: the package gguf cannot dequantize tensors of type {kind.name}")
         for name, info in self.tensors.items():
             if info.offset + info.size > len(self._bytes):
                 raise ValueError(
@@ -106,7 +106,7 @@ class GgufFile:
             values[first * block : (first + count) * block] = torch.from_numpy(widen(raw, info.kind))
         return values.view(shape)
 
-    def blocks(self, name: str, *, index: int | None = None) -> BlockRows | None:
+    def blocks(self, name: str, *, index: int | None = None) -> GgmlRows | None:
         """Return a matrix as it is in the mapped file, of a stack only that at `index`; None if it is not in blocks."""
         info = self.tensors[name]
         rows, size, offset = math.prod(info.shape[:-1]), info.size, info.offset
@@ -119,9 +119,9 @@ class GgufFile:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             data = torch.from_numpy(raw).view(rows, -1)
-        return BlockRows(info.kind.name, data, source=f"{self.path}: {name}", offset=offset)
+        return GgmlRows(info.kind.name, data, source=f"{self.path}: {name}", offset=offset)
 
-    def block_formats(self) -> dict[str, str]:
+    def ggml_formats(self) -> dict[str, str]:
         """Return the formats of matrices that are stored in blocks, each with the first tensor in it."""
         blocks = [(info.kind.name, name) for name, info in self.tensors.items() if GGML_QUANT_SIZES[info.kind][0] > 1]
         return dict(reversed(blocks))
@@ -157,8 +157,8 @@ def _open(path: Path, modified: int, size: int) -> GgufFile:
     return GgufFile(path)
 
 
-def dequantises(kind: GGMLQuantizationType) -> bool:
-    """Return whether a tensor type can be dequantised: some are for activations or indices."""
+def dequantizes(kind: GGMLQuantizationType) -> bool:
+    """Return whether a tensor type can be dequantized: some are for activations or indices."""
     try:
         widen(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -167,7 +167,7 @@ def dequantises(kind: GGMLQuantizationType) -> bool:
 
 
 def widen(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[Any]:
-    """Dequantise the bytes of whole blocks to numbers `[count]`, in newly allocated memory."""
+    """Dequantize the bytes of whole blocks to numbers `[count]`, in newly allocated memory."""
     if kind in PLAIN:
         return raw.view(PLAIN[kind]).copy()  # files are mapped read-only
     return dequantize(raw.reshape(1, -1), kind).reshape(-1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kernels.blocks import BlockRows
+from kernels.ggml import GgmlRows
 from models.gguf.config import ARCHITECTURE, ROPE_FREQS
 from models.gguf.file import GgufFile
 from models.weights import NamedTensors, Rows
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class GgufTensors(NamedTensors):
-    """Tensors by Hugging Face's name, dequantised to `dtype` on access. Raises ValueError naming an unknown tensor."""
+    """Tensors by Hugging Face's name, dequantized to `dtype` on access. Raises ValueError naming an unknown tensor."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class GgufTensors(NamedTensors):
         tensor, expert, _ = self._sources[name]
         return self._file.tensors[tensor].shape[0 if expert is None else 1 :]
 
-    def blocks(self, name: str) -> BlockRows | None:
+    def blocks(self, name: str) -> GgmlRows | None:
         tensor, expert, change = self._sources[name]
         rows = self._file.blocks(tensor, index=expert)
         if rows is None:

@@ -50,7 +50,7 @@ SPLITS: dict[str, str | None] = {
 SINGLE_DIGITS = ("smollm",)
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged from its parts
 BEGIN = WHOLE_WORDS  # put a begin token before a text if `add_bos_token` is absent, as in their older files
-COMPOSED = ("qwen2",)  # text is first normalised to Unicode's NFC
+COMPOSED = ("qwen2",)  # text is first normalized to Unicode's NFC
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:

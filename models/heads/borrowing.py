@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from models.layers import Linear, PackedEmbedding
 from models.targets.llama import LlamaTarget
 
@@ -46,7 +46,7 @@ class Borrowed(nn.Module):
             return
         narrow = Linear(*reversed(weight.shape), bias=False, device="meta")
         narrow.weight = nn.Parameter(weight, requires_grad=False)
-        narrow.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
+        narrow.pack(exact=exact, weight_format=weight_format, quantize_rows=True)
         self.narrow_lm_head = narrow
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:

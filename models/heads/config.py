@@ -122,7 +122,7 @@ class NewHeadConfig(HeadConfig, ABC):
     loose_parameters: ClassVar[tuple[str, ...]] = ()  # those that are read without calling the module that holds them
     files: ClassVar[str]  # the model card's sentence on the exported files
 
-    init_from_target: bool = True  # initialise from the target's weights where the head can hold them
+    init_from_target: bool = True  # initialize from the target's weights where the head can hold them
     start_from: str | None = None  # a folder or hub id of a head of the same shape: training continues from its weights
 
     @abstractmethod

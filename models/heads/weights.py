@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from models import layers
 from models.heads import HEADS
 from models.heads.base import Head
@@ -26,10 +26,10 @@ Layout = dict[str, tuple[str, ...]]  # parameter or buffer -> the checkpoint's t
 def pack_layers(head: Head, *, exact: bool, weight_format: WeightFormat) -> None:
     """Pack the linear layers like models.layers.pack. Borrowed modules are the target's and stay as they are.
 
-    With weights that are integers rows are quantised too: that changes drafts alone, and hardly those. A format with
+    With weights that are integers rows are quantized too: that changes drafts alone, and hardly those. A format with
     fewer bits than the target's packs a copy of its LM head, if the head uses it.
     """
-    layers.pack(head, exact=exact, weight_format=weight_format, quantise_rows=True)
+    layers.pack(head, exact=exact, weight_format=weight_format, quantize_rows=True)
     for borrowed in borrowed_by(head):
         if head.readout(0).lm_head is borrowed.lm_head:
             borrowed.pack(exact=exact, weight_format=weight_format)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.blocks import BlockMatrix
+from kernels.ggml import GgmlMatrix
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
@@ -21,9 +21,9 @@ from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
 from models.hub import fetch_snapshot, is_hub_id
 from models.layers import Linear, PackedEmbedding
-from models.parallel import Part
-from models.quantised import SECTION, read_scheme
-from models.quantised.tensors import QuantisedTensors
+from models.quantized import SECTION, read_scheme
+from models.quantized.tensors import QuantizedTensors
+from models.sharding import Part
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
@@ -121,7 +121,7 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 def read_weights(
     folder: Path, dtype: torch.dtype, part: Part | None, unsharded: str | None, *, progress: bool, native: bool = False
 ) -> Mapping[str, Tensor]:
-    """Return the tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
+    """Return the tensors of a target, or this rank's rows of them; quantized layers as weights in `dtype`.
 
     The tensor named `unsharded` keeps all rows. Each tensor is read on access; with `progress` those of a GGUF file
     show a bar. Raises ValueError for a broken checkpoint.
@@ -133,8 +133,8 @@ def read_weights(
     scheme = read_scheme(read_config(folder))
     if scheme is None:
         return open_tensors(folder, dtype, rows if part else None, progress=progress)
-    tensors = QuantisedTensors(scheme, folder, dtype, rows if part else None)
-    use = "as published" if native else f"dequantised to {dtype}"
+    tensors = QuantizedTensors(scheme, folder, dtype, rows if part else None)
+    use = "as published" if native else f"dequantized to {dtype}"
     log.info("%s: %d linear layers are %s; %s", folder, len(tensors.layers), scheme.name, use)
     return tensors
 
@@ -154,9 +154,9 @@ def load_target(
 
     With `part`, loads this tensor parallel rank's part, and reads no more than that of a split tensor. With `exchange`,
     keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
-    these; the others stay on the meta device. A quantised checkpoint is widened (models/quantised/). With `native`, the
+    these; the others stay on the meta device. A quantized checkpoint is widened (models/quantized/). With `native`, the
     matrices that it stores in blocks or groups stay so, ready for serving: kernels must read them
-    (kernels.blocks.reads_blocks, kernels.groups.why_unread).
+    (kernels.ggml.reads_ggml, kernels.groups.why_unread).
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part).to(dtype)
@@ -182,7 +182,7 @@ def load_target(
         tie(layout, names, shared)
     load_into(target, tensors, layout, source=str(folder), names=names)
     if isinstance(tensors, NamedTensors) and stored:
-        pack_blocks(target, stored)
+        pack_ggml(target, stored)
         tensors.release()
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     target.end_tokens = read_end_tokens(folder)
@@ -220,12 +220,12 @@ def tie(layout: dict[str, tuple[str, ...]], names: set[str], shared: str | None)
 
 def take_blocks(
     target: LlamaTarget, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], device: torch.device
-) -> dict[str, BlockMatrix | GroupedMatrix]:
+) -> dict[str, GgmlMatrix | GroupedMatrix]:
     """Return the matrices that are stored in blocks or groups, all of their parts, by parameter, and empty these.
 
     They will be packed on `device`. Raises ValueError for a matrix of another shape than the parameter.
     """
-    stored: dict[str, BlockMatrix | GroupedMatrix] = {}
+    stored: dict[str, GgmlMatrix | GroupedMatrix] = {}
     for name, parts in layout.items():
         if not name.endswith(".weight") or not all(part in tensors for part in parts):
             continue
@@ -243,28 +243,28 @@ def take_blocks(
 
 def stored_matrix(
     tensors: Mapping[str, Tensor], parts: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> BlockMatrix | GroupedMatrix | None:
+) -> GgmlMatrix | GroupedMatrix | None:
     """Return the matrix that consists of `parts`, as it is stored; None unless all are in blocks, or all in groups."""
     assert isinstance(tensors, NamedTensors)
     blocks = [rows for part in parts if (rows := tensors.blocks(part)) is not None]
     if len(blocks) == len(parts):
-        return BlockMatrix(blocks, dtype, device)
+        return GgmlMatrix(blocks, dtype, device)
     groups = [rows for part in parts if (rows := tensors.groups(part)) is not None]
     return GroupedMatrix(groups, dtype, device) if len(groups) == len(parts) else None
 
 
-def pack_blocks(target: LlamaTarget, stored: Mapping[str, BlockMatrix | GroupedMatrix]) -> None:
+def pack_ggml(target: LlamaTarget, stored: Mapping[str, GgmlMatrix | GroupedMatrix]) -> None:
     """Pack what `take_blocks` returned. A tied LM head is the embedding's memory."""
     for name, matrix in stored.items():
         module = target.get_submodule(name.removesuffix(".weight"))
         if isinstance(module, Linear):
-            module.pack_blocks(matrix)
+            module.pack_ggml(matrix)
             continue
         assert module is target.embed_tokens
         target.embed_tokens = PackedEmbedding(PackedLinear(matrix))
         if target.config.tie_word_embeddings:
             target.lm_head.packed = target.embed_tokens.packed
-    target.block_formats = tuple(sorted({part.block_format for matrix in stored.values() for part in matrix.parts}))
+    target.ggml_formats = tuple(sorted({part.ggml_format for matrix in stored.values() for part in matrix.parts}))
 
 
 def share_layers(

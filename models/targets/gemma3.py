@@ -49,10 +49,10 @@ class Gemma3Layer(DecoderLayer):
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, gelu=True)
         super().__init__(config, layer, mlp)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, centred=True)
-        self.post_attention_layernorm = RMSNorm(size, eps, centred=True)  # of the attention output
-        self.pre_feedforward_layernorm = RMSNorm(size, eps, centred=True)
-        self.post_feedforward_layernorm = RMSNorm(size, eps, centred=True)
+        self.input_layernorm = RMSNorm(size, eps, centered=True)
+        self.post_attention_layernorm = RMSNorm(size, eps, centered=True)  # of the attention output
+        self.pre_feedforward_layernorm = RMSNorm(size, eps, centered=True)
+        self.post_feedforward_layernorm = RMSNorm(size, eps, centered=True)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, attention))
@@ -96,7 +96,7 @@ class Gemma3Target(LlamaTarget):
         return replace(
             base,
             qk_norm=True,
-            centred_norms=True,
+            centered_norms=True,
             windows=typed_windows(layer_types(config, base.num_layers), int(config["sliding_window"]), base.num_layers),
             attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
             embedding_scale=math.sqrt(base.hidden_size),

@@ -46,14 +46,14 @@ class SelfAttention(nn.Module):
         self.rotary_table = int(config.local_rope is not None and self.window is not None)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centred=config.centred_norms)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centred=config.centred_norms)
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
 
     @property
     def head_norm(self) -> QKNorm | None:
         if not self.qk_norm:
             return None
-        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centred)
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centered)
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
@@ -107,7 +107,7 @@ class LlamaTarget(nn.Module):
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # the local path of the checkpoint
     fingerprint: str = ""
-    block_formats: tuple[str, ...] = ()  # of weights that stay in blocks as published (kernels/blocks.py)
+    ggml_formats: tuple[str, ...] = ()  # of weights that stay in blocks as published (kernels/ggml.py)
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class LlamaTarget(nn.Module):
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotaries = [RotaryEmbedding(rope, config.head_dim, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, centred=config.centred_norms)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, centered=config.centered_norms)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)

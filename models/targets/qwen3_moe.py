@@ -31,7 +31,7 @@ class MixtureOfExperts(nn.Module):
         # Sorted, not topk: ties must be broken the same way in any batch.
         ranked = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = ranked.values[:, : self.config.active], ranked.indices[:, : self.config.active]
-        if self.config.normalise:
+        if self.config.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():  # ascending
@@ -57,7 +57,7 @@ class Qwen3MoeTarget(Qwen3Target):
             count=config["num_experts"],
             active=config["num_experts_per_tok"],
             intermediate_size=config["moe_intermediate_size"],
-            normalise=bool(config.get("norm_topk_prob", False)),
+            normalize=bool(config.get("norm_topk_prob", False)),
         )
         return replace(super().read_config(config), experts=experts)
 

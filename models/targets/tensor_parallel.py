@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
 from models.layers import GatedMLP, Linear
-from models.parallel import Part, check_heads, even, inner, split
+from models.sharding import Part, check_heads, even, inner, split
 from models.targets.llama import LlamaTarget, SelfAttention
 
 

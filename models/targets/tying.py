@@ -30,7 +30,7 @@ def keeps_two(folder: Path) -> bool:
     heads = {name for name in tensors if name.startswith("lm_head.")}
     if not heads or EMBEDDING not in tensors:
         return False
-    # A quantised LM head is stored as other tensors, and was rounded separately from the embedding.
+    # A quantized LM head is stored as other tensors, and was rounded separately from the embedding.
     if heads == {LM_HEAD} and equal_values(tensors, EMBEDDING, LM_HEAD):
         return False
     log.warning(

@@ -12,7 +12,7 @@ from models.chat import TEMPLATE_FOLDER
 from models.config import read_json
 from models.gguf import is_gguf
 from models.gguf.folder import write_beside
-from models.quantised.scheme import SECTION
+from models.quantized.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
 from models.weights import split_merged

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from models.layers import Linear
 
 ALIGN = 64  # elements: tensors are aligned as if allocated separately; otherwise kernels might take other code paths
@@ -52,7 +52,7 @@ class GatheredLinear(Linear):
 
     _exact: bool | None = None  # set by `pack`
 
-    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantise_rows: bool = False) -> None:
+    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False) -> None:
         assert weight_format == "same", "refused with the configuration"
         self._exact = exact
 

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from infer.config import QUANTISED
+from infer.config import QUANTIZED
 from infer.options.cli import entry_point
-from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows, reads_blocks
+from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, reads_ggml
 from kernels.linear import PackedLinear
 from scripts.benchmarks.config import BandwidthConfig
 from scripts.benchmarks.document import describe_machine, publish
 from scripts.benchmarks.tables import by_format
 
 if TYPE_CHECKING:
-    from kernels.quantise import WeightFormat
+    from kernels.quantize import WeightFormat
 
 MIB = 2**20
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
@@ -40,13 +40,13 @@ Speeds = dict[str, float]  # GB/s by number of threads
 
 
 def layer_of(name: str, outputs: int, inputs: int) -> PackedLinear:
-    """Return a layer whose weights are random, in the format `name`: bf16, one of QUANTISED or one of FORMATS."""
+    """Return a layer whose weights are random, in the format `name`: bf16, one of QUANTIZED or one of FORMATS."""
     if name not in FORMATS:
         weight = torch.randn(outputs, inputs).to(DTYPE)
         return PackedLinear(weight, weight_format=cast("WeightFormat", "same" if name == WIDE else name))
-    size = inputs // BLOCK[name] * BLOCK_BYTES[name]
+    size = inputs // BLOCK[name] * GGML_BLOCK_BYTES[name]
     data = torch.randint(0, 256, (outputs, size), dtype=torch.uint8).bitwise_and_(FINITE)
-    return PackedLinear(BlockMatrix([BlockRows(name, data)], DTYPE))
+    return PackedLinear(GgmlMatrix([GgmlRows(name, data)], DTYPE))
 
 
 def layers_of(name: str, outputs: int, inputs: int, cold: int) -> list[PackedLinear]:
@@ -80,7 +80,7 @@ def measure(layers: dict[str, list[PackedLinear]], cold: int, rounds: int) -> di
 
 @entry_point("bandwidth", BandwidthConfig)
 def main(config: BandwidthConfig) -> None:
-    available = [WIDE, *QUANTISED, *(name for name in FORMATS if reads_blocks(name, DTYPE, CPU))]
+    available = [WIDE, *QUANTIZED, *(name for name in FORMATS if reads_ggml(name, DTYPE, CPU))]
     if unknown := [name for name in config.formats or () if name not in available]:
         raise ValueError(f"formats={unknown[0]}: not here; there are {', '.join(available)}")
     torch.manual_seed(0)

@@ -86,7 +86,7 @@ def add_window(scores: Scores, logits: Tensor, reference: Tensor, ids: Sequence[
 def our_way(model: ModelConfig, engine: EngineConfig, window: int) -> Way:
     """Return a way that computes as the engine does. Raises ValueError for a configuration that it refuses."""
     from infer.engine.loading import load_parts
-    from infer.parallel.target_worker import Shard
+    from infer.processes.target_worker import Shard
 
     target = load_parts(model, None, ProposerConfig(name="none"), output_dir="outputs", engine=engine).target
     shard, pages = Shard(target, **engine.packing), -(-window // PAGE)

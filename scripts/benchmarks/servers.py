@@ -251,7 +251,7 @@ def target_file(config: CompareConfig) -> Path:
 
 
 def target_folder(config: CompareConfig) -> Path:
-    """Return the target as a folder in Hugging Face's layout: a GGUF file is dequantised, once, under `peers`.
+    """Return the target as a folder in Hugging Face's layout: a GGUF file is dequantized, once, under `peers`.
 
     Raises ValueError for a broken file.
     """

@@ -94,7 +94,7 @@ def engine_system(
 
     A system named after a head in `heads` drafts with that one. No head drafts beyond its maximal depth.
     """
-    from infer.engine.loading import resolve_tree
+    from infer.options.exported_heads import resolve_tree
 
     source, _, shape = name.partition(":")
     drafts = shaped(proposer, shape) if shape and source != "off" else proposer

@@ -195,7 +195,7 @@ class Terminal:
         self.output, self._bytes, self._read = "", b"", 0
 
     def wait_for(self, text: str) -> str:
-        """Return the output up to and including the next `text`, without line-editing escape codes but with colours."""
+        """Return the output up to and including the next `text`, without line-editing escape codes but with colors."""
         while (index := self.output.find(text, self._read)) < 0:
             self._receive()
         begin, self._read = self._read, index + len(text)

@@ -1,4 +1,4 @@
-"""generate.py as a user runs it: texts, colours, the comparison, mistakes, Ctrl-C."""
+"""generate.py as a user runs it: texts, colors, the comparison, mistakes, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_prompt_goes_into_the_template_of_a_model_that_has_one(
     assert re.search(r"prompt +a plain text\n", generate("prompt='def wrap('"))
 
 
-def test_colour_marks_accepted_tokens_and_changes_nothing_else(generate: Generate) -> None:
+def test_color_marks_accepted_tokens_and_changes_nothing_else(generate: Generate) -> None:
     arguments = (
         "prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'",
         "proposer=ngram",
@@ -256,13 +256,13 @@ def on_a_terminal(arguments: list[str], **extra: str) -> str:
     return b"".join(pieces).decode(errors="replace")
 
 
-def test_a_terminal_gets_colour(overrides: list[str]) -> None:
+def test_a_terminal_gets_color(overrides: list[str]) -> None:
     repeated = ["prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "max_tokens=60"]
     assert GREEN in on_a_terminal(command(*overrides, *repeated, "proposer=ngram", "proposer.adaptive=false"))
 
 
 @pytest.mark.parametrize(
-    ("setting", "variables", "colour"),
+    ("setting", "variables", "color"),
     [
         ("auto", {}, True),
         ("auto", {"NO_COLOR": "1"}, False),
@@ -271,8 +271,8 @@ def test_a_terminal_gets_colour(overrides: list[str]) -> None:
         ("always", {"NO_COLOR": "1"}, True),
     ],
 )
-def test_colour_is_a_matter_of_the_terminal_and_its_user(
-    monkeypatch: pytest.MonkeyPatch, setting: str, variables: dict[str, str], colour: bool
+def test_color_is_a_matter_of_the_terminal_and_its_user(
+    monkeypatch: pytest.MonkeyPatch, setting: str, variables: dict[str, str], color: bool
 ) -> None:
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
@@ -280,7 +280,7 @@ def test_colour_is_a_matter_of_the_terminal_and_its_user(
         monkeypatch.setenv(name, value)
     ours, theirs = pty.openpty()
     with os.fdopen(ours), os.fdopen(theirs, "w") as stream:
-        assert use_color(setting, stream) is colour
+        assert use_color(setting, stream) is color
     with open(os.devnull, "w") as stream:
         assert use_color(setting, stream) is (setting == "always")
 
@@ -309,8 +309,8 @@ def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:
 
 def test_a_mistake_is_one_line(overrides: list[str]) -> None:
     result = subprocess.run(
-        command(*overrides, "colour=red"), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
+        command(*overrides, "color=red"), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 2
-    assert result.stderr.splitlines()[0].startswith("error: colour: unknown key; did you mean color?")
+    assert result.stderr.splitlines()[0].startswith("error: color: unknown key; did you mean color?")
     assert result.stdout == ""

@@ -421,8 +421,8 @@ def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(make_folder, refu
         ({"model": SOURCES[EAGLE].tensors()}, "'model' is a dict; expected nothing but tensors by name"),
         (torch.ones(3), "holds a Tensor; expected tensors by name"),
         ({"fc.bias": torch.ones(1).expand(2**40)}, "'fc.bias' [1099511627776] has more elements than the file holds"),
-        ({"fc.bias": torch.ones(3).to_sparse()}, "'fc.bias' is sparse, quantised or without data"),
-        ({"fc.bias": torch.empty(3, device="meta")}, "'fc.bias' is sparse, quantised or without data"),
+        ({"fc.bias": torch.ones(3).to_sparse()}, "'fc.bias' is sparse, quantized or without data"),
+        ({"fc.bias": torch.empty(3, device="meta")}, "'fc.bias' is sparse, quantized or without data"),
     ):
         torch.save(content, file)
         assert message in refusal(folder)

@@ -19,7 +19,7 @@ from infer.generate import run as generate
 from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.options.model_names import read_head_config
-from kernels.blocks import BLOCK_FORMATS
+from kernels.ggml import GGML_FORMATS
 from models.config import RopeConfig
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads.files import check_exported, load_head
@@ -110,7 +110,7 @@ def test_every_key_and_tensor(tmp_path):
     assert "t2d" not in written.names
 
 
-@pytest.mark.parametrize("dtype", ["f16", "bf16", *BLOCK_FORMATS])
+@pytest.mark.parametrize("dtype", ["f16", "bf16", *GGML_FORMATS])
 def test_matrices_are_stored_as_asked_and_vectors_in_fp32(tmp_path, dtype):
     write_checkpoint(FORM, source(tmp_path), tmp_path / "head.gguf", dtype=dtype)
     tensors, reader = SOURCES["safeailab-eagle3"].tensors(), GGUFReader(tmp_path / "head.gguf")

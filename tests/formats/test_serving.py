@@ -19,7 +19,7 @@ from models.formats.conversion import FORMATS, render
 from models.heads.files import load_head, read_head
 from models.heads.layer_config import reaching
 from models.layers import rope_frequencies
-from models.parallel import Part
+from models.sharding import Part
 from models.targets import load_target
 from scripts import convert
 from tests.formats.sources import SOURCES

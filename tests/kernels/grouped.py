@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.groups import GroupedRows
-from kernels.quantise import NarrowFormat
+from kernels.quantize import NarrowFormat
 
 
 def make_groups(

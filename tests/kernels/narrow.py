@@ -1,4 +1,4 @@
-"""Largest rounding errors of quantised weights, as a share of the largest weight with the same scale."""
+"""Largest rounding errors of quantized weights, as a share of the largest weight with the same scale."""
 
 from __future__ import annotations
 

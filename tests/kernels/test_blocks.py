@@ -12,10 +12,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
-from kernels.blocks import BLOCK, BLOCK_BYTES, BLOCK_FORMATS, FORMATS, BlockMatrix, BlockRows, reads_blocks
 from kernels.cpu import library as building
 from kernels.cpu.level import level
 from kernels.cpu.library import SWITCH, library
+from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GGML_FORMATS, GgmlMatrix, GgmlRows, reads_ggml
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
 from tests.gguf_writing import random_blocks
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this
 
 
 def make(name, rows, columns, seed=0):
-    """Return random rows in blocks, and their weights in fp32 as the package dequantises them."""
+    """Return random rows in blocks, and their weights in fp32 as the package dequantizes them."""
     raw = random_blocks(Kind[name], rows, columns, columns**-0.5, seed)
-    return BlockRows(name, torch.from_numpy(raw)), torch.from_numpy(quants.dequantize(raw, Kind[name]).copy())
+    return GgmlRows(name, torch.from_numpy(raw)), torch.from_numpy(quants.dequantize(raw, Kind[name]).copy())
 
 
 def states(rows, columns, dtype):
@@ -57,7 +57,7 @@ def test_every_weight_is_exactly_the_packages(name):
     rows, weight = make(name, 150, 512)
     ids = torch.tensor([149, 0, 63, 64, 7, 7])
     for dtype in DTYPES:
-        linear = PackedLinear(BlockMatrix([rows], dtype))
+        linear = PackedLinear(GgmlMatrix([rows], dtype))
         assert torch.equal(linear.weight_rows(ids), weight[ids].to(dtype))
         assert linear.unpacked_weight() is None
     assert weight.std() == pytest.approx(512**-0.5, rel=0.6)
@@ -68,7 +68,7 @@ def test_every_weight_is_exactly_the_packages(name):
 def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(name, dtype, threads):
     rows, weight = make(name, 200, 768)
     bias, x = torch.randn(200, generator=torch.Generator().manual_seed(5)).to(dtype), states(512, 768, dtype)
-    linear = PackedLinear(BlockMatrix([rows], dtype), bias)
+    linear = PackedLinear(GgmlMatrix([rows], dtype), bias)
     expected = linear(x)
     assert error(expected, x, weight, bias) < TOLERANCE[dtype]
     for count in (1, 2):
@@ -84,10 +84,10 @@ def test_parts_of_several_formats_are_computed_as_layers_of_their_own(dtype, thr
     sizes = {"Q4_1": 40, "Q8_0": 70, "Q6_K": 24, "Q4_K": 130}
     parts = {name: make(name, count, 256, index) for index, (name, count) in enumerate(sizes.items())}
     bias = torch.randn(sum(sizes.values()), generator=torch.Generator().manual_seed(6)).to(dtype)
-    merged, x = PackedLinear(BlockMatrix([rows for rows, _ in parts.values()], dtype), bias), states(100, 256, dtype)
+    merged, x = PackedLinear(GgmlMatrix([rows for rows, _ in parts.values()], dtype), bias), states(100, 256, dtype)
     ends = [0, *np.cumsum(list(sizes.values())).tolist()]
     alone = [
-        PackedLinear(BlockMatrix([rows], dtype), bias[first:end])(x)
+        PackedLinear(GgmlMatrix([rows], dtype), bias[first:end])(x)
         for (rows, _), (first, end) in zip(parts.values(), pairwise(ends), strict=True)
     ]
     for count, width in ((1, 1), (2, 1), (2, 100), (1, 7)):
@@ -98,7 +98,7 @@ def test_parts_of_several_formats_are_computed_as_layers_of_their_own(dtype, thr
 def test_parts_of_one_format_are_joined_and_rows_reordered():
     order = torch.randperm(90, generator=torch.Generator().manual_seed(1))[:50]
     (first, weight), (second, other) = make("Q5_0", 90, 64), make("Q5_0", 33, 64, seed=1)
-    matrix = BlockMatrix([BlockRows("Q5_0", first.data, order), second], torch.float32)
+    matrix = GgmlMatrix([GgmlRows("Q5_0", first.data, order), second], torch.float32)
     linear = PackedLinear(matrix)
     assert matrix.shape == (83, 64)
     assert torch.equal(linear.weight_rows(torch.arange(83)), torch.cat([weight[order], other]))
@@ -107,7 +107,7 @@ def test_parts_of_one_format_are_joined_and_rows_reordered():
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_takes_the_memory_of_the_file(name):
     rows, _ = make(name, 256, 1024)
-    packed, stored = PackedLinear(BlockMatrix([rows], torch.bfloat16)).bytes, rows.data.numel()
+    packed, stored = PackedLinear(GgmlMatrix([rows], torch.bfloat16)).bytes, rows.data.numel()
     assert stored <= packed <= stored * LARGEST
 
 
@@ -116,40 +116,40 @@ def test_it_takes_the_memory_of_the_file(name):
 def test_a_damaged_block_is_an_error_that_names_matrix_and_place(name, value, threads):
     threads(2)
     rows, _ = make(name, 100, 512)
-    size, blocks = BLOCK_BYTES[name], 512 // BLOCK[name]
+    size, blocks = GGML_BLOCK_BYTES[name], 512 // BLOCK[name]
     place = (57 * blocks + 1) * size
     scale = place + (size - 2 if name == "Q6_K" else 0)
     rows.data.view(-1)[scale : scale + 2] = torch.from_numpy(np.array([value], np.float16).view(np.uint8))
-    damaged = BlockRows(name, rows.data, source="a.gguf: blk.0.x", offset=1000)
+    damaged = GgmlRows(name, rows.data, source="a.gguf: blk.0.x", offset=1000)
     with pytest.raises(ValueError, match=rf"a\.gguf: blk\.0\.x: damaged: the {name} block at byte {1000 + place:,} "):
-        PackedLinear(BlockMatrix([damaged], torch.float32))
+        PackedLinear(GgmlMatrix([damaged], torch.float32))
 
 
 def test_what_no_kernel_reads(monkeypatch):
-    assert reads_blocks("Q4_0", torch.bfloat16, CPU)
-    assert not reads_blocks("IQ4_XS", torch.bfloat16, CPU)
-    assert not reads_blocks("Q4_0", torch.float16, CPU)
+    assert reads_ggml("Q4_0", torch.bfloat16, CPU)
+    assert not reads_ggml("IQ4_XS", torch.bfloat16, CPU)
+    assert not reads_ggml("Q4_0", torch.float16, CPU)
     library.cache_clear()
     monkeypatch.setenv(SWITCH, "torch")
-    assert not reads_blocks("Q4_0", torch.bfloat16, CPU)
+    assert not reads_ggml("Q4_0", torch.bfloat16, CPU)
     library.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("block_format", BLOCK_FORMATS)
-def test_a_weight_is_quantised_as_the_package_does(block_format, dtype):
-    """Rows of fp16, which no kernel reads, get the same weights, dequantised."""
+@pytest.mark.parametrize("ggml_format", GGML_FORMATS)
+def test_a_weight_is_quantized_as_the_package_does(ggml_format, dtype):
+    """Rows of fp16, which no kernel reads, get the same weights, dequantized."""
     weight, x = (0.1 * states(130, 96, dtype)).to(dtype), states(5, 96, dtype)
-    kind = Kind[block_format.upper()]
+    kind = Kind[ggml_format.upper()]
     expected = torch.from_numpy(quants.dequantize(quants.quantize(weight.float().numpy(), kind), kind).copy())
-    linear = PackedLinear(weight, weight_format=block_format)
+    linear = PackedLinear(weight, weight_format=ggml_format)
     assert linear.unpacked_weight() is None
     assert error(linear(x), x, expected.to(dtype)) < TOLERANCE.get(dtype, 2e-3)
     assert torch.equal(linear(x[:1]), linear(x)[:1])
     if dtype is not torch.float16:
         assert torch.equal(linear.weight_rows(torch.arange(130)), expected.to(dtype))
         assert linear.bytes < 192 * 96 * 34 / 32 * 1.01  # outputs are padded to a multiple of 64
-    steps = 2 ** int(block_format[1])
+    steps = 2 ** int(ggml_format[1])
     assert 0 < (expected - weight.float()).abs().max() < 1.2 * weight.abs().max() / (steps / 2)
 
 
@@ -170,7 +170,7 @@ def other_layers(dtype):
     """Return layers of 256 inputs in all formats, with the weights as floats."""
     for name in FORMATS:
         rows, weight = make(name, 70, 256)
-        yield PackedLinear(BlockMatrix([rows], dtype)), weight
+        yield PackedLinear(GgmlMatrix([rows], dtype)), weight
     for groups in (make_groups(70, 256, *kind) for kind in GROUPS):
         yield PackedLinear(GroupedMatrix([groups], dtype)), groups.widened()
 
@@ -187,7 +187,7 @@ def test_other_processors_give_the_same_weights_and_match_float64(processor, com
             assert torch.equal(linear(x[:1]), linear(x)[:1])
         for name in FORMATS:
             rows, weight = make(name, 70, 256)
-            linear = PackedLinear(BlockMatrix([rows], dtype))
+            linear = PackedLinear(GgmlMatrix([rows], dtype))
             assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
 
 

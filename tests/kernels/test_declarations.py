@@ -8,17 +8,17 @@ import subprocess
 import pytest
 import torch
 
-from kernels.blocks import FORMATS
-from kernels.cpu import attention, blocks, decoder, draft, linear, vocabulary, walk
+from kernels.cpu import attention, decoder, draft, ggml, linear, vocabulary, walk
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import KINDS, LANES, compiler, flags, library
+from kernels.ggml import FORMATS
 
 STRUCTURES = {
     "attention_args": (attention.Arguments, "attention.h"),
     "linear_args": (linear.Arguments, "linear.h"),
     "pack_args": (linear.PackArguments, "pack.c"),
     "convolution": (decoder.Convolved, "decoder.h"),
-    "blocks_args": (blocks.Arguments, "blocks.c"),
+    "blocks_args": (ggml.Arguments, "blocks.c"),
     "decoder_layer": (decoder.Layer, "decoder.h"),
     "decoder_args": (decoder.Arguments, "decoder.h"),
     "draft_args": (draft.Arguments, "draft.c"),

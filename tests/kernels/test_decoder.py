@@ -9,9 +9,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from infer.kvcache.tensors import KVLayers, LayerShape, PooledAttention
-from infer.parallel.target_worker import Shard
-from kernels.blocks import BlockMatrix, BlockRows
+from infer.processes.target_worker import Shard
 from kernels.cpu.library import library
+from kernels.ggml import GgmlMatrix, GgmlRows
 from kernels.groups import GroupedMatrix
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
@@ -66,7 +66,7 @@ CONFIGS = {
         num_kv_heads=1,
         windows=(7, None, 40),
         activation="gelu_pytorch_tanh",
-        centred_norms=True,
+        centered_norms=True,
         attention_scale=0.05,
         embedding_scale=9.0,
         local_rope=RopeConfig(theta=200.0),
@@ -79,7 +79,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this
 
 def make(config, family=None):
     torch.manual_seed(0)
-    target = (family or (Gemma3Target if config.centred_norms else LlamaTarget))(config)
+    target = (family or (Gemma3Target if config.centered_norms else LlamaTarget))(config)
     for name, parameter in target.named_parameters():
         scale, offset = (0.1, 1.0) if "norm" in name else (parameter.shape[-1] ** -0.5, 0.0)
         torch.nn.init.normal_(parameter, offset, scale)
@@ -162,7 +162,7 @@ def test_weights_stored_in_several_formats_give_the_bits_of_the_operations_too(
     name, dtype, stored, activations, threads, monkeypatch
 ):
     config = replace(CONFIGS[name], hidden_size=96, intermediate_size=160)
-    target, make_part, matrix = make(config).to(dtype), make_blocks, BlockMatrix
+    target, make_part, matrix = make(config).to(dtype), make_blocks, GgmlMatrix
     kinds = ("Q4_1", "Q8_0", "Q5_0")
     if stored == "groups":
         # groups of 16 are read in floating point only
@@ -170,7 +170,7 @@ def test_weights_stored_in_several_formats_give_the_bits_of_the_operations_too(
         make_part, matrix = (lambda kind, *sizes: make_groups(*sizes, *kind)), GroupedMatrix
     for layer in (module for module in target.modules() if isinstance(module, Linear)):
         parts = zip(kinds, split_sizes(layer.out_features), strict=True)
-        layer.pack_blocks(matrix([make_part(kind, rows, layer.in_features) for kind, rows in parts], dtype))
+        layer.pack_ggml(matrix([make_part(kind, rows, layer.in_features) for kind, rows in parts], dtype))
     shard, tokens, outputs = Shard(target, activations=activations), tokens_of(config), []
     shard.allocate(2 * (LENGTH // PAGE + 6), PAGE)
     if fused_decoder(target) is None:
@@ -188,7 +188,7 @@ def split_sizes(outputs):
 
 
 def make_blocks(kind, rows, inputs):
-    return BlockRows(kind, torch.from_numpy(random_blocks(Kind[kind], rows, inputs, inputs**-0.5, rows)))
+    return GgmlRows(kind, torch.from_numpy(random_blocks(Kind[kind], rows, inputs, inputs**-0.5, rows)))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
@@ -231,7 +231,7 @@ def test_what_no_kernel_takes_runs_operation_by_operation():
     for config in (replace(PLAIN, hidden_size=88), replace(PLAIN, head_dim=80), replace(PLAIN, intermediate_size=136)):
         assert fused_decoder(serve(config, torch.float32).target) is None
     assert fused_decoder(serve(PLAIN, torch.float16).target) is None
-    experts = replace(PLAIN, experts=ExpertsConfig(4, 2, 32, normalise=True))
+    experts = replace(PLAIN, experts=ExpertsConfig(4, 2, 32, normalize=True))
     assert fused_decoder(Shard(make(experts, Qwen3MoeTarget)).target) is None
 
 

@@ -50,10 +50,10 @@ def test_rms_norm(in_c, dtype, shape):
 
 
 @torch.no_grad()
-def test_a_centred_norm_scales_by_one_more_and_rounds_once(in_c, dtype):
+def test_a_centered_norm_scales_by_one_more_and_rounds_once(in_c, dtype):
     x, weight = torch.randn(5, 256).to(dtype) * 3, torch.randn(256).to(dtype)
     expected = F.rms_norm(x.double(), (256,), 1 + weight.double(), 1e-6)
-    actual = elementwise.rms_norm(x, weight, 1e-6, centred=True)
+    actual = elementwise.rms_norm(x, weight, 1e-6, centered=True)
     close(actual, expected, dtype)
     if dtype is torch.bfloat16:  # correctly rounded, except next to the middle of two values
         assert (actual == expected.to(dtype)).float().mean() > 0.99
@@ -111,8 +111,8 @@ def test_with_gradients_it_is_torch():
     elementwise.rms_norm(x, weight, 1e-5).sum().backward()
     assert x.grad is not None
     elementwise.silu_mul(x).sum().backward()
-    centred = elementwise.rms_norm(x, weight, 1e-5, centred=True)
-    torch.testing.assert_close(centred, F.rms_norm(x, (32,), 1 + weight, 1e-5))
+    centered = elementwise.rms_norm(x, weight, 1e-5, centered=True)
+    torch.testing.assert_close(centered, F.rms_norm(x, (32,), 1 + weight, 1e-5))
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(elementwise.gelu_mul(x), F.gelu(gate, approximate="tanh") * up)
 

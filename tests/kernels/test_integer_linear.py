@@ -1,16 +1,16 @@
-"""Rows quantised to 8 bits: integer products match float64 over the quantised values; a row's bits are its own."""
+"""Rows quantized to 8 bits: integer products match float64 over the quantized values; a row's bits are its own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernels.blocks import FORMATS, BlockMatrix, BlockRows
 from kernels.cpu.level import level
 from kernels.cpu.library import library
+from kernels.ggml import FORMATS, GgmlMatrix, GgmlRows
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
-from kernels.quantise import quantise, widen
+from kernels.quantize import quantize, widen
 from tests.kernels.grouped import make_groups
 from tests.kernels.test_blocks import FAST_BUILD, error, make, states, threads
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this
 __all__ = ["threads"]  # a fixture
 
 
-def quantised(x):
+def quantized(x):
     """Return x as the kernel reads it, in float64: 32 inputs at a time, multiples of their largest magnitude / 127."""
     blocks = x.float().unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
@@ -44,12 +44,12 @@ def make_linear(name, outputs, inputs, dtype, bias=None):
         weight = grouped.widened()[:, order]
     elif name in FORMATS:
         rows, weight = make(name, outputs, inputs)
-        linear = PackedLinear(BlockMatrix([rows], dtype), bias)
+        linear = PackedLinear(GgmlMatrix([rows], dtype), bias)
     else:
         weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).to(dtype) * inputs**-0.5
         linear = PackedLinear(weight, bias, weight_format=name)
-        weight = widen(*quantise(weight, name))
-    assert linear.quantise_rows()
+        weight = widen(*quantize(weight, name))
+    assert linear.quantize_rows()
     return linear, weight, order
 
 
@@ -60,7 +60,7 @@ def test_it_matches_float64_and_a_rows_bits_depend_on_it_alone(name, dtype, thre
     x[3], x[5, 64:] = 0, 0
     linear, weight, order = make_linear(name, 200, 768, dtype, bias)
     expected, read = linear(x), x[:, order]
-    assert error(expected, quantised(read), weight, bias) < TOLERANCE[dtype]
+    assert error(expected, quantized(read), weight, bias) < TOLERANCE[dtype]
     assert 1e-4 < error(expected.float(), read, weight, bias) < 2e-2
     for count in (1, 2):
         threads(count)
@@ -83,23 +83,23 @@ def test_sums_of_the_largest_products_are_exact(name):
         kept = blocks[:, list(scales)].clone()
         blocks[:] = pattern
         blocks[:, list(scales)] = kept
-        linear = PackedLinear(BlockMatrix([BlockRows(name, data)], torch.float32))
-        assert linear.quantise_rows()
+        linear = PackedLinear(GgmlMatrix([GgmlRows(name, data)], torch.float32))
+        assert linear.quantize_rows()
         weight = linear.weight_rows(torch.arange(64))
         for x in (torch.ones(1, 256), -torch.ones(1, 256), torch.ones(1, 256) * torch.tensor([1.0, -1.0]).repeat(128)):
-            wanted = quantised(x) @ weight.double().T
-            bound = 1e-6 * (quantised(x).abs() @ weight.double().abs().T)
+            wanted = quantized(x) @ weight.double().T
+            bound = 1e-6 * (quantized(x).abs() @ weight.double().abs().T)
             assert ((linear(x).double() - wanted).abs() <= bound).all(), pattern
 
 
 def test_parts_of_several_formats_are_computed_as_layers_of_their_own(threads):
     parts = {name: make(name, count, 256)[0] for name, count in (("Q4_1", 40), ("Q6_K", 70), ("Q8_0", 24))}
-    merged, x = PackedLinear(BlockMatrix(list(parts.values()), torch.bfloat16)), states(100, 256, torch.bfloat16)
-    assert merged.quantise_rows()
+    merged, x = PackedLinear(GgmlMatrix(list(parts.values()), torch.bfloat16)), states(100, 256, torch.bfloat16)
+    assert merged.quantize_rows()
     alone = []
     for rows in parts.values():
-        linear = PackedLinear(BlockMatrix([rows], torch.bfloat16))
-        assert linear.quantise_rows()
+        linear = PackedLinear(GgmlMatrix([rows], torch.bfloat16))
+        assert linear.quantize_rows()
         alone.append(linear(x))
     for count, width in ((1, 1), (2, 1), (2, 100), (1, 7)):
         threads(count)
@@ -124,7 +124,7 @@ def test_other_weights_stay_as_they_are(name, inputs):
     weight, x = states(96, inputs, torch.float32), states(3, inputs, torch.float32)
     linear = PackedLinear(weight, weight_format=name)
     before = linear(x)
-    assert not linear.quantise_rows()
+    assert not linear.quantize_rows()
     assert torch.equal(linear(x), before)
 
 
@@ -140,7 +140,7 @@ def test_other_processors_give_the_same_integers(processor, compiled):
     for (name, dtype), wanted in zip(layers, expected, strict=True):
         linear, weight, order = make_linear(name, 70, 256, dtype)
         out = linear(x[dtype])
-        assert error(out, quantised(x[dtype][:, order]), weight) < TOLERANCE[dtype]
+        assert error(out, quantized(x[dtype][:, order]), weight) < TOLERANCE[dtype]
         assert torch.equal(linear(x[dtype][:1]), out[:1])
         if fused and processor != "x86-64":  # which has no fused multiply-add
             assert torch.equal(out, wanted), (name, dtype)

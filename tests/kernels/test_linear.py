@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from kernels.cpu.library import library
 from kernels.linear import PackedLinear, assert_row_invariant
-from kernels.quantise import quantise, widen
+from kernels.quantize import quantize, widen
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -58,7 +58,7 @@ def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike
         weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
         linear, x = PackedLinear(weight, bias, weight_format=weight_format), torch.randn(600, inputs).bfloat16()
         full = linear(x)
-        stored = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
+        stored = weight if weight_format == "same" else widen(*quantize(weight, weight_format))
         expected = x.double() @ stored.double().T + bias.double()
         assert ((full.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * inputs).all()
         for count in (*range(1, 70), 97, 192, 193, 511, 513):

@@ -7,9 +7,9 @@ import torch
 
 from kernels.capabilities import product_dtype
 from kernels.cpu.library import SWITCH, library
-from kernels.cpu.linear import NativeLinear, quantised_segment
+from kernels.cpu.linear import NativeLinear, quantized_segment
 from kernels.linear import PackedLinear, assert_row_invariant
-from kernels.quantise import group_size, quantise, widen
+from kernels.quantize import group_size, quantize, widen
 from kernels.triton import in_use
 from tests.kernels.narrow import ERROR
 from tests.pairwise import parametrize_pairs
@@ -39,7 +39,7 @@ def kernels(request, monkeypatch):
 def test_every_weight_is_the_nearest_multiple_of_its_scale(weight_format):
     weight, _ = make(320, 50)
     weight[:, :64] *= 30  # of the first group alone
-    stored, scale = quantise(weight, weight_format)
+    stored, scale = quantize(weight, weight_format)
     groups = weight.unflatten(1, (-1, 64 if weight_format == "int4" else 320))
     largest = groups.abs().amax(-1, keepdim=True)
     error = (widen(stored, scale).view_as(groups) - groups).abs() / largest
@@ -49,7 +49,7 @@ def test_every_weight_is_the_nearest_multiple_of_its_scale(weight_format):
 
 @pytest.mark.parametrize("weight_format", ERROR)
 def test_a_weight_of_zeros_stays_zero(weight_format):
-    stored, scale = quantise(torch.zeros(2, 32), weight_format)
+    stored, scale = quantize(torch.zeros(2, 32), weight_format)
     assert stored.float().count_nonzero() == 0
     assert scale.unique().tolist() == [1]
 
@@ -69,7 +69,7 @@ def test_groups_are_the_largest_that_divide_a_row():
 )
 def test_it_matches_float64_for_any_leading_shape(kernels, dtype, weight_format, inputs, outputs):
     weight, bias = make(inputs, outputs, dtype)
-    wide = widen(*quantise(weight, weight_format)).double()
+    wide = widen(*quantize(weight, weight_format)).double()
     for offset in (None, bias):
         linear = PackedLinear(weight, offset, weight_format=weight_format)
         for shape in [(1,), (2, 3), (17,)]:
@@ -115,7 +115,7 @@ def test_every_8_bit_weight_is_exact_in_bf16():
         finite = values[values.float().isfinite()].repeat_interleave(2)  # both halves of a pair
         weight = torch.zeros(1, 512, dtype=values.dtype)
         weight[0, : len(finite)] = finite
-        segment = quantised_segment(weight.expand(3, -1).contiguous(), torch.ones(3), weight_format)
+        segment = quantized_segment(weight.expand(3, -1).contiguous(), torch.ones(3), weight_format)
         linear = NativeLinear([segment], 512, None, torch.bfloat16)
         identity = torch.eye(512, dtype=torch.bfloat16)
         for rows in (1, 4, 8, 12):

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from kernels.attention import plan_attention
-from kernels.blocks import FORMATS, BlockMatrix
 from kernels.cpu import attention, linear
 from kernels.cpu.library import library
+from kernels.ggml import FORMATS, GgmlMatrix
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
-from kernels.quantise import quantise, widen
+from kernels.quantize import quantize, widen
 from kernels.reference.attention import paged_attention
 from kernels.rows import AttentionRows
 from tests.kernels.emulated import AARCH64, build, emulate, missing
 from tests.kernels.grouped import make_groups
 from tests.kernels.test_blocks import TOLERANCE, error, make, states
-from tests.kernels.test_integer_linear import quantised
+from tests.kernels.test_integer_linear import quantized
 
 pytestmark = [
     pytest.mark.sources("kernels", "tests/kernels"),
@@ -51,13 +51,13 @@ def test_layers_match_float64_in_any_number_of_rows(name: Any, dtype: torch.dtyp
     weight, x = states(outputs, inputs, dtype) * inputs**-0.5, states(20, inputs, dtype)
     if name in FORMATS:
         rows, stored = make(name, outputs, inputs)
-        layer = PackedLinear(BlockMatrix([rows], dtype))
+        layer = PackedLinear(GgmlMatrix([rows], dtype))
     elif name == "groups":
         groups = make_groups(outputs, inputs, "int4", 64, torch.float16, True, True)
         layer, stored = PackedLinear(GroupedMatrix([groups], dtype)), groups.widened()
     else:
         layer = PackedLinear(weight, weight_format=name)
-        stored = weight.float() if name == "same" else widen(*quantise(weight, name))
+        stored = weight.float() if name == "same" else widen(*quantize(weight, name))
     if layer.native is None:
         pytest.skip("this processor has no such kernel")
     out = layer(x)
@@ -65,9 +65,9 @@ def test_layers_match_float64_in_any_number_of_rows(name: Any, dtype: torch.dtyp
     for count in (1, 5):
         assert torch.equal(layer(x[:count]), out[:count])
     if name in FORMATS:
-        assert layer.quantise_rows()
+        assert layer.quantize_rows()
         out = layer(x)
-        assert error(out, quantised(x), stored) < TOLERANCE[dtype]
+        assert error(out, quantized(x), stored) < TOLERANCE[dtype]
         assert torch.equal(layer(x[:1]), out[:1])
 
 

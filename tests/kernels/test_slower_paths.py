@@ -32,7 +32,7 @@ def run_sweep() -> None:
     """Check every combination in this process; print what computed it, as JSON. The body of the test below."""
     from kernels.groups import GroupedMatrix, why_unread
     from kernels.linear import assert_row_invariant
-    from kernels.quantise import quantise, widen
+    from kernels.quantize import quantize, widen
     from tests.kernels.grouped import make_groups
 
     generator, cpu, kernels = torch.Generator().manual_seed(0), torch.device("cpu"), dict[str, str]()
@@ -45,7 +45,7 @@ def run_sweep() -> None:
             layer = PackedLinear(weight, offset, weight_format=weight_format)
             stored = weight.float()
             if weight_format in ("int8", "fp8", "int4"):
-                stored = widen(*quantise(weight, weight_format))
+                stored = widen(*quantize(weight, weight_format))
             elif weight_format != "same":
                 stored = None  # tests/kernels/test_blocks.py checks the values
             check(layer, dtype, stored, offset)

@@ -49,7 +49,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
     """`make_engine(dtype, proposer, **engine config)`; the tiny target stops at no token, so lengths are its own.
 
     `draft_model`: "same" drafts with the target itself, whose greedy drafts are always accepted, "other" with another
-    model. `head`: one of ONE_OF_EACH; by default a random EAGLE-3 head initialised from the target's weights.
+    model. `head`: one of ONE_OF_EACH; by default a random EAGLE-3 head initialized from the target's weights.
     """
 
     def make(

@@ -27,7 +27,7 @@ def assert_nothing_left(engine: Engine) -> None:
     scheduler, pages = engine._scheduler, engine._pool.pages
     assert not scheduler.running
     assert not scheduler.waiting
-    assert sorted(scheduler._free_slots) == list(range(engine.config.max_batch))
+    assert sorted(scheduler._free_rows) == list(range(engine.config.max_batch))
     check_pool(engine._pool, [])
     assert pages.free == pages.count
     assert not kept(engine)

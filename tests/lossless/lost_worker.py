@@ -13,8 +13,8 @@ import torch
 
 from infer.config import EngineConfig, ModelConfig
 from infer.engine import Engine
-from infer.parallel import comm, launch
-from infer.parallel.process_end import run_process
+from infer.processes import comm, launch
+from infer.processes.process_end import run_process
 
 
 class Unfinished:

@@ -26,7 +26,7 @@ from models.tokenizer import Tokenizer
 from tests.gguf_writing import write_gguf
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 from tests.pools import check_pool
-from tests.unit.quantised_writers import gptq, gptq_config, write
+from tests.unit.quantized_writers import gptq, gptq_config, write
 from tests.vocabularies import write_tokenizer
 
 V = 384
@@ -273,9 +273,9 @@ def test_a_draft_model_in_fewer_bits(tiny_target_folder, prompts, plain, weights
 
 
 @pytest.fixture(scope="module")
-def quantised(tiny_target_folder, tmp_path_factory):
+def quantized(tiny_target_folder, tmp_path_factory):
     """The target as files in blocks and in groups, by format."""
-    folder = tmp_path_factory.mktemp("quantised")
+    folder = tmp_path_factory.mktemp("quantized")
     write_gguf(tiny_target_folder, folder / "tiny.gguf", (Kind.Q8_0,), tokenizer=True)
     write(tiny_target_folder, gptq_config(32), gptq(4, 32), folder / "gptq", folder / "dense")
     return {"Q8_0": folder / "tiny.gguf", "GPTQ": folder / "gptq"}
@@ -283,15 +283,15 @@ def quantised(tiny_target_folder, tmp_path_factory):
 
 @pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 @pytest.mark.parametrize(("name", "least"), [("Q8_0", 0.8), ("GPTQ", 0.3)])
-def test_a_quantised_draft_model_stays_in_its_bits(tiny_target_folder, quantised, prompts, plain, name, least):
+def test_a_quantized_draft_model_stays_in_its_bits(tiny_target_folder, quantized, prompts, plain, name, least):
     for weights in ("same", "auto", "int8"):
-        engine = load(tiny_target_folder, quantised[name], engine=SMALL | {"draft_weights": weights})
+        engine = load(tiny_target_folder, quantized[name], engine=SMALL | {"draft_weights": weights})
         assert ids(engine.generate(prompts, GREEDY)) == plain[GREEDY]
-        (accepted, drafted), formats = first_tokens(engine), engine.draft_model.model.block_formats
+        (accepted, drafted), formats = first_tokens(engine), engine.draft_model.model.ggml_formats
         assert drafted * least < accepted < drafted
         assert bool(formats) == (weights != "int8")
         ((_, path), (_, text)) = describe_draft_model(engine)
-        assert path == str(quantised[name])
+        assert path == str(quantized[name])
         assert text == ("int8" if weights == "int8" else f"{formats[0]} as published")
 
 

@@ -19,7 +19,7 @@ from infer.config import EngineConfig
 from infer.engine.step import StepRunner
 from infer.graphs.cuda_graph import Graph, doubling
 from infer.graphs.step_graph import StepGraphs, wants_graphs
-from infer.parallel.target_worker import Shard
+from infer.processes.target_worker import Shard
 from infer.request import DrafterState, SamplingParams
 from tests.heads import ONE_OF_EACH, make_head
 from tests.lossless.leftovers import assert_nothing_left

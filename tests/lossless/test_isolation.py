@@ -88,7 +88,7 @@ def test_a_failure_at_any_stage_is_one_request_s(engine, chains, make_plain, mon
 
 def nothing_is_held(engine):
     check_pool(engine._pool, [])
-    assert sorted(engine._scheduler._free_slots) == list(range(8))
+    assert sorted(engine._scheduler._free_rows) == list(range(8))
 
 
 def test_a_panic_in_rust_is_one_request_s_too(engine, make_plain, monkeypatch):

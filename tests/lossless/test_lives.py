@@ -217,7 +217,7 @@ class Lives(RuleBasedStateMachine):
         check_pages(pool.pages, [page for pages in held for page in pages])
         if not self.hogged:
             check_pool(pool, running)
-        assert sorted([*scheduler._free_slots, *(request.slot for request in running)]) == list(
+        assert sorted([*scheduler._free_rows, *(request.table_row for request in running)]) == list(
             range(engine.config.max_batch)
         )
         assert Counter(request.request_id for request in (*running, *waiting)) == Counter(self.alive)

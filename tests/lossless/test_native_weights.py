@@ -20,7 +20,7 @@ from models.targets import load_target
 from tests.gguf_writing import write_gguf
 from tests.heads import make_head
 from tests.lossless.plain import GREEDY, ids
-from tests.unit.quantised_writers import gptq, gptq_config, write
+from tests.unit.quantized_writers import gptq, gptq_config, write
 
 KINDS = {"Q4_1": (Kind.Q4_1,), "Q4_K_M": (Kind.Q4_K, Kind.Q6_K, Kind.Q5_0)}
 FORMATS = (*KINDS, "GPTQ")
@@ -51,8 +51,8 @@ def checkpoints(make_target_folder, tmp_path_factory):
             place = tmp_path_factory.mktemp("checkpoint")
             folder = make_target_folder(seed=4, tie_word_embeddings=True, **(small if name == "GPTQ" else sizes))
             if name == "GPTQ":  # columns in an order of activations, with zero points
-                quantise = gptq(4, 32, symmetric=False, shuffled=True)
-                write(folder, gptq_config(32, desc_act=True, sym=False), quantise, place / "tiny", place / "dense")
+                quantize = gptq(4, 32, symmetric=False, shuffled=True)
+                write(folder, gptq_config(32, desc_act=True, sym=False), quantize, place / "tiny", place / "dense")
                 written[name] = place / "tiny"
             else:
                 written[name] = place / "tiny.gguf"
@@ -83,7 +83,7 @@ def make_engine(checkpoint, dtype, proposer="none", shape=None, **config):
 def test_drafts_change_no_token(checkpoints, name, activations, dtype):
     checkpoint = checkpoints(name)
     oracle = make_engine(checkpoint, dtype, max_batch=1, prefix_cache=False, activations=activations)
-    assert len(oracle.target.block_formats) == len(KINDS.get(name, "G"))
+    assert len(oracle.target.ggml_formats) == len(KINDS.get(name, "G"))
     expected = [[ids(oracle.generate([prompt], params))[0] for prompt in PROMPTS] for params in PARAMETERS]
     assert oracle.stats.cached_tokens == oracle.stats.preemptions == 0
     for proposer, shape in DRAFTS.values():

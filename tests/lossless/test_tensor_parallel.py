@@ -14,7 +14,7 @@ import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.parallel.comm import RankLost
+from infer.processes.comm import RankLost
 from infer.request import SamplingParams
 from models.heads import HEADS
 from models.heads.config import HeadConfig

@@ -10,7 +10,7 @@ import pytest
 from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.responses import ResponsesRequest
 from infer.server.protocol.tools import MAX_CALLS
-from models.chat import normalise_message
+from models.chat import normalize_message
 from tests.server.harness import MODEL, Server
 from tests.server.talking import ASKED
 from tests.server.test_tools import ADD, MESSAGES
@@ -112,7 +112,7 @@ def send_back(server: Server, message: Json, items: list[Json]) -> None:
     if not items:
         return  # a response has no item for an empty message
     rendered = [
-        [normalise_message(message) for message in body.conversation]
+        [normalize_message(message) for message in body.conversation]
         for body in (ChatRequest(**chat), ResponsesRequest(**responses))
     ]
     for turns in rendered:
@@ -195,7 +195,7 @@ def test_reasoning_goes_back(talking: dict[str, Server]) -> None:
         ]
         assert [response.status_code for response in responses] == [200, 200]
         expected, turns = ChatRequest(**chat).conversation, ResponsesRequest(**body).conversation
-        assert list(map(normalise_message, turns)) == list(map(normalise_message, expected))
+        assert list(map(normalize_message, turns)) == list(map(normalize_message, expected))
 
 
 def test_a_turn_may_have_more_calls_than_a_message_of_a_chat_may_list() -> None:

@@ -129,11 +129,11 @@ def test_many_stop_strings(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("/v1/completions", {"prompt": "x", "max_tokens": 1, "colour": 1}, "colour"),
-        ("/v1/chat/completions", {"messages": [MESSAGES[0] | {"colour": 1}], "max_tokens": 1}, "messages[0].colour"),
-        ("/v1/responses", {"input": [MESSAGES[0] | {"colour": 1}], "max_output_tokens": 1}, "input[0].colour"),
-        ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
-        ("/detokenize", {"tokens": [1], "colour": 1}, "colour"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1, "color": 1}, "color"),
+        ("/v1/chat/completions", {"messages": [MESSAGES[0] | {"color": 1}], "max_tokens": 1}, "messages[0].color"),
+        ("/v1/responses", {"input": [MESSAGES[0] | {"color": 1}], "max_output_tokens": 1}, "input[0].color"),
+        ("/tokenize", {"prompt": "x", "color": 1}, "color"),
+        ("/detokenize", {"tokens": [1], "color": 1}, "color"),
     ],
 )
 def test_unknown_fields_of_every_endpoint(

@@ -24,7 +24,7 @@ from infer.server.protocol.fields import MAX_WARNINGS, Strict, UnknownFields
 from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
 from infer.server.protocol.responses import ResponsesRequest
 from infer.server.protocol.tools import OtherTool
-from models.chat import content_text, normalise_message
+from models.chat import content_text, normalize_message
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -239,7 +239,7 @@ def test_messages_of_clients_pass(message: dict[str, Any], text: str) -> None:
     body = ChatRequest.model_validate(CHAT | {"messages": [message]})
     UnknownFields(strict=True).check(body)
     (rendered,) = [message.for_template() for message in body.messages]
-    assert content_text(normalise_message(rendered)) == text
+    assert content_text(normalize_message(rendered)) == text
     assert rendered.get("name") == message.get("name")
     assert rendered.get("reasoning_content") == message.get("reasoning")
     assert not {"refusal", "reasoning", "cache_control", "id", "status"} & set(rendered)
@@ -260,7 +260,7 @@ def test_tools_that_are_no_functions_are_left_out_with_a_line_in_the_log(caplog:
 
 PARTS = [{"type": "text", "text": "x"}, {"type": "text", "text": "y", "hue": 2}]
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {  # path -> request fields that contain it, its name in the log
-    "colour": ({"colour": 1}, "colour"),
+    "color": ({"color": 1}, "color"),
     "messages[0].content[1].hue": (
         {"messages": [{"role": "user", "content": PARTS}]},
         "messages[].content[].hue",

@@ -272,7 +272,7 @@ def test_a_port_in_use_is_one_line_before_anything_loads(tmp_path: Path) -> None
     [
         (["model.path=no/such/folder"], "no/such/folder"),
         (["server.host=0.0.0.0"], "server.insecure=true"),
-        (["server.colour=red"], "server.colour: unknown key"),
+        (["server.color=red"], "server.color: unknown key"),
         (["proposer=head"], "proposer=head: needs a head"),
     ],
 )

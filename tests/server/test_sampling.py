@@ -282,7 +282,7 @@ def test_the_tokenizer(server: Server, plain_engine: Any) -> None:
         ("/tokenize", {}, 400),
         ("/tokenize", {"prompt": "x", "messages": messages}, 400),
         ("/tokenize", {"prompt": "x", "model": "gpt-4"}, 404),
-        ("/tokenize", {"prompt": "x", "colour": 1}, 200),
+        ("/tokenize", {"prompt": "x", "color": 1}, 200),
         ("/detokenize", {"tokens": [10**6]}, 400),
         ("/detokenize", {"tokens": [-1]}, 400),
         ("/detokenize", {"tokens": "x"}, 400),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from infer.options.cli import compose
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 from train.config import TrainConfig
-from train.distributed.parallel import broadcast, gather, make_accelerator
+from train.distributed.collectives import broadcast, gather, make_accelerator
 
 
 def main() -> None:

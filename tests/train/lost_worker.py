@@ -13,7 +13,7 @@ from typing import Any
 import train.distributed.liveness
 import train.loop
 from infer.options.cli import compose
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 from train.config import TrainConfig
 
 

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.options.cli import compose
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 from tests.train.running import leave_out_plots
 from train.config import TrainConfig
 from train.distributed.strategies import Zero
@@ -32,7 +32,7 @@ REAL, REAL_PASS, REAL_CLOSE = Run._between_steps, Run._forward_backward, Zero.cl
 
 
 def forget(accelerator: object) -> None:
-    """Do what `release` in train/distributed/parallel.py does, but keep the process group: it can open only once."""
+    """Do what `release` in train/distributed/collectives.py does, but keep the process group: it can open only once."""
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     AcceleratorState._reset_state(reset_partial_state=True)
 

@@ -15,20 +15,20 @@ from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.options.cli import compose
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 from infer.request import SamplingParams
 from models.targets import load_target
 from tests.train.running import leave_out_plots
 from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, outputs_of
 from train.config import TrainConfig
+from train.distributed.collectives import make_accelerator
 from train.distributed.exchange import ProcessExchange
-from train.distributed.parallel import make_accelerator
 from train.loop import train as run
 from train.preparation.target import open_engine
 
 
 def forget(accelerator: object) -> None:
-    """Do what `release` in train/distributed/parallel.py does, but keep the process group: it can open only once."""
+    """Do what `release` in train/distributed/collectives.py does, but keep the process group: it can open only once."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

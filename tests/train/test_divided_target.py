@@ -1,4 +1,4 @@
-"""Training with a target that is tensor parallel or quantised: its features, and a head trained on them."""
+"""Training with a target that is tensor parallel or quantized: its features, and a head trained on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from infer.kvcache.memory import weight_bytes
 from infer.options.cli import compose
-from kernels.quantise import NarrowFormat, quantise, widen
+from kernels.quantize import NarrowFormat, quantize, widen
 from models.config import LAST
 from models.layers import Linear, pack
 from models.targets import load_target
@@ -89,7 +89,7 @@ def test_features_are_those_of_the_rounded_weights(
     with torch.no_grad():
         for module in rounded.modules():
             if isinstance(module, Linear):
-                module.weight.copy_(widen(*quantise(module.weight, weights)))
+                module.weight.copy_(widen(*quantize(module.weight, weights)))
     actual = features_of(settings, responses)
     batches = [responses.packed([[0, 3], [5]]), responses.batch([1])]
     parts = [torch.stack(compute_features(rounded, batch, AUX).aux).flatten(0, 2) for batch in batches]

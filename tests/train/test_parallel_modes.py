@@ -16,7 +16,7 @@ from tests.train.modes_worker import HEADS, TORN, poisoned
 from tests.train.running import leave_out_plots
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
-from train.distributed.parallel import zero_settings
+from train.distributed.collectives import zero_settings
 from train.loop import Run, train
 from train.publishing.trackers import read_metrics
 

@@ -33,7 +33,7 @@ from tests.train.running import assert_equal, run
 from train import schedule
 from train.config import TrainConfig
 from train.data.sequences import Batch
-from train.distributed.parallel import refuse_other_launch
+from train.distributed.collectives import refuse_other_launch
 from train.distributed.strategies import Replicated
 from train.features.online import compute_features
 from train.loop import Run, train

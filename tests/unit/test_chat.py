@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from models.chat import Chat, normalise_message
+from models.chat import Chat, normalize_message
 from models.tokenizer import Tokenizer
 from tests.chats import (
     ANSWER,
@@ -166,7 +166,7 @@ def test_whatever_a_template_raises_is_a_refusal(template: str) -> None:
 
 
 def test_arguments_and_calls_in_every_form() -> None:
-    wanted = normalise_message(calling(ARGUMENTS))
+    wanted = normalize_message(calling(ARGUMENTS))
     call = wanted["tool_calls"][0]
     for form in (
         calling(json.dumps(ARGUMENTS)),
@@ -175,36 +175,36 @@ def test_arguments_and_calls_in_every_form() -> None:
         {**calling({}), "tool_calls": [{**call, "index": 0, "function": {**call["function"], "extra": 1}}]},
         {**wanted, "function_call": None, "audio": None},
     ):
-        assert normalise_message(form) == wanted
-    assert normalise_message(wanted) == wanted
+        assert normalize_message(form) == wanted
+    assert normalize_message(wanted) == wanted
     assert "content" not in wanted
 
     def arguments(value: Any) -> Any:
-        return normalise_message(calling(value))["tool_calls"][0]["function"]["arguments"]
+        return normalize_message(calling(value))["tool_calls"][0]["function"]["arguments"]
 
     assert [arguments(value) for value in (None, "", "{}", {})] == [{}] * 4
     assert [arguments(value) for value in ("[1]", "no JSON", '{"a": ')] == ["[1]", "no JSON", '{"a": ']
-    assert "tool_calls" not in normalise_message({**ANSWER, "tool_calls": []})
+    assert "tool_calls" not in normalize_message({**ANSWER, "tool_calls": []})
     for wrong in (5, "text", [5], [{"function": {"arguments": "{}"}}]):
         with pytest.raises(ValueError, match="tool_calls"):
-            normalise_message({**ANSWER, "tool_calls": wrong})
+            normalize_message({**ANSWER, "tool_calls": wrong})
 
 
 def test_content_and_reasoning_in_every_form() -> None:
-    assert normalise_message({"role": "user", "content": [{"type": "text", "text": "hi"}]}) == {
+    assert normalize_message({"role": "user", "content": [{"type": "text", "text": "hi"}]}) == {
         "role": "user",
         "content": "hi",
     }
-    assert normalise_message({"role": "user", "content": ["a", {"text": "b", "cache_control": None}]}) == {
+    assert normalize_message({"role": "user", "content": ["a", {"text": "b", "cache_control": None}]}) == {
         "role": "user",
         "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
     }
-    assert normalise_message({"role": "assistant", "content": []}) == {"role": "assistant"}
+    assert normalize_message({"role": "assistant", "content": []}) == {"role": "assistant"}
     for name in ("reasoning_content", "reasoning", "thinking"):
-        message = normalise_message({**ANSWER, name: "hm"})
+        message = normalize_message({**ANSWER, name: "hm"})
         assert message["reasoning_content"] == message["thinking"] == "hm"
     with pytest.raises(ValueError, match="content has parts that are no text"):
-        normalise_message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+        normalize_message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
 
 
 def test_the_schema_of_a_tool_is_printed_as_it_came(tiny_tokenizer: Tokenizer) -> None:

@@ -63,7 +63,7 @@ def test_the_files_are_what_vllm_reads(tiny_head_folder, tiny_target):
     assert tensors["t2d"].dtype == torch.bool
     used = torch.arange(128) + tensors["d2t"]
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], used)
-    assert torch.equal(tensors["lm_head.weight"], tiny_target.lm_head.weight[used])  # as `from_target` initialises it
+    assert torch.equal(tensors["lm_head.weight"], tiny_target.lm_head.weight[used])  # as `from_target` initializes it
 
 
 def test_a_full_draft_vocabulary_writes_no_maps(tiny_target):

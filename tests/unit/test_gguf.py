@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from models.attention import CausalAttention
 from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
-from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantises
+from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantizes
 from models.targets import check_weights, empty_target, load_target, read_target_config
 from models.targets.writing import save_target
 from tests.gguf_writing import write_gguf
@@ -58,7 +58,7 @@ IDS = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Return `written(family)`, which returns the GGUF file and a folder with the dequantised values of its tensors."""
+    """Return `written(family)`, which returns the GGUF file and a folder with the dequantized values of its tensors."""
     cached = {}
 
     def make(name):
@@ -168,10 +168,10 @@ def test_smollm2_gives_the_logits_of_transformers():
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes: some scales are infinite
-@pytest.mark.parametrize("kind", [kind for kind in Kind if dequantises(kind)], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in Kind if dequantizes(kind)], ids=lambda kind: kind.name)
 def test_every_type_is_widened_as_the_package_widens_it(tmp_path, kind):
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows, columns = CHUNK_WEIGHTS // 256 + 7, 256  # more than is dequantised at a time
+    rows, columns = CHUNK_WEIGHTS // 256 + 7, 256  # more than is dequantized at a time
     raw = np.random.default_rng(2).integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "blocks.gguf", "llama")
     writer.add_tensor("blocks", raw, raw_dtype=kind)
@@ -179,7 +179,7 @@ def test_every_type_is_widened_as_the_package_widens_it(tmp_path, kind):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    plain = {Kind.F64: torch.float64, Kind.I64: torch.int64}.get(kind)  # which the package does not dequantise
+    plain = {Kind.F64: torch.float64, Kind.I64: torch.int64}.get(kind)  # which the package does not dequantize
     tensor = GgufFile(tmp_path / "blocks.gguf").read("blocks", plain or torch.float32)
     wanted = torch.from_numpy(raw).view(plain).numpy() if plain else quants.dequantize(raw, kind)
     assert tensor.shape == (rows, columns)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kernels.blocks import FORMATS
 from kernels.cpu.level import level
 from kernels.cpu.library import library
+from kernels.ggml import FORMATS
 from kernels.trials import Trial
 from scripts.doctor import check_layer, check_layers
 from tests.forking import Run
@@ -74,7 +74,7 @@ def test_without_c_kernels_every_layer_is_computed_and_said_to_be_slow(doctor: D
     assert code == 0
     assert {check["status"] for check in layers.values()} == {"ok"}, "the check `cpu kernels` has the one warning"
     assert all("slow (" in check["detail"] for check in layers.values())
-    assert layers["layer: Q6_K"]["detail"].startswith("dequantised, ")
+    assert layers["layer: Q6_K"]["detail"].startswith("dequantized, ")
 
 
 def test_a_trial_that_raises_is_broken_and_named() -> None:

@@ -46,7 +46,7 @@ FOREIGN = {
     "zmq",
 }  # fmt: skip
 FORBIDDEN_IMPORTS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-# collectives that pickle: train/distributed/parallel.py and infer/parallel/messages.py send JSON
+# collectives that pickle: train/distributed/collectives.py and infer/processes/messages.py send JSON
 PICKLING = re.compile(r"(gather|scatter|broadcast|send|recv)_object(_list)?$")
 
 
@@ -151,8 +151,8 @@ def test_files_stay_within_their_budgets() -> None:
         assert {name: lines for name, lines in files.items() if lines > most} == {}
 
 
-MOST_SPINE_LINES = 4_521
-MOST_PRODUCT_LINES = 57_775
+MOST_SPINE_LINES = 4_000
+MOST_PRODUCT_LINES = 52_758  # 44,000 are meant: lower it with every change that saves lines
 
 
 def test_the_engine_stays_small() -> None:

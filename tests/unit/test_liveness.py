@@ -7,8 +7,8 @@ from multiprocessing import Pipe
 
 import pytest
 
-from infer.parallel import messages
-from infer.parallel.liveness import ENDED, FAILED, Liveness
+from infer.processes import messages
+from infer.processes.liveness import ENDED, FAILED, Liveness
 
 HANG_S = 300.0
 

@@ -75,7 +75,7 @@ def test_the_engine_takes_what_it_planned(tiny_target_folder, tiny_head_folder, 
     held = sum(cache.numel() * cache.element_size() for cache in engine._pool.layers.caches)
     assert held == engine.memory.kv
     assert engine.memory.weights > weight_bytes(target)  # it includes the head's
-    monkeypatch.setattr("infer.parallel.target_worker.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("infer.processes.target_worker.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"engine\.max_tokens_in_cache"):
         Engine(load_target(str(tiny_target_folder)))
 

@@ -20,7 +20,7 @@ from models.attention import CausalAttention
 from models.layers import Linear
 from models.targets import load_target
 from tests.heads import make_head
-from tests.unit.quantised_writers import AWQ, GPTQ, KINDS, awq, compressed, gptq, packed, write
+from tests.unit.quantized_writers import AWQ, GPTQ, KINDS, awq, compressed, gptq, packed, write
 from tests.unit.reference import relative_error
 
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ def test_each_weight_is_what_the_format_defines(published, name):
     for module, layer in packed_layers.items():
         weight = layer.packed(torch.eye(layer.in_features)).T
         assert torch.equal(weight, widened.get_submodule(module).weight), module
-    assert native.block_formats
-    assert not widened.block_formats
+    assert native.ggml_formats
+    assert not widened.ggml_formats
     assert relative_error(logits(native), logits(widened)) < 1e-5
     assert native.fingerprint == widened.fingerprint
 
@@ -97,12 +97,12 @@ def test_the_default_packs_what_kernels_read_and_the_card_says_so(published, cap
     for weights, text in (
         ("same", f"{form} as published, in panels of 64 outputs"),
         ("native", f"{form} as published, in panels of 64 outputs"),
-        ("widened", f"{form}, dequantised to float32"),
-        ("int8", f"{form}, dequantised to float32, then quantised to int8"),
+        ("widened", f"{form}, dequantized to float32"),
+        ("int8", f"{form}, dequantized to float32, then quantized to int8"),
     ):
         with caplog.at_level(logging.INFO, "headway.targets"):
             assert describe_weights(load(ORDERED, weights)) == [("weights", text)]
-        use = "as published" if weights in ("same", "native") else "dequantised to torch.float32"
+        use = "as published" if weights in ("same", "native") else "dequantized to torch.float32"
         assert f"21 linear layers are {form}; {use}" in caplog.text
         caplog.clear()
 
@@ -117,16 +117,16 @@ def test_it_takes_the_memory_of_the_file(published):
     assert weight_bytes(target) == expected + dense
 
 
-def test_layers_that_are_not_quantised_stay_dense(make_target_folder, tmp_path):
+def test_layers_that_are_not_quantized_stay_dense(make_target_folder, tmp_path):
     """`ignore`, `modules_to_not_convert`; a merged matrix of which a part is dense is dense."""
     source = make_target_folder(num_hidden_layers=1, seed=6)
-    for form, section, quantise in (
+    for form, section, quantize in (
         ("ignore", compressed("pack-quantized", num_bits=4, strategy="group", group_size=32), packed(4, 32)),
         ("modules_to_not_convert", AWQ, awq(32)),
     ):
         section = section | {form: ["model.layers.0.self_attn.k_proj", "model.layers.0.mlp.down_proj", "lm_head"]}
         out = tmp_path / form
-        write(source, section, quantise, out, tmp_path / f"{form}-dense", dense=("k_proj", "down_proj"))
+        write(source, section, quantize, out, tmp_path / f"{form}-dense", dense=("k_proj", "down_proj"))
         native, widened = load_target(str(out), native=True), load_target(str(out))
         packed_layers = {n for n, m in native.named_modules() if isinstance(m, Linear) and m.packed is not None}
         assert packed_layers == {"layers.0.self_attn.o_proj", "layers.0.mlp.gate_up_proj"}

@@ -15,8 +15,8 @@ from infer.engine import Engine
 from infer.kvcache.memory import weight_bytes
 from infer.options.stored_weights import check_weights, reads_native
 from infer.request import SamplingParams
-from kernels.blocks import BLOCK_BYTES
 from kernels.cpu.library import library
+from kernels.ggml import GGML_BLOCK_BYTES
 from kernels.linear import PackedLinear
 from kernels.triton.device import Limits
 from models.attention import CausalAttention
@@ -60,11 +60,11 @@ def logits(target):
 
 @pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
 @pytest.mark.parametrize("kinds", [LEGACY, MIXED])
-def test_logits_are_those_of_the_dequantised_target(write, kinds, config):
+def test_logits_are_those_of_the_dequantized_target(write, kinds, config):
     file = str(write(kinds, **config))
     native, widened = load_target(file, native=True), load_target(file)
-    assert native.block_formats
-    assert not widened.block_formats
+    assert native.ggml_formats
+    assert not widened.ggml_formats
     assert relative_error(logits(native), logits(widened)) < 1e-5
     assert torch.equal(native.embed(IDS), widened.embed(IDS))
     assert torch.equal(native.embedding_weight, widened.embedding_weight)
@@ -77,7 +77,7 @@ def test_a_tied_lm_head_is_the_embeddings_memory(write):
     assert isinstance(target.embed_tokens, PackedEmbedding)
     assert target.embed_tokens.packed is target.lm_head.packed
     stored = GgufFile(file)
-    blocks = sum(info.size for info in stored.tensors.values() if info.kind.name in BLOCK_BYTES)
+    blocks = sum(info.size for info in stored.tensors.values() if info.kind.name in GGML_BLOCK_BYTES)
     norms = sum(2 * info.shape[0] for info in stored.tensors.values() if info.kind is Kind.F32)
     assert weight_bytes(target) == blocks + norms
 
@@ -91,15 +91,15 @@ def test_the_default_packs_what_kernels_read_and_the_card_says_so(write, monkeyp
     for weights, text in (
         ("same", "Q4_0 as published, in panels of 64 outputs"),
         ("native", "Q4_0 as published, in panels of 64 outputs"),
-        ("widened", "Q4_0, dequantised to float32"),
-        ("int8", "Q4_0, dequantised to float32, then quantised to int8"),
+        ("widened", "Q4_0, dequantized to float32"),
+        ("int8", "Q4_0, dequantized to float32, then quantized to int8"),
     ):
         assert describe_weights(load((Kind.Q4_0,), weights)) == [("weights", text)]
     engine = load((Kind.F16,))
     assert describe_weights(engine) == []
-    assert not engine.target.block_formats
+    assert not engine.target.ggml_formats
     ((_, text),) = describe_weights(load((Kind.TQ1_0, Kind.Q4_0)))
-    assert "dequantised to float32: no kernel reads TQ1_0 (" in text
+    assert "dequantized to float32: no kernel reads TQ1_0 (" in text
 
 
 def test_what_cannot_stay_in_blocks_is_an_error_only_if_it_must(write):
@@ -157,9 +157,7 @@ def test_activations_round_by_themselves_where_weights_are_integers(write, monke
 def test_a_loaded_target_or_its_gpu_may_not_have_such_weights(tiny_target, monkeypatch):
     with pytest.raises(ValueError, match="engine.weights=native: this target was loaded without its blocks"):
         Engine(tiny_target, proposer="none", config=EngineConfig(weights="native"))
-    ampere = SimpleNamespace(
-        block_formats=(), norm=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
-    )
+    ampere = SimpleNamespace(ggml_formats=(), norm=SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda"))))
     monkeypatch.setattr("infer.options.stored_weights.limits", lambda device: Limits(80, 108, 163 << 10))
     for key, instead in (("weights", "int8"), ("head_weights", "int8"), ("kv_dtype", "same")):
         with pytest.raises(ValueError, match=f"engine.{key}=fp8: .* 8.0, 8.9 is needed.*; use engine.{key}={instead}"):
@@ -169,7 +167,7 @@ def test_a_loaded_target_or_its_gpu_may_not_have_such_weights(tiny_target, monke
 
 def test_a_damaged_block_is_an_error_that_names_tensor_and_place(write, tmp_path):
     content, info = bytearray(write((Kind.Q8_0,)).read_bytes()), GgufFile(write((Kind.Q8_0,))).tensors
-    place = info["blk.1.ffn_down.weight"].offset + 5 * BLOCK_BYTES["Q8_0"]
+    place = info["blk.1.ffn_down.weight"].offset + 5 * GGML_BLOCK_BYTES["Q8_0"]
     content[place : place + 2] = np.array([np.inf], np.float16).tobytes()
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(content)
@@ -184,7 +182,7 @@ def test_a_damaged_block_is_an_error_that_names_tensor_and_place(write, tmp_path
     ("name", "options"), [("eagle", {"own_embedding": False}), ("dflash", {"aux_layers": [1], "num_layers": 1})]
 )
 def test_a_head_reads_its_targets_embedding_in_blocks(write, name, options, monkeypatch):
-    """The drafts are those from the dequantised embedding, which is never made."""
+    """The drafts are those from the dequantized embedding, which is never made."""
     file, trees = str(write(LEGACY, tie_word_embeddings=True)), []
     for dense in (False, True):
         target = load_target(file, native=True, dtype=torch.bfloat16)

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from infer.kvcache.blocks import BlockKeys, Pages
+from infer.kvcache.pages import PageKeys, Pages
 from tests.pools import check_pages
 
 COUNT = 9
@@ -104,7 +104,7 @@ def test_keys_depend_on_all_tokens_before_on_the_salt_and_on_what_fills_the_page
     secret = bytes(32)
 
     def keys(tokens, salt="", filled_by="", own_secret=secret):
-        return BlockKeys(own_secret, salt, filled_by, 4).upto(tokens, len(tokens) // 4)
+        return PageKeys(own_secret, salt, filled_by, 4).upto(tokens, len(tokens) // 4)
 
     base = keys(list(range(12)))
     assert len(set(base)) == 3
@@ -117,9 +117,9 @@ def test_keys_depend_on_all_tokens_before_on_the_salt_and_on_what_fills_the_page
 
 
 def test_keys_grow_with_the_tokens():
-    keys = BlockKeys(bytes(32), "", "", 2)
+    keys = PageKeys(bytes(32), "", "", 2)
     tokens = [1, 2, 3, 4]
     first = keys.upto(tokens, 1)
     tokens += [5, 6]
     assert keys.upto(tokens, 3)[:1] == first
-    assert keys.upto(tokens, 3) == BlockKeys(bytes(32), "", "", 2).upto(tokens, 3)
+    assert keys.upto(tokens, 3) == PageKeys(bytes(32), "", "", 2).upto(tokens, 3)

@@ -13,11 +13,11 @@ import models.weights
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.kvcache.memory import weight_bytes
-from infer.parallel.exactness import probe_division
-from infer.parallel.target_worker import Shard
+from infer.processes.exactness import probe_division
+from infer.processes.target_worker import Shard
 from kernels.cpu.library import LANES
 from kernels.linear import PackedLinear
-from models.parallel import BLOCK, Part, check_heads, even, inner, sizes_of, split
+from models.sharding import BLOCK, Part, check_heads, even, inner, sizes_of, split
 from models.targets import load_target
 from models.targets.tensor_parallel import ShardedLinear
 from tests.unit.test_targets import randomise_biases_and_norms
@@ -179,7 +179,7 @@ def test_bits_that_depend_on_the_number_of_columns_are_found_out(tiny_target_fol
         def __call__(self, x):
             return super().__call__(x) * (1.01 if self.out_features == 192 else 1)
 
-    monkeypatch.setattr("infer.parallel.exactness.PackedLinear", Fickle)  # 192: half of the LM head's 384 rows
+    monkeypatch.setattr("infer.processes.exactness.PackedLinear", Fickle)  # 192: half of the LM head's 384 rows
     with pytest.raises(
         ValueError, match=r"64 inputs .*\[192, 192\]; engine\.tensor_parallel=1, or engine\.exact=false"
     ):

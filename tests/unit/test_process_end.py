@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import atexit, sys, threading
-from infer.parallel.process_end import run_process
+from infer.processes.process_end import run_process
 
 
 class Torn:

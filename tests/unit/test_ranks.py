@@ -12,10 +12,10 @@ import torch
 from torch.distributed import FileStore
 
 from infer.config import EngineConfig, ModelConfig
-from infer.parallel.comm import Channel, RankLost, Ranks
-from infer.parallel.launch import rank_device
-from infer.parallel.launched import launched_rank
-from infer.parallel.tensor_parallel import join_rows, split_rows
+from infer.processes.comm import Channel, RankLost, Ranks
+from infer.processes.launch import rank_device
+from infer.processes.launched import launched_rank
+from infer.processes.tensor_parallel import join_rows, split_rows
 from kernels.rows import AttentionRows
 from tests.pairwise import parametrize_pairs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.parallel import threads as module
-from infer.parallel.threads import (
+from infer.processes import threads as module
+from infer.processes.threads import (
     CLEARLY,
     FIRST_S,
     LOOK_S,

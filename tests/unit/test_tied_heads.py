@@ -21,11 +21,11 @@ from models.formats.verifier import weights_of
 from models.heads import HEADS
 from models.heads.borrowing import borrow
 from models.heads.weights import initialize
-from models.parallel import Part, sizes_of
+from models.sharding import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
 from models.targets.tying import EMBEDDING, LM_HEAD
 from models.targets.writing import save_target
-from tests.unit.quantised_writers import compressed, packed, write
+from tests.unit.quantized_writers import compressed, packed, write
 from tests.unit.reference import TOLERANCE, assert_equals_reference, reference_outputs, relative_error
 from tests.unit.test_families import make_family_folder  # noqa: F401 - a fixture
 
@@ -142,14 +142,14 @@ def test_every_way_to_load_it_keeps_both(contradicting: Path) -> None:
     assert planned.lm_head.weight is not planned.embed_tokens.weight
 
 
-def test_a_quantised_checkpoint_keeps_both(contradicting: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_keeps_both(contradicting: Path, tmp_path: Path) -> None:
     scheme = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
-    write(contradicting, scheme, packed(4, 32), tmp_path / "quantised", tmp_path / "plain")
+    write(contradicting, scheme, packed(4, 32), tmp_path / "quantized", tmp_path / "plain")
     for rank in (None, 1):
         part = None if rank is None else Part(rank, 2, no_gather)
-        quantised, plain = (load_target(str(tmp_path / name), part=part) for name in ("quantised", "plain"))
-        assert torch.equal(quantised.lm_head.weight, plain.lm_head.weight)
-        assert not torch.equal(quantised.lm_head.weight, quantised.embed_tokens.weight[: len(quantised.lm_head.weight)])
+        quantized, plain = (load_target(str(tmp_path / name), part=part) for name in ("quantized", "plain"))
+        assert torch.equal(quantized.lm_head.weight, plain.lm_head.weight)
+        assert not torch.equal(quantized.lm_head.weight, quantized.embed_tokens.weight[: len(quantized.lm_head.weight)])
 
 
 def test_written_it_says_what_it_is(contradicting: Path, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Ids and mask are kept as they were generated. The next turn's prompt is rendered by the chat template, as in serving. If
 it extends the ids so far, the row continues. If not (the template strips earlier reasoning, or decoded text
-re-tokenises differently), the row ends and a new one begins: one row per assistant turn, each of them exact.
+re-tokenizes differently), the row ends and a new one begins: one row per assistant turn, each of them exact.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Dialogue:
         self._left.clear()
 
     def take_provided(self) -> None:
-        """Append the data's response to the last prompt, tokenised after the prompt's tokens, as in serving."""
+        """Append the data's response to the last prompt, tokenized after the prompt's tokens, as in serving."""
         message = self._left.pop(0)
         try:
             text = self._response_text(message)

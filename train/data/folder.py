@@ -36,7 +36,7 @@ from train.data.regenerate import (
     sampling_params,
 )
 from train.data.sequences import Sequences
-from train.distributed.parallel import any_process, broadcast, gather, log_main, stopping_together
+from train.distributed.collectives import any_process, broadcast, gather, log_main, stopping_together
 from train.planning.time_limit import TimeLimit, spread
 from train.signals import StopRequest
 from train.storage import atomic

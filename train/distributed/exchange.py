@@ -13,7 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from train.distributed.parallel import PATIENCE
+from train.distributed.collectives import PATIENCE
 
 
 class ProcessExchange:

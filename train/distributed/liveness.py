@@ -1,4 +1,4 @@
-"""Ends a process of a training run when another one has ended, whatever it is doing (infer/parallel/liveness.py).
+"""Ends a process of a training run when another one has ended, whatever it is doing (infer/processes/liveness.py).
 
 The processes are connected by TCP, since they may run on several machines. A machine that is cut off closes no
 connection: keep-alive probes find that out.
@@ -19,12 +19,12 @@ from accelerate import Accelerator
 
 from infer.options.cli import USER_ERROR
 from infer.options.paths import resolve_path
-from infer.parallel import messages
-from infer.parallel.liveness import ENDED, FAILED, GRACE_S, MOST_BYTES, REASON_S, Liveness
-from infer.parallel.process_end import end_at_once
+from infer.processes import messages
+from infer.processes.liveness import ENDED, FAILED, GRACE_S, MOST_BYTES, REASON_S, Liveness
+from infer.processes.process_end import end_at_once
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
-from train.distributed.parallel import broadcast
+from train.distributed.collectives import broadcast
 from train.signals import StopRequest
 
 CONNECT_S = 300.0  # how long a process waits for the others, which come here at about the same time

@@ -166,7 +166,7 @@ class Zero(Sharded):
     def _prepare(self) -> None:
         super()._prepare()
         self._engine: Any = self.objective
-        self._load_optimizer({})  # the step of DeepSpeed's initialisation must not count as one of ours
+        self._load_optimizer({})  # the step of DeepSpeed's initialization must not count as one of ours
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()

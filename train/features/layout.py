@@ -1,4 +1,4 @@
-"""Storage layout of the target's hidden states: unquantised, fp8, or with top-k log-probabilities for the last one.
+"""Storage layout of the target's hidden states: unquantized, fp8, or with top-k log-probabilities for the last one.
 
     features        [tokens, layers, H]   in the target's dtype, or fp8 (e4m3) with
     scales          [tokens, layers]      fp32: what a token's largest value in a layer was divided by
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.quantise import quantise
+from kernels.quantize import quantize
 from models.config import LAST
 from models.targets.llama import LlamaTarget
 from train.config import OfflineFeaturesConfig
@@ -66,7 +66,7 @@ class Layout:
         """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
         tensors = {"features": states}
         if self.fp8:
-            stored, scales = quantise(states.flatten(0, 1), "fp8")
+            stored, scales = quantize(states.flatten(0, 1), "fp8")
             tensors = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
         if self.top_k is not None:
             values, ids = top_tokens(target, hidden, self.top_k)

@@ -29,7 +29,7 @@ class SharedLogits(NamedTuple):
 class Teacher(NamedTuple):
     """What a draft is compared with: R rows, one per served slot in slot order; a draft vocabulary of Vd tokens."""
 
-    probs: Tensor  # [R, Vd], renormalised to the draft vocabulary; [R, 0] if not kept
+    probs: Tensor  # [R, Vd], renormalized to the draft vocabulary; [R, 0] if not kept
     negentropy: Tensor  # [R], of probs
     mass: Tensor  # [R], probability of the draft vocabulary under the full distribution
     choice: Tensor  # [R], the target's argmax over the full vocabulary
@@ -116,7 +116,7 @@ def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor)
 
 @torch.no_grad()
 def draft_probs(target: LlamaTarget, ids: Tensor | None, hidden: Tensor) -> Tensor:
-    """Return probabilities `[R, Vd]` over the draft vocabulary `ids` (None for all), renormalised, from `[R, H]`."""
+    """Return probabilities `[R, Vd]` over the draft vocabulary `ids` (None for all), renormalized, from `[R, H]`."""
     logits = target.logits(hidden).float()
     return (logits if ids is None else logits[:, ids]).softmax(-1)
 

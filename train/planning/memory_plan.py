@@ -11,7 +11,7 @@ from dataclasses import replace
 from infer.kvcache.tensors import kv_dtype
 from infer.options.devices import resolve_device
 from kernels.linear import reads_narrow
-from kernels.quantise import narrow_bytes
+from kernels.quantize import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS
 from models.heads.base import Head
 from models.heads.borrowing import borrowed_by
@@ -120,7 +120,7 @@ def adapter_parameters(target: LlamaTarget, objective: JointObjectiveConfig) -> 
 
 
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
-    """Return this process's bytes: linear layers sharded over ranks, and quantised where a kernel supports that."""
+    """Return this process's bytes: linear layers sharded over ranks, and quantized where a kernel supports that."""
     dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
     if config.features.target == "sharded":
         return sharded_bytes(target, processes())

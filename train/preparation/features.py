@@ -10,7 +10,7 @@ from infer.engine import Engine
 from infer.options.paths import resolve_path
 from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfig
 from train.data.sequences import Sequences
-from train.distributed.parallel import log_main, stopping_together
+from train.distributed.collectives import log_main, stopping_together
 from train.features.layout import Layout
 from train.features.online import FeatureSource, fits_cache, online_features
 from train.features.store import (

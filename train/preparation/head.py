@@ -38,7 +38,7 @@ def make_objective(config: TrainConfig, head: Head) -> Objective:
 def give_vocabulary(
     head: Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
 ) -> None:
-    """Choose the draft vocabulary from the target's generated tokens and initialise the head for it."""
+    """Choose the draft vocabulary from the target's generated tokens and initialize the head for it."""
     assert isinstance(config.head, NewHeadConfig)
     vocab_size = target.config.vocab_size
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}

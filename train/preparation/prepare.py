@@ -1,7 +1,7 @@
 """Preparation of a run before its first step: target, engine, sequences, head, optimiser, features.
 
 The order matters. The engine packs the target's weights, so it is made before any feature is computed, in new and
-resumed runs alike (packed and unpacked linears differ in their last bits); a head initialised from the target's weights
+resumed runs alike (packed and unpacked linears differ in their last bits); a head initialized from the target's weights
 takes them from an unpacked copy.
 """
 
@@ -21,8 +21,8 @@ from models.vocab import coverage
 from train.config import TrainConfig
 from train.data.folder import Data
 from train.data.sequences import Sequences, best_fit
+from train.distributed.collectives import log_main
 from train.distributed.exchange import ProcessExchange
-from train.distributed.parallel import log_main
 from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
 from train.features.online import FeatureSource, online_features

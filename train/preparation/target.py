@@ -10,7 +10,7 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.options.devices import resolve_dtype
-from infer.parallel.launch import ranks_of
+from infer.processes.launch import ranks_of
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.targets.zero3 import Exchange

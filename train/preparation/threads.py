@@ -1,7 +1,7 @@
 """Chooses the number of CPU threads of updates and of features, by measuring, while a run goes on.
 
 Beside other busy processes each thread of a product waits for the others whenever one is descheduled, and two threads
-then take many times as long as one. infer/parallel/threads.py does the same for the steps of the engine. A different
+then take many times as long as one. infer/processes/threads.py does the same for the steps of the engine. A different
 number of threads may round differently, so a run that changes it is not reproducible bit for bit.
 """
 
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from infer.parallel.threads import CLEARLY, FORGETS, SLOW, cpu_threads
+from infer.processes.threads import CLEARLY, FORGETS, SLOW, cpu_threads
 from train.config import TrainConfig
 
 T = TypeVar("T")

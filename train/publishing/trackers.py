@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # importing accelerate takes a second
 METRICS, WANDB_ID, WANDB_SENT, MLFLOW_ID = "metrics.jsonl", "wandb-id", "wandb-sent", "mlflow-id"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
-INIT_SECONDS = 20  # timeout of W&B's initialisation, after which the run is tracked offline
+INIT_SECONDS = 20  # timeout of W&B's initialization, after which the run is tracked offline
 FINISH_SECONDS = 60  # timeout of W&B's upload at the end
 # By tracker: a module of its package and a name in it. A folder `wandb` left by runs imports too, without that name.
 MODULES = {

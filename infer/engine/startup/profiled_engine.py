@@ -12,7 +12,7 @@ from infer.engine.core import EngineCore
 from infer.engine.stats import EngineStats
 from infer.engine.step import StepRunner
 from infer.kvcache.pool import KVPool
-from infer.parallel.threads import cpu_threads
+from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.budget import Budget

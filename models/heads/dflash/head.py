@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.elementwise import rotate
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from models.attention import Attention, WriteKeys
 from models.fused_decoder import FusedDecoder
 from models.heads.base import Readout
@@ -116,13 +116,13 @@ def pack(head: DFlashHead, *, exact: bool, weight_format: WeightFormat) -> None:
     projection.weight = nn.Parameter(torch.cat([linear.weight[queries:] for linear in weights]).detach(), False)
     if layer.attention_bias:
         projection.bias = nn.Parameter(torch.cat([linear.bias[queries:] for linear in weights]).detach(), False)
-    projection.pack(exact=exact, weight_format=weight_format, quantise_rows=True)
+    projection.pack(exact=exact, weight_format=weight_format, quantize_rows=True)
     pack_layers(head, exact=exact, weight_format=weight_format)
     head.context_proj = projection
 
 
 def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed: int) -> None:
-    """Initialise at random; with `from_target` the layers are the target's last ones.
+    """Initialize at random; with `from_target` the layers are the target's last ones.
 
     The fused state then starts as the last feature, and queries and keys, which the target may not norm, get the
     size that they have there for inputs of unit variance. Raises ValueError where the sizes differ.

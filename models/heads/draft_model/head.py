@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from kernels.shape import FORBIDDEN
 from models.attention import Attention
 from models.heads.base import Head, MaskHead, Readout, RecurrentHead
@@ -92,10 +92,10 @@ class MaskDraftModel(DraftModelHead, MaskHead):
 
 
 def pack(head: DraftModelHead, *, exact: bool, weight_format: WeightFormat) -> None:
-    """As of other heads. Weights that were loaded in blocks or groups stay so, and their rows are quantised too."""
+    """As of other heads. Weights that were loaded in blocks or groups stay so, and their rows are quantized too."""
     for module in head.modules():
         if isinstance(module, Linear) and module.packed is not None:
-            module.packed.quantise_rows()
+            module.packed.quantize_rows()
     try:
         pack_layers(head, exact=exact, weight_format=weight_format)
     except ValueError as error:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from kernels.residual import residual_silu
 from kernels.triton import in_use
 from models.attention import Attention

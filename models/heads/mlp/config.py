@@ -48,7 +48,7 @@ class MlpConfig(HeadShape):
 
     @property
     def state_weight(self) -> float:
-        """Makes half of the last state's variance come from the target's hidden state, at initialisation."""
+        """Makes half of the last state's variance come from the target's hidden state, at initialization."""
         return 0.5 ** (0.5 / self.n_predict)
 
     @property

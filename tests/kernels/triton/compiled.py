@@ -82,7 +82,7 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
 
 def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
     """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
-    instructions, the tensor cores' `products` in order, `float_sums` and `cyclic` products. `specialised`: its integers
+    instructions, the tensor cores' `products` in order, `float_sums` and `cyclic` products. `specialized`: its integers
     that are.
     `early`: the pointers from which memory is accessed ahead of the wait for the kernel before; None if there is no
     such wait.
@@ -98,13 +98,13 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (value == 1 and specialised(parameter, value)):
+        elif parameter.is_constexpr or value is None or (value == 1 and specialized(parameter, value)):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0 and specialised(parameter, value):
+            if value % 16 == 0 and specialized(parameter, value):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {name: value for name, value in arguments.items() if name not in kernel.arg_names and name != "debug"}
     variant = repr((kernel.__name__, signature, constants, attributes, options))
@@ -125,13 +125,13 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
         "products": products(cubin) if marks["wgmma"] or marks["mma.sync"] else [],
         "float_sums": float_sums(compiled.asm["ttgir"]),
         "cyclic": cyclic_products(compiled.asm["ttir"]),
-        "specialised": [p.name for p in kernel.params if not p.is_constexpr and specialised(p, arguments[p.name])],
+        "specialized": [p.name for p in kernel.params if not p.is_constexpr and specialized(p, arguments[p.name])],
         "options": options | {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr},
     }
     return COMPILED.setdefault(variant, report)
 
 
-def specialised(parameter: Any, value: Any) -> bool:
+def specialized(parameter: Any, value: Any) -> bool:
     """Return whether Triton compiles a kernel apart for an integer argument of 1 or of a multiple of 16."""
     return type(value) is int and not parameter.do_not_specialize
 

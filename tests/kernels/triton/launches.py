@@ -7,10 +7,10 @@ from functools import partial
 import torch
 
 from kernels.advance import FIELDS, Nodes, Progress
-from kernels.block_tiles import Storage, empty_tiles
 from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
 from kernels.early_exit import FIELDS as COLUMNS
 from kernels.early_exit import Drafting
+from kernels.ggml_tiles import Storage, empty_tiles
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
@@ -32,7 +32,7 @@ from kernels.triton import (
 )
 from kernels.triton.attention import TritonAttention
 from kernels.triton.block_attention import RangesAttention
-from kernels.triton.blocks import block_linear, block_rows
+from kernels.triton.ggml import block_rows, ggml_linear
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
@@ -74,7 +74,7 @@ def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
 def multiply_blocks(rows, name, outputs=4096, inputs=14336, dtype=BF16, storage=None, **epilogue):
     """`storage`: of groups, in place of the blocks of that name."""
     tiles = empty_tiles(name, outputs, inputs, META, storage)
-    block_linear(empty(rows, inputs, dtype=dtype), [tiles], None, **epilogue)
+    ggml_linear(empty(rows, inputs, dtype=dtype), [tiles], None, **epilogue)
 
 
 def residuals(rows):
@@ -82,12 +82,12 @@ def residuals(rows):
     residual.residual_silu(empty(5, rows, 4096), empty(5, 4096, 4096), empty(5, 4096))
 
 
-def rotate(norm, cache_dtype=BF16, *, rows=4, dim=128, centred=False):
+def rotate(norm, cache_dtype=BF16, *, rows=4, dim=128, centered=False):
     weight = empty(dim)
     angles = empty(rows, 1, dim)
     cache = empty(2, 8, SLOTS, dim, dtype=cache_dtype)
     slots = empty(rows, dtype=torch.int64)
-    qk_norm = QKNorm(weight, weight, 1e-5, centred) if norm else None
+    qk_norm = QKNorm(weight, weight, 1e-5, centered) if norm else None
     rotate_and_write(empty(rows, 48, dim), angles, angles, qk_norm, slots, cache, 32)
 
 
@@ -307,8 +307,8 @@ CASES = {
     "embedding, Q5_K": lambda: block_rows(empty_tiles("Q5_K", 128256, 4096, META), empty(4, dtype=torch.int64), BF16),
     "norms": partial(norms, 4, 4096),
     "norms, 1 row": partial(norms, 1, 3 * 4096),
-    "add and centred norm": lambda: elementwise.add_rms_norm(
-        empty(4, 1152), empty(4, 1152), empty(1152), 1e-6, centred=True
+    "add and centered norm": lambda: elementwise.add_rms_norm(
+        empty(4, 1152), empty(4, 1152), empty(1152), 1e-6, centered=True
     ),
     "gather": lambda: gather.gather_rows([empty(64, 4096)] * 3, empty(4, dtype=torch.int64)),
     "residual blocks, 1 row": partial(residuals, 1),
@@ -318,7 +318,7 @@ CASES = {
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
     "rotary and QK norm, 1 row": partial(rotate, True, rows=1),
-    "rotary and centred QK norm": partial(rotate, True, centred=True, dim=256),
+    "rotary and centered QK norm": partial(rotate, True, centered=True, dim=256),
     "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
     "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
     "training-time test, head size 128": partial(unrolled, 128),

@@ -130,7 +130,7 @@ def measure_acceptance(bench: Bench, record_property: Callable[..., None], pytes
         folder = Path(told["head"]) if told["head"] else trained if trained.exists() else None
         small = load_target(str(targets.DEMO))
         head = targets.taught_head(small) if folder is None else load_head(folder, target=small)
-        line["head"] = "initialised from the target" if folder is None else str(folder)
+        line["head"] = "initialized from the target" if folder is None else str(folder)
         if not isinstance(head, Eagle3Head):
             raise ValueError(
                 f"--head {folder}: a head of kind {head.name}; give an EAGLE-3 head, whose rounds are timed"

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_tiles import WIDTH
+from kernels.ggml_tiles import WIDTH
 from kernels.linear import PackedLinear
-from kernels.triton import blocks, linear
+from kernels.triton import ggml, linear
 from kernels.triton.linear import Tile
 from scripts.gpu_check.measure import timing
 from scripts.gpu_check.plugin import describe
@@ -66,7 +66,7 @@ def candidates(name: str, rows: int) -> Iterator[tuple[str, AbstractContextManag
         for tile in dense_tiles(rows):
             yield str(tuple(tile)), dense_chosen(tile)
     else:
-        for tile, parts in product(narrow_tiles(rows), (1, blocks.PARTS)):
+        for tile, parts in product(narrow_tiles(rows), (1, ggml.PARTS)):
             yield f"{tuple(tile)}, {parts} programs", narrow_chosen(tile, parts)
 
 
@@ -96,8 +96,8 @@ def dense_chosen(tile: Tile) -> Iterator[None]:
 
 @contextmanager
 def narrow_chosen(tile: Tile, parts: int) -> Iterator[None]:
-    chosen = patch.object(blocks, "block_tile_for", lambda *sizes: tile)
-    with forgotten(blocks._launch_for), chosen, patch.object(blocks, "divided", lambda *sizes: parts):
+    chosen = patch.object(ggml, "block_tile_for", lambda *sizes: tile)
+    with forgotten(ggml._launch_for), chosen, patch.object(ggml, "divided", lambda *sizes: parts):
         yield
 
 

@@ -19,13 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.block_tiles import empty_tiles
+from kernels.ggml_tiles import empty_tiles
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.triton import launch
 from kernels.triton.attention import TritonAttention
-from kernels.triton.blocks import block_linear
 from kernels.triton.elementwise import add_rms_norm, norm_beside, rms_norm
+from kernels.triton.ggml import ggml_linear
 from kernels.triton.linear import linear
 from kernels.triton.residual import residual_silu
 from kernels.triton.rotary import rotate_and_write
@@ -80,7 +80,7 @@ def multiply(rows: int, shift: int = 0, *, added: bool = False, gate: Any = None
 def multiply_blocks() -> Callable[[], object]:
     tiles = empty_tiles("Q6_K", 512, 256, torch.device("cpu"))
     x, residual = torch.zeros(3, 256, dtype=torch.bfloat16), torch.zeros(3, 512, dtype=torch.bfloat16)
-    return lambda: block_linear(x, [tiles], residual=residual)
+    return lambda: ggml_linear(x, [tiles], residual=residual)
 
 
 def residuals() -> Callable[[], object]:

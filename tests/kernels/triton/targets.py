@@ -51,7 +51,7 @@ def random_head(target: LlamaTarget, draft_vocab_size: int) -> Eagle3Head:
 
 
 def taught_head(target: LlamaTarget) -> Eagle3Head:
-    """Return a head initialised from the weights of `target`, on a CPU and not packed; some of its drafts are right."""
+    """Return a head initialized from the weights of `target`, on a CPU and not packed; some of its drafts are right."""
     aux = [0, 1, 2] if target.config.num_layers < 8 else None
     head = Eagle3Head(Eagle3Options(aux_layers=aux).for_target(target.config))
     initialize(head, target, from_target=True)
@@ -59,7 +59,7 @@ def taught_head(target: LlamaTarget) -> Eagle3Head:
 
 
 def untaught_head(kind: str, target: LlamaTarget) -> Head:
-    """Return a new head of this kind for the unpacked `target`, initialised as training does."""
+    """Return a new head of this kind for the unpacked `target`, initialized as training does."""
     options = HEADS[kind]()
     head = options.make(target.config)
     counts = torch.arange(target.config.vocab_size, 0, -1)

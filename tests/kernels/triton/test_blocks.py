@@ -8,12 +8,12 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
-from kernels.block_tiles import dequantise, empty_tiles
-from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows, reads_blocks
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
+from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, reads_ggml
+from kernels.ggml_tiles import dequantize, empty_tiles
 from kernels.linear import PackedLinear
 from kernels.triton import SWITCH
-from kernels.triton.blocks import block_tile_for, layout_of
+from kernels.triton.ggml import block_tile_for, layout_of
 from models.attention import CausalAttention
 from models.layers import PackedEmbedding
 from models.targets import load_target
@@ -26,13 +26,13 @@ LARGEST = 1.03  # of the file's size: the factor of a Q6_K block is in fp32, for
 
 
 def make(name, rows, columns, seed=0):
-    """Return random rows in blocks, and their weights in fp32 as the package gguf dequantises them."""
+    """Return random rows in blocks, and their weights in fp32 as the package gguf dequantizes them."""
     raw = random_blocks(Kind[name], rows, columns, columns**-0.5, seed)
-    return BlockRows(name, torch.from_numpy(raw)), torch.from_numpy(quants.dequantize(raw, Kind[name]).copy())
+    return GgmlRows(name, torch.from_numpy(raw)), torch.from_numpy(quants.dequantize(raw, Kind[name]).copy())
 
 
 def pack(parts, dtype, bias=None):
-    return PackedLinear(BlockMatrix(parts, dtype, DEVICE), bias)
+    return PackedLinear(GgmlMatrix(parts, dtype, DEVICE), bias)
 
 
 def states(rows, columns, dtype):
@@ -54,7 +54,7 @@ def test_every_weight_is_exactly_the_packages(in_triton, name, dtype):
     rows, weight = make(name, 70, inputs_of(name))
     ids = torch.tensor([69, 0, 63])
     assert torch.equal(pack([rows], dtype).weight_rows(ids.to(DEVICE)).cpu(), weight[ids].to(dtype))
-    assert torch.equal(dequantise(rows), weight)
+    assert torch.equal(dequantize(rows), weight)
 
 
 def test_a_tile_fits_and_has_no_more_than_two_kinds():
@@ -94,10 +94,10 @@ def test_parts_and_epilogues_have_the_bits_of_separate_operations(in_triton, dty
 
 def test_parts_of_one_format_are_joined_and_rows_reordered(in_triton, monkeypatch):
     """Packed in several chunks, whose ends are not those of the parts."""
-    monkeypatch.setattr("kernels.block_tiles.CHUNK", 64 * 64)
+    monkeypatch.setattr("kernels.ggml_tiles.CHUNK", 64 * 64)
     order = torch.randperm(90, generator=torch.Generator().manual_seed(1))[:50]
     (first, weight), (second, other) = make("Q5_0", 90, 64), make("Q5_0", 133, 64, seed=1)
-    linear = pack([BlockRows("Q5_0", first.data, order), second], torch.float32)
+    linear = pack([GgmlRows("Q5_0", first.data, order), second], torch.float32)
     assert len(linear.formats) == 1
     ids = torch.tensor([0, 49, 50, 63, 64, 127, 128, 182])
     assert torch.equal(linear.weight_rows(ids.to(DEVICE)).cpu(), torch.cat([weight[order], other])[ids])
@@ -142,18 +142,18 @@ def test_it_takes_the_memory_of_the_file(in_triton, name):
 @pytest.mark.parametrize(("name", "value"), [("Q4_0", np.inf), ("Q5_1", -np.inf), ("Q6_K", np.nan)])
 def test_a_damaged_block_is_an_error_that_names_matrix_and_place(in_triton, name, value):
     (sound, _), (rows, _) = make(name, 30, 512), make(name, 100, 512)
-    size, blocks = BLOCK_BYTES[name], 512 // BLOCK[name]
+    size, blocks = GGML_BLOCK_BYTES[name], 512 // BLOCK[name]
     place = (57 * blocks + 1) * size
     scale = place + (size - 2 if name == "Q6_K" else 0)
     rows.data.view(-1)[scale : scale + 2] = torch.from_numpy(np.array([value], np.float16).view(np.uint8))
-    damaged = BlockRows(name, rows.data, source="a.gguf: blk.0.x", offset=1000)
+    damaged = GgmlRows(name, rows.data, source="a.gguf: blk.0.x", offset=1000)
     with pytest.raises(ValueError, match=rf"a\.gguf: blk\.0\.x: damaged: the {name} block at byte {1000 + place:,} "):
         pack([sound, damaged], torch.float32)
 
 
 def test_what_a_gpu_reads(monkeypatch):
     cuda = torch.device("cuda")
-    assert reads_blocks("Q4_0", torch.float16, cuda)
-    assert not reads_blocks("IQ4_XS", torch.bfloat16, cuda)
+    assert reads_ggml("Q4_0", torch.float16, cuda)
+    assert not reads_ggml("IQ4_XS", torch.bfloat16, cuda)
     monkeypatch.setenv(SWITCH, "torch")
-    assert not reads_blocks("Q4_0", torch.bfloat16, cuda)
+    assert not reads_ggml("Q4_0", torch.bfloat16, cuda)

@@ -38,7 +38,7 @@ AHEAD = {
     "rms_norm_kernel": {"ld weight"},
     "norm_beside_kernel": {"ld x_weight y_weight"},
     "linear_kernel": {"prefetch weight"},
-    "block_linear_kernel": {"prefetch words"},
+    "ggml_linear_kernel": {"prefetch words"},
     "add_parts_kernel": set(),
     "residual_silu_kernel": set(),
     "rotate_and_write_kernel": {"ld cos", "ld sin", "ld slot", "ld q_weight", "ld k_weight", "ld k_weight q_weight"},
@@ -48,7 +48,7 @@ AHEAD = {
 }
 SOURCES = ("kernels", "tests/kernels/triton/compiled.py", "tests/kernels/triton/launches.py", "pyproject.toml")
 pytestmark = pytest.mark.sources(*SOURCES)
-PRODUCTS = ("attend", "branch", "linear_kernel", "block_linear_kernel", "residual_silu_kernel")
+PRODUCTS = ("attend", "branch", "linear_kernel", "ggml_linear_kernel", "residual_silu_kernel")
 EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
 
 
@@ -64,7 +64,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
     kernels = [(case, kernel) for case, launched in compiled.items() for kernel in launched]
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
-        *("block_linear_kernel", "add_parts_kernel", "block_rows_kernel"),
+        *("ggml_linear_kernel", "add_parts_kernel", "block_rows_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
         *(
             "best_of_block",
@@ -150,9 +150,9 @@ def test_a_loops_accumulator_that_goes_through_two_products_is_found():
     assert cyclic_products(loop.replace("%b, %total", "%b, %zero")) == []
 
 
-def test_integers_that_vary_are_not_specialised(compiled):
+def test_integers_that_vary_are_not_specialized(compiled):
     kernels = [kernel for launched in compiled.values() for kernel in launched]
-    assert [(k["kernel"], k["specialised"]) for k in kernels if VARYING & set(k["specialised"])] == []
+    assert [(k["kernel"], k["specialized"]) for k in kernels if VARYING & set(k["specialized"])] == []
     linear = next(kernel for kernel in kernels if kernel["kernel"] == "linear_kernel")
     strides = ["x_stride", "residual_stride"]  # whether rows are aligned decides how they are copied
-    assert linear["specialised"] == [*strides, "K", "N"]
+    assert linear["specialized"] == [*strides, "K", "N"]

@@ -50,12 +50,12 @@ def test_rms_norm_with_and_without_a_sum(dtype, shape):
 
 
 @torch.no_grad()
-def test_centred_norms(dtype):
+def test_centered_norms(dtype):
     x, delta, weight = (random(3, 100, dtype=dtype), random(3, 100, dtype=dtype, seed=1), random(100, dtype=dtype))
     expected = F.rms_norm(x.double(), (100,), 1 + weight.double(), 1e-6)
-    assert close(elementwise.rms_norm(x, weight, 1e-6, centred=True), expected, dtype)
-    normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-6, centred=True)
-    assert torch.equal(elementwise.rms_norm(total, weight, 1e-6, centred=True), normed)
+    assert close(elementwise.rms_norm(x, weight, 1e-6, centered=True), expected, dtype)
+    normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-6, centered=True)
+    assert torch.equal(elementwise.rms_norm(total, weight, 1e-6, centered=True), normed)
 
 
 @torch.no_grad()
@@ -109,7 +109,7 @@ def test_gelu_mul(dtype, spread):
     {
         "dtype": list(TOLERANCE),
         "heads, kv_heads, dim": [(4, 2, 64), (7, 1, 80), (3, 3, 16), (2, 1, 256)],
-        "normed": ["not", "normed", "centred"],
+        "normed": ["not", "normed", "centered"],
     }
 )
 @torch.no_grad()
@@ -119,7 +119,7 @@ def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_he
     angles = random(3, 1, dim, dtype=torch.float32, seed=1)
     rotary = angles.cos().to(dtype), angles.sin().to(dtype)
     weights = random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3)
-    norm = None if normed == "not" else QKNorm(*weights, 1e-6, normed == "centred")
+    norm = None if normed == "not" else QKNorm(*weights, 1e-6, normed == "centered")
     cache = random(2, kv_heads, 8, dim, dtype=dtype, seed=4)
     slots = torch.tensor([6, 1, 2], device=DEVICE)
     written, expected = cache.clone(), cache.clone()

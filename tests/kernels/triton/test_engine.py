@@ -34,12 +34,12 @@ from tests.kernels.triton.measure_engines import TEXTS
 GREEDY = SamplingParams(ignore_eos=True)
 COOL = SamplingParams(temperature=0.8, seed=1, ignore_eos=True)
 CUT = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=2, ignore_eos=True)
-PENALISED = replace(COOL, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, logit_bias={5: 1.0})
+PENALIZED = replace(COOL, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1, logit_bias={5: 1.0})
 SAMPLINGS = {  # of the prompts, in turn
     "greedy": (GREEDY,),
     "T = 1, top-k, top-p": (CUT,),
     "T = 0.8": (COOL,),
-    "plain, penalties, top-p, log-probabilities": (GREEDY, PENALISED, CUT, replace(COOL, logprobs=3)),
+    "plain, penalties, top-p, log-probabilities": (GREEDY, PENALIZED, CUT, replace(COOL, logprobs=3)),
 }
 CHAIN = ProposerConfig(name="auto", max_draft_tokens=4)
 TREE = replace(CHAIN, tree="beam:3x4:12")

@@ -13,7 +13,7 @@ from models.attention import CausalAttention
 from models.targets import load_target
 from tests.kernels.grouped import make_groups
 from tests.kernels.triton.test_blocks import DEVICE, TOLERANCE, error, states
-from tests.unit.quantised_writers import gptq, gptq_config, write
+from tests.unit.quantized_writers import gptq, gptq_config, write
 
 KINDS = {  # columns; weight format, group, dtype of scales, with zeros, columns in another order
     "int4, fp16": (160, "int4", 32, torch.float16, False, False),
@@ -119,10 +119,10 @@ def test_what_a_gpu_reads(monkeypatch):
 def test_a_gptq_target(in_triton, make_target_folder, tmp_path):
     """Columns in an order of activations, with zero points."""
     source = make_target_folder(num_hidden_layers=1, seed=6)
-    section, quantise = gptq_config(32, desc_act=True, sym=False), gptq(4, 32, symmetric=False, shuffled=True)
-    write(source, section, quantise, tmp_path / "tiny", tmp_path / "dense")
+    section, quantize = gptq_config(32, desc_act=True, sym=False), gptq(4, 32, symmetric=False, shuffled=True)
+    write(source, section, quantize, tmp_path / "tiny", tmp_path / "dense")
     native, widened = (load_target(str(tmp_path / "tiny"), native=native, device=DEVICE) for native in (True, False))
-    assert native.block_formats == ("int4 in groups of 32",)
+    assert native.ggml_formats == ("int4 in groups of 32",)
     ids = torch.tensor([[3, 9, 127]], device=DEVICE)
     logits = [
         target.logits(target(ids, torch.arange(3, device=DEVICE)[None], CausalAttention()).hidden).double()

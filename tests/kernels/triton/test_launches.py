@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from infer.graphs.cuda_graph import Graph
-from infer.parallel.target_worker import Shard
+from infer.processes.target_worker import Shard
 from kernels import triton as switch
 from tests.lossless.conftest import make_small_engine  # noqa: F401
 from tests.lossless.plain import GREEDY

@@ -7,7 +7,7 @@ import torch
 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
 from kernels.linear import PackedLinear
-from kernels.quantise import quantise, widen
+from kernels.quantize import quantize, widen
 from kernels.triton import device
 from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.kernels.narrow import ERROR
@@ -40,7 +40,7 @@ def test_bits_do_not_depend_on_the_tile(in_triton, monkeypatch, weight_format):
 def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
     """The input is a slice of wider rows."""
     weight, offset, linear = make(160, 64, dtype, weight_format=weight_format)
-    stored, scale = quantise(weight, weight_format)
+    stored, scale = quantize(weight, weight_format)
     assert offset is not None
     x = torch.randn(5, 320, device=DEVICE).to(dtype)[:, 160:]
     expected = x.double() @ widen(stored, scale).double().T + offset.double()
@@ -80,7 +80,7 @@ def test_rows_and_fused_operations(in_triton, compare, layer, dtype, weight_form
     linear = PackedLinear(weight, bias, weight_format=weight_format)
 
     def true():
-        wide = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
+        wide = weight if weight_format == "same" else widen(*quantize(weight, weight_format))
         return x.double() @ wide.double().T + bias.double()
 
     output = linear(x)

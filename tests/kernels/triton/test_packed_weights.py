@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_tiles import STORAGE, dequantise
-from kernels.blocks import BLOCK, BLOCK_BYTES, FORMATS, BlockMatrix, BlockRows
 from kernels.elementwise import add_rms_norm, silu_mul
+from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows
+from kernels.ggml_tiles import STORAGE, dequantize
 from kernels.groups import GroupedMatrix, GroupedRows
 from kernels.linear import PackedLinear
 from tests.device import BF16, DEVICE, FP16, FP32, ON_GPU, sized
@@ -34,7 +34,7 @@ CASES += [
 ]
 
 
-def random_rows(name: str, shape: tuple[int, int]) -> BlockRows | GroupedRows:
+def random_rows(name: str, shape: tuple[int, int]) -> GgmlRows | GroupedRows:
     """Return a random matrix whose weights have about the size that weights of so many inputs have."""
     if name not in GROUPS:
         return random_blocks(name.removesuffix(" blocks"), shape)
@@ -42,22 +42,22 @@ def random_rows(name: str, shape: tuple[int, int]) -> BlockRows | GroupedRows:
     return make_groups(outputs, inputs, weight_format, group or inputs, torch.float16, zeros, ordered)
 
 
-def random_blocks(name: str, shape: tuple[int, int]) -> BlockRows:
+def random_blocks(name: str, shape: tuple[int, int]) -> GgmlRows:
     inputs, outputs = shape
     storage, large = STORAGE[name], BLOCK[name] == 256
     half = 2 ** (storage.bits + storage.upper - 1)
     scale = inputs**-0.5 / half / (32 if large else 1)  # a large block's scale is that times an integer around 32
     numbers = torch.tensor([scale, half * scale if large else -half * scale]).half().view(torch.uint8)
-    data = torch.randint(0, 256, (outputs, inputs // BLOCK[name], BLOCK_BYTES[name]), dtype=torch.uint8)
+    data = torch.randint(0, 256, (outputs, inputs // BLOCK[name], GGML_BLOCK_BYTES[name]), dtype=torch.uint8)
     first = 208 if name == "Q6_K" else 0
     data[..., first : first + 2] = numbers[:2]
     if storage.offset:
         data[..., 2:4] = numbers[2:]
-    return BlockRows(name, data.flatten(1))
+    return GgmlRows(name, data.flatten(1))
 
 
-def packed(rows: BlockRows | GroupedRows, dtype: torch.dtype, bias: Tensor | None = None) -> PackedLinear:
-    matrix = GroupedMatrix if isinstance(rows, GroupedRows) else BlockMatrix
+def packed(rows: GgmlRows | GroupedRows, dtype: torch.dtype, bias: Tensor | None = None) -> PackedLinear:
+    matrix = GroupedMatrix if isinstance(rows, GroupedRows) else GgmlMatrix
     return PackedLinear(matrix([rows], dtype, DEVICE), bias)
 
 
@@ -72,7 +72,7 @@ def test_rows_and_fused_operations(in_triton, compare, name, dtype, shape):
     linear, ids = packed(stored, dtype, bias), torch.arange(outputs - 1, -1, -7, device=DEVICE)
 
     def weight() -> Tensor:
-        return (stored.widened() if isinstance(stored, GroupedRows) else dequantise(stored)).to(DEVICE)
+        return (stored.widened() if isinstance(stored, GroupedRows) else dequantize(stored)).to(DEVICE)
 
     def some_rows() -> Tensor:
         order = stored.order() if isinstance(stored, GroupedRows) else None

@@ -68,7 +68,7 @@ def test_products_of_weights_in_blocks_are_summed_in_one_order(compiled):
     """Steps of 16 columns in one kind of instruction; in formats with offsets as many with ones."""
     capability, launches = compiled
     kernels = [kernel for launched in launches.values() for kernel in launched]
-    for kernel in (kernel for kernel in kernels if kernel["kernel"] == "block_linear_kernel"):
+    for kernel in (kernel for kernel in kernels if kernel["kernel"] == "ggml_linear_kernel"):
         options, products = kernel["options"], kernel["products"]
         n, m, steps = options["BLOCK_N"], options["BLOCK_M"], 128 // 16 * (2 if options["OFFSET"] else 1)
         if capability == 100:

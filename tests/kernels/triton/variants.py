@@ -18,13 +18,13 @@ from tests.operations import not_run
 ALIGNED = 16  # bytes of an address, and integers: Triton compiles a kernel apart for multiples
 
 
-def kind(value: Any, *, specialised: bool) -> object:
+def kind(value: Any, *, specialized: bool) -> object:
     """Return what Triton compiles for, of an argument that is no constant."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % ALIGNED == 0
     if type(value) is not int:
         return value if isinstance(value, (bool, type(None))) else type(value)
-    if not specialised:
+    if not specialized:
         return int
     return value if value == 1 else (int, value % ALIGNED == 0)
 
@@ -36,7 +36,7 @@ def variant(kernel: InterpretedFunction, args: tuple[Any, ...], options: dict[st
     parts = [
         (
             name,
-            value if name in constants or name not in kernel.arg_names else kind(value, specialised=name not in fixed),
+            value if name in constants or name not in kernel.arg_names else kind(value, specialized=name not in fixed),
         )
         for name, value in arguments.items()
     ]

@@ -1,6 +1,6 @@
 """Losses of a draft's logits against the target's distribution: one value per slot, as pure functions.
 
-p is the target's distribution, q the draft's, both over the draft vocabulary; p~ is p renormalised to it. A drafted
+p is the target's distribution, q the draft's, both over the draft vocabulary; p~ is p renormalized to it. A drafted
 token is accepted with probability Σ min(p, q), which the losses of arXiv 2602.23881 (tv, lk, lk_hybrid) optimise
 directly.
 """

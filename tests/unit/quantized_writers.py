@@ -1,6 +1,6 @@
-"""Writers of quantised checkpoints of the tiny target, following the formats' documentation word by word.
+"""Writers of quantized checkpoints of the tiny target, following the formats' documentation word by word.
 
-They share nothing with models/quantised/: numbers are packed one at a time and dequantised with numpy.
+They share nothing with models/quantized/: numbers are packed one at a time and dequantized with numpy.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-LAYER = "_proj"  # the quantised weights: every projection of every layer
+LAYER = "_proj"  # the quantized weights: every projection of every layer
 Array = np.ndarray
 Stored = dict[str, torch.Tensor]
-Quantiser = Callable[[Array, np.random.Generator], tuple[Stored, Array]]  # W [N, K] -> stored parts, dequantised W
+Quantizer = Callable[[Array, np.random.Generator], tuple[Stored, Array]]  # W [N, K] -> stored parts, dequantized W
 
 
 def word(values: list[int], bits: int) -> int:
@@ -56,8 +56,8 @@ def widened(values: Array, zero: Array, scale: Array, group: Array) -> Array:
     return (scale.astype(np.float32)[:, group] * (values - zero[:, group]).astype(np.float32)).astype(np.float32)
 
 
-def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False, zero_offset: int = 1) -> Quantiser:
-    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False, zero_offset: int = 1) -> Quantizer:
+    def quantize(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         columns = weight.shape[1]
         order = rng.permutation(columns) if shuffled else np.arange(columns)  # order[i]: the column at place i
         values, zero, scale = affine(weight[:, order], bits, size, symmetric)
@@ -73,11 +73,11 @@ def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False
         }
         return parts, widened(unshuffled, zero, scale, group)
 
-    return quantise
+    return quantize
 
 
-def awq(size: int) -> Quantiser:
-    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+def awq(size: int) -> Quantizer:
+    def quantize(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         values, zero, scale = affine(weight, 4, size, symmetric=False)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         parts = {
@@ -87,13 +87,13 @@ def awq(size: int) -> Quantiser:
         }
         return parts, widened(values, zero, scale, np.arange(weight.shape[1]) // size)
 
-    return quantise
+    return quantize
 
 
-def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
-    """Quantise to compressed-tensors' pack-quantized: signed numbers, stored with half the range added."""
+def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantizer:
+    """Quantize to compressed-tensors' pack-quantized: signed numbers, stored with half the range added."""
 
-    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+    def quantize(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         group_size = size or weight.shape[1]
         values, zero, scale = affine(weight, bits, group_size, symmetric)
         parts = {
@@ -105,31 +105,31 @@ def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
             parts["weight_zero_point"] = pack_rows(zero.T, bits).t().contiguous()
         return parts, widened(values, zero, scale, np.arange(weight.shape[1]) // group_size)
 
-    return quantise
+    return quantize
 
 
-def plain8(kind: str, *, per_tensor: bool = False) -> Quantiser:
-    """Quantise to compressed-tensors' int-quantized or float-quantized: unpacked, one scale per row or per tensor."""
+def plain8(kind: str, *, per_tensor: bool = False) -> Quantizer:
+    """Quantize to compressed-tensors' int-quantized or float-quantized: unpacked, one scale per row or per tensor."""
 
-    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+    def quantize(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         amax = np.abs(weight).max(keepdims=True) if per_tensor else np.abs(weight).max(1, keepdims=True)
         scale = torch.from_numpy(amax / (127 if kind == "int" else 448)).to(torch.bfloat16)
         scaled = torch.from_numpy(weight) / scale.float()
         stored = scaled.round().to(torch.int8) if kind == "int" else scaled.to(torch.float8_e4m3fn)
-        dequantised = stored.float().numpy() * scale.float().numpy()
-        return {"weight": stored, "weight_scale": scale.reshape(-1) if per_tensor else scale}, dequantised
+        dequantized = stored.float().numpy() * scale.float().numpy()
+        return {"weight": stored, "weight_scale": scale.reshape(-1) if per_tensor else scale}, dequantized
 
-    return quantise
+    return quantize
 
 
-def unordered(quantise: Quantiser, part: str) -> Quantiser:
+def unordered(quantize: Quantizer, part: str) -> Quantizer:
     """Store -1 as the group of each column, as compressed-tensors does where it has not reordered any."""
 
-    def quantise_and_mark(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
-        parts, dequantised = quantise(weight, rng)
-        return parts | {part: torch.full((weight.shape[1],), -1, dtype=torch.int32)}, dequantised
+    def quantize_and_mark(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        parts, dequantized = quantize(weight, rng)
+        return parts | {part: torch.full((weight.shape[1],), -1, dtype=torch.int32)}, dequantized
 
-    return quantise_and_mark
+    return quantize_and_mark
 
 
 def gptq_config(size: int, **changes: Any) -> dict[str, Any]:
@@ -158,17 +158,17 @@ def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: 
 
 
 def write(
-    source: Path, section: dict[str, Any], quantise: Quantiser, out: Path, plain: Path, dense: tuple[str, ...] = ()
+    source: Path, section: dict[str, Any], quantize: Quantizer, out: Path, plain: Path, dense: tuple[str, ...] = ()
 ) -> None:
-    """Write the target in `source` quantised to `out`, and the dequantised weights as an fp32 checkpoint to `plain`.
+    """Write the target in `source` quantized to `out`, and the dequantized weights as an fp32 checkpoint to `plain`.
 
-    Layers of a name with one of `dense` in it are not quantised.
+    Layers of a name with one of `dense` in it are not quantized.
     """
     rng = np.random.default_rng(0)
     stored, ordinary = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in load_file(source / "model.safetensors").items():
         if LAYER in name and not any(part in name for part in dense):
-            parts, weight = quantise(tensor.numpy(), rng)
+            parts, weight = quantize(tensor.numpy(), rng)
             stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
             ordinary[name] = torch.from_numpy(np.ascontiguousarray(weight))
         else:
@@ -186,7 +186,7 @@ GPTQ = gptq_config(32)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 AWQ |= {"modules_to_not_convert": None}
 GROUP = {"strategy": "group", "group_size": 32}
-KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
+KINDS: dict[str, tuple[dict[str, Any], Quantizer]] = {
     "gptq": (GPTQ, gptq(4, 32)),
     "gptq with columns in an order of activations": (GPTQ | {"desc_act": True}, gptq(4, 32, shuffled=True)),
     "gptq, symmetric zeros as in v2": (GPTQ, gptq(4, 32, zero_offset=0)),

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from kernels.blocks import BLOCK, FORMATS, damage
 from kernels.cpu.declarations import fields
 from kernels.cpu.library import address, library, threads
 from kernels.cpu.linear import PANEL, Segment
 from kernels.cpu.memory import zeros
+from kernels.ggml import BLOCK, FORMATS, damage
 
 if TYPE_CHECKING:
-    from kernels.blocks import BlockMatrix, BlockRows
+    from kernels.ggml import GgmlMatrix, GgmlRows
 
 
 class Arguments(ctypes.Structure):
@@ -48,18 +48,18 @@ STORAGE = {
 }
 
 
-def block_segments(matrix: BlockMatrix) -> list[Segment]:
+def ggml_segments(matrix: GgmlMatrix) -> list[Segment]:
     """Pack a matrix, neighbouring parts of one format together.
 
     Raises ValueError naming part and file offset for a block whose scale is not finite.
     """
-    return [_segment(list(parts)) for _, parts in groupby(matrix.parts, key=lambda part: part.block_format)]
+    return [_segment(list(parts)) for _, parts in groupby(matrix.parts, key=lambda part: part.ggml_format)]
 
 
-def _segment(parts: Sequence[BlockRows]) -> Segment:
+def _segment(parts: Sequence[GgmlRows]) -> Segment:
     lib = library()
     assert lib is not None
-    name, inputs, outputs = parts[0].block_format, parts[0].inputs, sum(part.count for part in parts)
+    name, inputs, outputs = parts[0].ggml_format, parts[0].inputs, sum(part.count for part in parts)
     storage, panels, blocks = STORAGE[name], -(-outputs // PANEL), inputs // BLOCK[name]
     words = zeros((panels, inputs * storage.word_bits // 32, PANEL), torch.int32)
     scale = zeros((panels, blocks, storage.scale_bytes * PANEL), torch.uint8)

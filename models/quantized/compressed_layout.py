@@ -1,4 +1,4 @@
-"""compressed-tensors, weights only: what llm-compressor writes as W4A16, W8A16 or fp8 without quantised activations.
+"""compressed-tensors, weights only: what llm-compressor writes as W4A16, W8A16 or fp8 without quantized activations.
 
 `pack-quantized`: `weight_packed` int32 `[N, ceil(K * bits / 32)]` holds value + 2^(bits-1), packed along K, with the
 shape in `weight_shape`; zero points, if any, are packed along N in the same way. The other formats store `weight`
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantised.scheme import INTEGERS, WORD, Scheme, centred, centred_zeros, column_groups, need, unpack
+from models.quantized.scheme import INTEGERS, WORD, Scheme, centered, centered_zeros, column_groups, need, unpack
 
 PACKED = "pack-quantized"
 STORED = {  # format -> (type, bits) that it may hold
@@ -76,7 +76,7 @@ def _read_group(fields: Fields, form: str) -> Group:
     fields.only("format", form)
     for activations in ("input_activations", "output_activations"):
         if fields.maybe(activations, dict) is not None:
-            raise ValueError(f"{fields.name}: {activations}: quantised activations are not supported, only weights")
+            raise ValueError(f"{fields.name}: {activations}: quantized activations are not supported, only weights")
     weights = fields.need_section("weights")
     fields.done()
     kind, bits = weights.take("type", str, "int"), weights.take("num_bits", int, 8)
@@ -109,12 +109,12 @@ def _read_layer(
     layer: str, parts: Mapping[str, Tensor], *, groups: Sequence[Group], ignored: Sequence[str], form: str
 ) -> GroupedRows:
     if any(_matches(pattern, layer) for pattern in ignored):
-        raise ValueError("is quantised, and named under `ignore`")
+        raise ValueError("is quantized, and named under `ignore`")
     group = next(
         (candidate for candidate in groups if any(_matches(pattern, layer) for pattern in candidate.targets)), None
     )
     if group is None:
-        raise ValueError("is quantised, and no group of `config_groups` names it")
+        raise ValueError("is quantized, and no group of `config_groups` names it")
     rows, columns = _shape(group, parts, form)
     size = columns if group.size < 1 else group.size
     count = -(-columns // size)
@@ -139,10 +139,10 @@ def _read_layer(
     def integers() -> tuple[Tensor, Tensor | None]:
         if form != PACKED:
             return need(parts, "weight"), None
-        values = centred(unpack(need(parts, "weight_packed"), group.bits)[:, :columns], group.bits)
+        values = centered(unpack(need(parts, "weight_packed"), group.bits)[:, :columns], group.bits)
         if zero_words is None:
             return values, None
-        return values, centred_zeros(unpack(zero_words.t(), group.bits).t()[:rows], group.bits)
+        return values, centered_zeros(unpack(zero_words.t(), group.bits).t()[:rows], group.bits)
 
     weight_format = "fp8" if group.kind == "float" else INTEGERS[group.bits]
     return GroupedRows(weight_format, columns, scales, order, integers, layer)
@@ -151,7 +151,7 @@ def _read_layer(
 def _all_zero(points: Tensor, rows: int, bits: int) -> bool:
     """Return whether zero points, packed or not, are all zero."""
     packed = points.dtype == torch.int32
-    return not points.float().any() or (packed and centred_zeros(unpack(points.t(), bits).t()[:rows], bits) is None)
+    return not points.float().any() or (packed and centered_zeros(unpack(points.t(), bits).t()[:rows], bits) is None)
 
 
 def _shape(group: Group, parts: Mapping[str, Tensor], form: str) -> tuple[int, int]:

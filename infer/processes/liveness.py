@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
-from infer.parallel import messages
+from infer.processes import messages
 
 ENDED, FAILED = "has ended", "has failed"
 MOST_BYTES = 4096  # of a message

@@ -1,4 +1,4 @@
-"""Matrices in blocks (kernels/blocks.py) as Triton kernels read them: the bits of the file in another order. Those in
+"""Matrices in blocks (kernels/ggml.py) as Triton kernels read them: the bits of the file in another order. Those in
 groups (kernels/groups.py) are packed into the same tiles by group_tiles.py.
 
 Outputs are in panels of 64, and a panel's weights in tiles of 128 along K (larger ones would take too many registers).
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.blocks import BLOCK, BLOCK_BYTES, BlockMatrix, BlockRows, damage
+from kernels.ggml import BLOCK, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, damage
 
 PANEL, WIDTH = 64, 128  # outputs and inputs of a tile
 SUPER = 256  # weights of a block of the formats with K in their name
@@ -89,13 +89,13 @@ STORAGE = {
 
 
 @dataclass(frozen=True)
-class BlockTiles:
+class GgmlTiles:
     """A matrix `[outputs, inputs]` of one format: P panels of T tiles.
 
     `order` int64 `[inputs]`: the inputs in the order in which the tiles have them; None: as they are.
     """
 
-    block_format: str
+    ggml_format: str
     storage: Storage
     outputs: int
     inputs: int
@@ -114,10 +114,10 @@ class BlockTiles:
 
 
 def empty_tiles(
-    block_format: str, outputs: int, inputs: int, device: torch.device, storage: Storage | None = None
-) -> BlockTiles:
+    ggml_format: str, outputs: int, inputs: int, device: torch.device, storage: Storage | None = None
+) -> GgmlTiles:
     """Return tiles without values; `storage`: of a format that is none of GGUF files."""
-    storage = storage or STORAGE[block_format]
+    storage = storage or STORAGE[ggml_format]
     panels, tiles = -(-outputs // PANEL), -(-inputs // WIDTH)
     units = -(-tiles // storage.sharing)
     shape = (panels, tiles, PANEL, WIDTH * storage.bits // 32)
@@ -126,24 +126,24 @@ def empty_tiles(
         upper = torch.empty(shape, dtype=torch.int8 if storage.upper == 1 else torch.int16, device=device)
     words = torch.empty(shape, dtype=torch.int32, device=device)
     scales = torch.empty(panels, units, storage.words, PANEL, dtype=torch.int32, device=device)
-    return BlockTiles(block_format, storage, outputs, inputs, words, upper, scales)
+    return GgmlTiles(ggml_format, storage, outputs, inputs, words, upper, scales)
 
 
-def pack_tiles(matrix: BlockMatrix) -> list[BlockTiles]:
+def pack_tiles(matrix: GgmlMatrix) -> list[GgmlTiles]:
     """Pack a matrix on its device, neighbouring parts of one format together.
 
     Raises ValueError naming part and file offset for a block whose scale is not finite.
     """
-    return [_pack(list(parts), matrix.device) for _, parts in groupby(matrix.parts, key=lambda part: part.block_format)]
+    return [_pack(list(parts), matrix.device) for _, parts in groupby(matrix.parts, key=lambda part: part.ggml_format)]
 
 
-def _pack(parts: Sequence[BlockRows], device: torch.device) -> BlockTiles:
-    name, inputs = parts[0].block_format, parts[0].inputs
+def _pack(parts: Sequence[GgmlRows], device: torch.device) -> GgmlTiles:
+    name, inputs = parts[0].ggml_format, parts[0].inputs
     tiles = empty_tiles(name, sum(part.count for part in parts), inputs, device)
     storage = tiles.storage
     panels = max(1, CHUNK // inputs // PANEL)
     for index, raw in enumerate(_chunks(parts, panels * PANEL)):
-        blocks = raw.to(device).unflatten(1, (-1, BLOCK_BYTES[name]))  # [R, blocks, bytes]
+        blocks = raw.to(device).unflatten(1, (-1, GGML_BLOCK_BYTES[name]))  # [R, blocks, bytes]
         if (broken := _broken(blocks, name)) is not None:
             raise _error(parts, index * panels * PANEL + broken[0], broken[1])
         blocks = F.pad(blocks, (0, 0, 0, 0, 0, -len(blocks) % PANEL))
@@ -153,7 +153,7 @@ def _pack(parts: Sequence[BlockRows], device: torch.device) -> BlockTiles:
     return tiles
 
 
-def store_integers(tiles: BlockTiles, place: slice, q: Tensor) -> None:
+def store_integers(tiles: GgmlTiles, place: slice, q: Tensor) -> None:
     """Store the integers `[panels * 64, inputs]` uint8 of the panels at `place`."""
     bits, columns = tiles.storage.bits, tiles.words.shape[-1]
     q = F.pad(q, (0, tiles.words.shape[1] * WIDTH - tiles.inputs))
@@ -163,16 +163,16 @@ def store_integers(tiles: BlockTiles, place: slice, q: Tensor) -> None:
         tiles.upper[place] = _joined(q >> bits, tiles.storage.upper).transpose(1, 2).to(tiles.upper.dtype)
 
 
-def store_scales(tiles: BlockTiles, place: slice, words: Tensor) -> None:
+def store_scales(tiles: GgmlTiles, place: slice, words: Tensor) -> None:
     """Store the words `[panels * 64, units, words of an output]` int32 of the panels' scales."""
     tiles.scales[place] = words.unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1)
 
 
-def dequantise(rows: BlockRows) -> Tensor:
+def dequantize(rows: GgmlRows) -> Tensor:
     """Return the weights `[N, K]` in fp32, as the format defines them: the specification of the kernels."""
-    name, storage = rows.block_format, STORAGE[rows.block_format]
+    name, storage = rows.ggml_format, STORAGE[rows.ggml_format]
     stored = rows.data if rows.order is None else rows.data[rows.order]
-    blocks = stored.unflatten(1, (-1, BLOCK_BYTES[name]))
+    blocks = stored.unflatten(1, (-1, GGML_BLOCK_BYTES[name]))
     q = _integers(blocks, name).float().unflatten(-1, (-1, storage.group))  # [N, blocks, groups of a block, group]
     q -= 2 ** (storage.bits + storage.upper - 1) if storage.signed else 0
     factors = _factors(blocks, name).float()
@@ -186,7 +186,7 @@ def dequantise(rows: BlockRows) -> Tensor:
     return (weight + offset[..., None] if storage.offset else weight).flatten(1)
 
 
-def _chunks(parts: Sequence[BlockRows], size: int) -> Iterator[Tensor]:
+def _chunks(parts: Sequence[GgmlRows], size: int) -> Iterator[Tensor]:
     """Yield the rows of the parts as they are stored, `size` at a time."""
     kept: list[Tensor] = []
     for part in parts:
@@ -222,11 +222,11 @@ def _broken(blocks: Tensor, name: str) -> tuple[int, int] | None:
     return row, block
 
 
-def _error(parts: Sequence[BlockRows], row: int, block: int) -> ValueError:
+def _error(parts: Sequence[GgmlRows], row: int, block: int) -> ValueError:
     for part in parts:
         if row < part.count:
             row = row if part.order is None else int(part.order[row])
-            return damage(part, row * (part.inputs // BLOCK[part.block_format]) + block)
+            return damage(part, row * (part.inputs // BLOCK[part.ggml_format]) + block)
         row -= part.count
     raise AssertionError("no part has this row")
 

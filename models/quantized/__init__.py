@@ -1,4 +1,4 @@
-"""Published checkpoints whose linear layers are quantised.
+"""Published checkpoints whose linear layers are quantized.
 
 Serving reads their integers as they are (kernels/groups.py). In feature extraction and training, with tensor
 parallelism, and where no kernel reads them, they are widened at load to the dtype that the target runs in; memory is
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from models.fields import Fields
-from models.quantised import awq_layout, compressed_layout, gptq_layout
-from models.quantised.scheme import SECTION, Scheme
+from models.quantized import awq_layout, compressed_layout, gptq_layout
+from models.quantized.scheme import SECTION, Scheme
 
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "compressed-tensors": compressed_layout.read,

@@ -2,7 +2,7 @@
 
 Only operations on the target's tensors are repeated: forwards, logits, and moves and copies of KV. Requests, drafts and
 sampling exist on rank 0 only, and so do the layers of proposers. Forwards over whole sequences, without KV, are for
-training. How a target is split, and why no bit changes: models/parallel.py.
+training. How a target is split, and why no bit changes: models/sharding.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from infer.kvcache.tensors import KVLayers, LayerShape
-from infer.parallel.comm import Ranks
-from infer.parallel.target_worker import Shard
+from infer.processes.comm import Ranks
+from infer.processes.target_worker import Shard
 from kernels.rows import AttentionRows
 from models.attention import Attention, CausalAttention
 from models.targets.llama import LlamaTarget, TargetOutput

@@ -16,7 +16,7 @@ from typing import Any
 KEY_BYTES = 16
 
 
-class BlockKeys:
+class PageKeys:
     """Content keys of a sequence's full blocks, each computed once. The hash is keyed to prevent forged collisions."""
 
     def __init__(self, secret: bytes, salt: str, filled_by: str, block: int) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantised.scheme import (
+from models.quantized.scheme import (
     INTEGERS,
     WORD,
     Scheme,
-    centred,
-    centred_zeros,
+    centered,
+    centered_zeros,
     column_groups,
     group_count,
     need,
@@ -80,13 +80,13 @@ def _read_layer(
         raise ValueError("g_idx: missing, and desc_act=true says that the columns are reordered")
 
     def integers() -> tuple[Tensor, Tensor | None]:
-        values = centred(unpack(words.t(), bits), bits)
+        values = centered(unpack(words.t(), bits), bits)
         if symmetric:
             return values, None
         zeros = unpack(zero_words, bits).t()  # [N, G]
         if minus_one:
             zeros = (zeros + 1) & ((1 << bits) - 1)
-        return values, centred_zeros(zeros, bits)
+        return values, centered_zeros(zeros, bits)
 
     scales = need(parts, "scales", count, rows).t()
     return GroupedRows(INTEGERS[bits], columns, scales, groups, integers, layer)

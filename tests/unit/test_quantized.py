@@ -1,4 +1,4 @@
-"""Published quantised checkpoints: their dequantised weights, and errors that name settings we do not support."""
+"""Published quantized checkpoints: their dequantized weights, and errors that name settings we do not support."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from infer.options.cli import compose
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.heads.config import HeadConfig
-from models.parallel import Part
-from models.quantised import read_scheme
+from models.quantized import read_scheme
+from models.sharding import Part
 from models.targets import check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
-from tests.unit.quantised_writers import AWQ, GPTQ, KINDS, compressed, write
+from tests.unit.quantized_writers import AWQ, GPTQ, KINDS, compressed, write
 from train.config import TrainConfig
 from train.loop import train
 
@@ -36,23 +36,23 @@ def small(make_target_folder: Any) -> Path:
 def published(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, Path]:
     """Return the tiny target in GPTQ's format, and the same weights as an ordinary checkpoint."""
     folder = tmp_path_factory.mktemp("published")
-    write(tiny_target_folder, *KINDS["gptq"], folder / "quantised", folder / "plain")
-    return folder / "quantised", folder / "plain"
+    write(tiny_target_folder, *KINDS["gptq"], folder / "quantized", folder / "plain")
+    return folder / "quantized", folder / "plain"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_and_logits_are_those_of_an_independent_dequantisation(kind: str, small: Path, tmp_path: Path) -> None:
-    write(small, *KINDS[kind], tmp_path / "quantised", tmp_path / "plain")
-    check_weights(tmp_path / "quantised", empty_target(tmp_path / "quantised"))
+def test_weights_and_logits_are_those_of_an_independent_dequantization(kind: str, small: Path, tmp_path: Path) -> None:
+    write(small, *KINDS[kind], tmp_path / "quantized", tmp_path / "plain")
+    check_weights(tmp_path / "quantized", empty_target(tmp_path / "quantized"))
     for dtype in (torch.float32, torch.bfloat16):
-        quantised, plain = (load_target(str(tmp_path / name), dtype=dtype) for name in ("quantised", "plain"))
-        for (name, parameter), reference in zip(quantised.named_parameters(), plain.parameters(), strict=True):
+        quantized, plain = (load_target(str(tmp_path / name), dtype=dtype) for name in ("quantized", "plain"))
+        for (name, parameter), reference in zip(quantized.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter, reference), name
     original = load_target(str(small), dtype=torch.bfloat16)
     ids = torch.randint(0, 384, (1, 24), generator=torch.Generator().manual_seed(1))
     logits = [
         target.logits(target(ids, torch.arange(24)[None], CausalAttention()).hidden)
-        for target in (quantised, plain, original)
+        for target in (quantized, plain, original)
     ]
     assert torch.equal(logits[0], logits[1])
     assert 0.5 < torch.nn.functional.cosine_similarity(logits[0].float(), logits[2].float(), dim=-1).min() < 1
@@ -61,16 +61,16 @@ def test_weights_and_logits_are_those_of_an_independent_dequantisation(kind: str
 def test_the_log_says_what_was_widened(published: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "headway.targets"):
         load_target(str(published[0]), dtype=torch.bfloat16)
-    assert "56 linear layers are gptq, 4 bits in groups of 32; dequantised to torch.bfloat16" in caplog.text
+    assert "56 linear layers are gptq, 4 bits in groups of 32; dequantized to torch.bfloat16" in caplog.text
 
 
 def test_a_rank_holds_its_rows_of_what_was_widened(published: tuple[Path, Path]) -> None:
     part = Part(1, 2, gather=lambda x, sizes, everywhere=True: x)
-    quantised, plain = (load_target(str(folder), part=part) for folder in published)
-    assert all(torch.equal(a, b) for a, b in zip(quantised.parameters(), plain.parameters(), strict=True))
+    quantized, plain = (load_target(str(folder), part=part) for folder in published)
+    assert all(torch.equal(a, b) for a, b in zip(quantized.parameters(), plain.parameters(), strict=True))
 
 
-def test_a_written_target_is_no_longer_quantised(published: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_written_target_is_no_longer_quantized(published: tuple[Path, Path], tmp_path: Path) -> None:
     save_target(load_target(str(published[0])), tmp_path)
     again, wanted = load_target(str(tmp_path)), load_target(str(published[1]))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), wanted.parameters(), strict=True))
@@ -127,7 +127,7 @@ def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(section: dict[str
         (changed(PACKED, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme="),
         (changed(PACKED, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
         (changed(PACKED, config_groups={}), "names no group"),
-        (changed(PACKED, group_input_activations={"num_bits": 8, "dynamic": True}), "input_activations: quantised act"),
+        (changed(PACKED, group_input_activations={"num_bits": 8, "dynamic": True}), "input_activations: quantized act"),
         (changed(PACKED, weights_num_bits=2), "type='int', num_bits=2: not supported in pack-quantized"),
         (changed(PACKED, weights_type="float"), "type='float', num_bits=8: not supported in pack-quantized"),
         (changed(PACKED, weights_strategy="block"), "strategy='block'"),
@@ -158,7 +158,7 @@ FULL_OF_6 = torch.full((2, 8), 0x66666666, dtype=torch.int32)
         ("gptq", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, f"{QUERY}.weight: is there beside {QUERY}.qweight"),
         ("gptq", {}, {f"{QUERY}.extra": torch.ones(1)}, f"{QUERY}.extra: not part of this architecture"),
         ("awq", {"quant_method": "gptq", "zero_point": None, "version": None}, {}, "qzeros|expected|unknown"),
-        ("int8 by rows", {"ignore": ["re:.*q_proj"]}, {}, f"{QUERY}: .*is quantised, and named under `ignore`"),
+        ("int8 by rows", {"ignore": ["re:.*q_proj"]}, {}, f"{QUERY}: .*is quantized, and named under `ignore`"),
         ("int8 by rows", {"group_targets": ["re:.*mlp.*"]}, {}, "no group of `config_groups` names it"),
         ("int8 by rows", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, "weight: torch.float32, expected torch.int8"),
         ("int4 in groups", {}, {f"{QUERY}.weight_shape": torch.tensor([64, 72])}, "weight_packed .*: expected"),
@@ -174,16 +174,16 @@ FULL_OF_6 = torch.full((2, 8), 0x66666666, dtype=torch.int32)
 def test_tensors_that_contradict_the_scheme_are_named(
     kind: str, section: dict[str, Any], change: dict[str, Any], message: str, small: Path, tmp_path: Path
 ) -> None:
-    base_section, quantise = KINDS[kind]
-    write(small, changed(base_section, **section), quantise, tmp_path / "quantised", tmp_path / "plain")
-    file = tmp_path / "quantised" / "model.safetensors"
+    base_section, quantize = KINDS[kind]
+    write(small, changed(base_section, **section), quantize, tmp_path / "quantized", tmp_path / "plain")
+    file = tmp_path / "quantized" / "model.safetensors"
     tensors = load_file(file) | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
     with pytest.raises(ValueError, match=message):
-        load_target(str(tmp_path / "quantised"))
+        load_target(str(tmp_path / "quantized"))
 
 
-def test_a_checkpoint_without_quantised_layers_is_refused(small: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_quantized_layers_is_refused(small: Path, tmp_path: Path) -> None:
     write(
         small, GPTQ, lambda weight, rng: ({"weight": torch.from_numpy(weight)}, weight), tmp_path / "a", tmp_path / "b"
     )
@@ -194,7 +194,7 @@ def test_a_checkpoint_without_quantised_layers_is_refused(small: Path, tmp_path:
 def test_a_head_is_trained_for_and_served_with_the_target_as_it_is_served(
     published: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Training on an ordinary checkpoint of the dequantised weights yields the same head, bit for bit."""
+    """Training on an ordinary checkpoint of the dequantized weights yields the same head, bit for bit."""
     settings = [
         "head.draft_vocab_size=128", "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=8",
         "sequence_length=24", "batch_size=4", "steps=4", "minutes=null", "eval_every=100", "eval_prompts=2",

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint with quantised layers, under the names of an ordinary one: each layer has a `weight`."""
+"""The tensors of a checkpoint with quantized layers, under the names of an ordinary one: each layer has a `weight`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kernels import groups
 from kernels.groups import GroupedRows
-from models.quantised.scheme import SECTION, Scheme
+from models.quantized.scheme import SECTION, Scheme
 from models.weights import LazyTensors, NamedTensors, Rows, shard_files
 
 
 def why_unread(folder: Path, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why kernels cannot read a checkpoint's layers as they are stored, None if they can. Reads no weights."""
-    tensors = QuantisedTensors(scheme, folder)
+    tensors = QuantizedTensors(scheme, folder)
     reasons = (groups.why_unread(tensors.described(name), dtype, device) for name in tensors.layers)
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -42,8 +42,8 @@ class StoredParts(Mapping[str, Tensor]):
         return len(self._names)
 
 
-class QuantisedTensors(NamedTensors):
-    """Tensors by name, read on access; those of quantised layers as they are stored, or rounded once to `dtype`.
+class QuantizedTensors(NamedTensors):
+    """Tensors by name, read on access; those of quantized layers as they are stored, or rounded once to `dtype`.
 
     Raises ValueError for layers that do not fit the scheme, and on access for what is damaged.
     """

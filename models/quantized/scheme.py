@@ -1,4 +1,4 @@
-"""The interface between a quantisation method and the loader of a checkpoint, and what the methods share.
+"""The interface between a quantization method and the loader of a checkpoint, and what the methods share.
 
 Small integers are packed into int32 words, the first in the lowest bits.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.groups import GroupedRows
-from kernels.quantise import NarrowFormat
+from kernels.quantize import NarrowFormat
 
 SECTION = "quantization_config"
 WORD = 32
@@ -22,7 +22,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each nibble of 
 
 @dataclass(frozen=True)
 class Scheme:
-    """`parts`: the possible tensors `<layer>.<part>` of a quantised layer; all have the first, and no other layer has.
+    """`parts`: the possible tensors `<layer>.<part>` of a quantized layer; all have the first, and no other layer has.
 
     `read(layer, parts)` describes the weight `[N, K]`, reading few of these tensors, or raises ValueError without
     naming the layer.
@@ -76,12 +76,12 @@ def unpack(words: Tensor, bits: int, *, order: Sequence[int] | None = None) -> T
     return values
 
 
-def centred(values: Tensor, bits: int) -> Tensor:
+def centered(values: Tensor, bits: int) -> Tensor:
     """Return values, uint8 from 0, less 2^(bits - 1): int8, in any layout."""
     return (values - (1 << (bits - 1))).view(torch.int8)
 
 
-def centred_zeros(values: Tensor, bits: int) -> Tensor | None:
-    """Return zero points as `centred` does; None if all become zero: the weights are symmetric."""
-    zeros = centred(values, bits)
+def centered_zeros(values: Tensor, bits: int) -> Tensor | None:
+    """Return zero points as `centered` does; None if all become zero: the weights are symmetric."""
+    zeros = centered(values, bits)
     return zeros if bool(zeros.any()) else None

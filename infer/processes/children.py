@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from infer.options.paths import REPO_ROOT
-from infer.parallel import messages
+from infer.processes import messages
 
 END_S = 5.0  # how long a child may take to exit by itself before it is killed
 

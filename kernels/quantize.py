@@ -1,8 +1,8 @@
-"""Quantised weights in 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
+"""Quantized weights in 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
 
 Scales are per output feature (int8, fp8) or, for int4, which is too coarse for one scale per row, per group of
-neighbouring weights in a row. ggml's blocks of 32 weights, the other formats of WeightFormat, are quantised in
-kernels/blocks.py.
+neighbouring weights in a row. ggml's blocks of 32 weights, the other formats of WeightFormat, are quantized in
+kernels/ggml.py.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 NarrowFormat = Literal["int8", "fp8", "int4"]
-BlockFormat = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+GgmlFormat = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 TargetFormat = Literal["same"] | NarrowFormat
-WeightFormat = TargetFormat | BlockFormat  # of a head
+WeightFormat = TargetFormat | GgmlFormat  # of a head
 NARROW_FORMATS: tuple[NarrowFormat, ...] = get_args(NarrowFormat)
 LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.int8}
@@ -34,14 +34,14 @@ def group_size(inputs: int) -> int:
 
 
 def narrow_bytes(outputs: int, inputs: int, weight_format: NarrowFormat) -> int:
-    """Return the size of a quantised weight `[outputs, inputs]` with its scales, in bytes."""
+    """Return the size of a quantized weight `[outputs, inputs]` with its scales, in bytes."""
     if weight_format == "int4":
         return outputs * (inputs // 2 + 4 * inputs // group_size(inputs))
     return outputs * (inputs + 4)
 
 
-def quantise(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tensor]:
-    """Quantise weight `[N, K]` to int8 (int4 too, from -7 to 7) or float8_e4m3fn; also returns fp32 scales.
+def quantize(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tensor]:
+    """Quantize weight `[N, K]` to int8 (int4 too, from -7 to 7) or float8_e4m3fn; also returns fp32 scales.
 
     Scales are `[N]`, for int4 `[N, K / group]`; each maps the largest weight it covers to the format's largest value.
     Where all weights are zero it is 1.
@@ -56,6 +56,6 @@ def quantise(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tenso
 
 
 def widen(stored: Tensor, scale: Tensor) -> Tensor:
-    """Dequantise the output of `quantise` to fp32 `[N, K]`."""
+    """Dequantize the output of `quantize` to fp32 `[N, K]`."""
     groups = stored.view(*scale.shape, -1) if scale.ndim == 2 else stored
     return (groups.float() * scale[..., None]).view(stored.shape)

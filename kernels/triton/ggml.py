@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (kernels/block_tiles.py), and their rows.
+"""Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (kernels/ggml_tiles.py), and their rows.
 
 Chooses tiles, and whether the parts of K are programs of their own, and launches the kernels of block_kernels.py.
 """
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.block_tiles import WIDTH, BlockTiles, Storage
 from kernels.elementwise import Gate
+from kernels.ggml_tiles import WIDTH, GgmlTiles, Storage
 from kernels.triton import INTERPRETED
-from kernels.triton.block_kernels import add_parts_kernel, block_linear_kernel, block_rows_kernel
+from kernels.triton.block_kernels import add_parts_kernel, block_rows_kernel, ggml_linear_kernel
 from kernels.triton.dependent import launched, overlaps
 from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import gate_mul
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     words: int  # of an output's scales, for the tiles that share them
 
 
-def layout_of(part: BlockTiles) -> Layout:
+def layout_of(part: GgmlTiles) -> Layout:
     return Layout(part.storage, part.outputs, part.inputs, part.words.shape[3], part.scales.shape[2])
 
 
@@ -56,9 +56,9 @@ def block_tile_for(rows: int, x: torch.dtype, part: Layout, device: Limits) -> T
     return Tile(64, m, WIDTH, warps=4, stages=3)
 
 
-def block_linear(
+def ggml_linear(
     x: Tensor,
-    parts: Sequence[BlockTiles],
+    parts: Sequence[GgmlTiles],
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
@@ -71,7 +71,7 @@ def block_linear(
     """
     assert residual is None or gate is None, "no layer does both"
     if gate is not None and len(parts) > 1:
-        return gate_mul(block_linear(x, parts, bias), gelu=gate == "gelu")
+        return gate_mul(ggml_linear(x, parts, bias), gelu=gate == "gelu")
     outputs = sum(part.outputs for part in parts) // (2 if gate else 1)
     out, first = x.new_empty(x.shape[0], outputs), 0
     for part in parts:
@@ -84,7 +84,7 @@ def block_linear(
 
 
 def _launch(
-    x: Tensor, part: BlockTiles, bias: Tensor | None, residual: Tensor | None, gate: Gate | None, out: Tensor
+    x: Tensor, part: GgmlTiles, bias: Tensor | None, residual: Tensor | None, gate: Gate | None, out: Tensor
 ) -> None:
     x = x if part.order is None else x[:, part.order]
     rows, columns = x.shape[0], part.outputs // 2 if gate else part.outputs
@@ -139,7 +139,7 @@ def _variant_of_tile(
         "STAGES": tile.stages, "UPCAST": upcast, **_finishing(biased, added, gate, pdl), **_constants(part),
     }  # fmt: skip
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": 255, "enable_fp_fusion": False}
-    return Variant(block_linear_kernel, constants, **options, **launched(pdl))
+    return Variant(ggml_linear_kernel, constants, **options, **launched(pdl))
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def _finishing(biased: bool, added: bool, gate: Gate | None, pdl: bool) -> dict[
     return {"BIASED": biased, "ADDED": added, "GATED": gate is not None, "GELU": gate == "gelu", "PDL": pdl}
 
 
-def block_rows(part: BlockTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def block_rows(part: GgmlTiles, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows `ids` int64 `[R]` of the weights, `[R, K]`, each value rounded once, in the order of the tiles."""
     out = torch.empty(len(ids), part.inputs, dtype=dtype, device=ids.device)
     tiles = part.words.shape[1]

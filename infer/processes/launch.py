@@ -25,16 +25,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from infer.config import EngineConfig, ModelConfig
 from infer.options.devices import resolve_device, resolve_dtype, use_device
-from infer.parallel import messages
-from infer.parallel.children import Children
-from infer.parallel.comm import Channel, RankLost, Ranks
-from infer.parallel.exactness import probe_exactness
-from infer.parallel.launched import launched_rank
-from infer.parallel.liveness import FAILED
-from infer.parallel.process_end import end_at_once
-from infer.parallel.target_worker import Shard
-from infer.parallel.tensor_parallel import follow
-from infer.parallel.threads import plan_threads
+from infer.processes import messages
+from infer.processes.children import Children
+from infer.processes.comm import Channel, RankLost, Ranks
+from infer.processes.exactness import probe_exactness
+from infer.processes.launched import launched_rank
+from infer.processes.liveness import FAILED
+from infer.processes.process_end import end_at_once
+from infer.processes.target_worker import Shard
+from infer.processes.tensor_parallel import follow
+from infer.processes.threads import plan_threads
 from models.targets import load_target
 
 MEET = timedelta(minutes=5)
@@ -59,7 +59,7 @@ def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
     count, rank = engine.tensor_parallel, launched_rank(engine)
     if rank:
         raise ValueError(
-            f"engine.tensor_parallel={count}: rank {rank} has no engine; call infer.parallel.launch.follow_launched"
+            f"engine.tensor_parallel={count}: rank {rank} has no engine; call infer.processes.launch.follow_launched"
         )
     device = rank_device(model, 0, count)
     if rank == 0:

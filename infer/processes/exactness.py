@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from infer.parallel.target_worker import Shard
-from infer.parallel.threads import ThreadPlan, cpu_threads
+from infer.processes.target_worker import Shard
+from infer.processes.threads import ThreadPlan, cpu_threads
 from kernels.attention import assert_rows_independent, plan_attention
 from kernels.elementwise import Gate, gate_mul
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE
 from models.layers import GatedMLP
-from models.parallel import even
+from models.sharding import even
 from models.targets.tensor_parallel import ShardedLinear
 
 

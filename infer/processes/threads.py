@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 
 from infer.config import EngineConfig
-from infer.parallel.target_worker import Shard
+from infer.processes.target_worker import Shard
 from kernels.linear import PackedLinear
 
 log = logging.getLogger(__name__)

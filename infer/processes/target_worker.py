@@ -1,7 +1,7 @@
 """The tensor side of serving: the target, or one rank's part of it, with the KV cache of its layers. Knows no requests.
 
 Every operation of a step on the target's tensors goes through here, addressed by slots and rows, so that every tensor
-parallel rank can do the same (infer/parallel/tensor_parallel.py).
+parallel rank can do the same (infer/processes/tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.kvcache.tensors import KVLayers, LayerShape, kv_dtype
 from infer.options.devices import free_bytes
-from kernels.quantise import WeightFormat
+from kernels.quantize import WeightFormat
 from kernels.rows import AttentionRows
 from kernels.slower import say_slower, slower_attention, slower_layers
 from models.layers import Linear, pack
@@ -39,11 +39,11 @@ class Shard:
         pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
         # on every layer that can: a list, since `any` of a generator would end at the first
-        self.integer = activations != "same" and any([linear.quantise_rows() for linear in self.linears])
+        self.integer = activations != "same" and any([linear.quantize_rows() for linear in self.linears])
         if activations == "int8" and not self.integer:
             raise ValueError(
                 "engine.activations=int8: no linear layer of this target has weights that are integers and read by a "
-                "kernel in C; use engine.activations=same, or on a CPU quantise the weights too: engine.weights=int8"
+                "kernel in C; use engine.activations=same, or on a CPU quantize the weights too: engine.weights=int8"
             )
         weight = target.norm.weight
         self.device, self.dtype = weight.device, weight.dtype

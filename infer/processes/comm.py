@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from infer.parallel import messages
-from infer.parallel.children import Children
-from infer.parallel.liveness import FAILED, GRACE_S, REASON_S, Liveness
-from infer.parallel.process_end import end_at_once
-from models.parallel import Part
+from infer.processes import messages
+from infer.processes.children import Children
+from infer.processes.liveness import FAILED, GRACE_S, REASON_S, Liveness
+from infer.processes.process_end import end_at_once
+from models.sharding import Part
 
 PATIENCE = timedelta(seconds=60)  # timeout of one collective
 
@@ -183,7 +183,7 @@ class Ranks:
     # ---- parts of tensors ---------------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, sizes: Sequence[int], *, everywhere: bool = True) -> Tensor:
-        """Implement models.parallel.Gather. Unless `everywhere`, ranks other than 0 get a tensor without columns."""
+        """Implement models.sharding.Gather. Unless `everywhere`, ranks other than 0 get a tensor without columns."""
         widest, lead = max(sizes), x.shape[:-1]
         padded = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1]))).contiguous().flatten()
         gathered = padded.new_empty(self.count if everywhere or self.rank == 0 else 0, *lead, widest)

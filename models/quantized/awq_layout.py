@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantised.scheme import AWQ_ORDER, INTEGERS, Scheme, centred, centred_zeros, group_count, need, unpack
+from models.quantized.scheme import AWQ_ORDER, INTEGERS, Scheme, centered, centered_zeros, group_count, need, unpack
 
 BITS = 4
 HISTORY = ("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "modules_to_not_convert")
@@ -41,6 +41,6 @@ def _read_layer(layer: str, parts: Mapping[str, Tensor], *, group_size: int) -> 
 
     def integers() -> tuple[Tensor, Tensor | None]:
         values, zeros = (unpack(each, BITS, order=AWQ_ORDER).t() for each in (words, zero_words))  # [N, K], [N, G]
-        return centred(values, BITS), centred_zeros(zeros, BITS)
+        return centered(values, BITS), centered_zeros(zeros, BITS)
 
     return GroupedRows(INTEGERS[BITS], columns, need(parts, "scales", count, rows).t(), None, integers, layer)
