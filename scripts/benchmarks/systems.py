@@ -206,12 +206,12 @@ def make_systems(config: CompareConfig, engine: Any, stack: ExitStack) -> dict[s
     """
     from models.heads.files import load_head
 
-    proposers = {"off", *HEADS, *engine.proposer_names}
+    proposers = {"off", *HEADS, *engine.speculator.names}
     for name in config.systems:
         proposer = name.partition(":")[0]
         if proposer not in (*proposers, *TRANSFORMERS, *config.servers):
             raise ValueError(
-                f"systems: {name}: this engine has {', '.join(engine.proposer_names)}"
+                f"systems: {name}: this engine has {', '.join(engine.speculator.names)}"
                 + ("; train a head (python train/run.py), or drop it from systems" if proposer == "head" else "")
             )
     options = {"dtype": engine.dtype, "device": engine.device, "target": engine.target}

@@ -170,6 +170,6 @@ def test_a_system_that_this_engine_lacks_is_named(tiny_target_folder: Path) -> N
     overrides = ["model=demo", f"model.path={tiny_target_folder}", "head=none", "systems=[off,head]"]
     config = compose("bench", CompareConfig, overrides)
     engine = Engine.load(config.model, config.head, config.engine, config.proposer)
-    named = f"systems: head: this engine has {', '.join(engine.proposer_names)}; train a head"
+    named = f"systems: head: this engine has {', '.join(engine.speculator.names)}; train a head"
     with ExitStack() as stack, pytest.raises(ValueError, match=re.escape(named)):
         make_systems(config, engine, stack)

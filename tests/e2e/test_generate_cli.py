@@ -309,8 +309,8 @@ def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:
 
 def test_a_mistake_is_one_line(overrides: list[str]) -> None:
     result = subprocess.run(
-        command(*overrides, "color=red"), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
+        command(*overrides, "colour=red"), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert result.returncode == 2
-    assert result.stderr.splitlines()[0].startswith("error: color: unknown key; did you mean color?")
+    assert result.stderr.splitlines()[0].startswith("error: colour: unknown key; did you mean color?")
     assert result.stdout == ""

@@ -104,7 +104,7 @@ def test_the_server_asks_nobody() -> None:
         assert not {name.split(".")[0] for name in names} & clients, path
         for call in calls(tree):
             function = ast.unparse(call.func)
-            binds += [path.name] * function.endswith(".bind")
+            binds += [path.name] * function.endswith((".bind", ".create_server"))
             processes += [path.name] * ("subprocess" in function)
     assert binds == ["address.py", "ray_app.py"]  # the second is Ray's method for a deployment's arguments
     assert processes == ["grammar_check.py"]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from models.heads.weights import checkpoint_layout, checkpoint_tensors
 from models.targets.llama import LlamaTarget
+from tests.forking import Run
 from tests.heads import OBJECTIVE_OF, VARIANTS, make_head, make_objective
 from tests.train.running import assert_equal, run
 from tests.train.test_killed import killed_after
@@ -86,14 +87,14 @@ def test_adamw_gets_everything_by_default(tiny_target: LlamaTarget) -> None:
     assert type(optimizer) is torch.optim.AdamW
 
 
-def test_killed_after_a_checkpoint_it_is_the_same_head(settings: list[str], tmp_path: Path) -> None:
+def test_killed_after_a_checkpoint_it_is_the_same_head(settings: list[str], tmp_path: Path, forked: Run) -> None:
     muon = [
         *settings, "head=dspark", "head.num_layers=1", "head.markov_rank=8", "optim=muon", "steps=5",
         "checkpoint_every=2", "eval_prompts=1", "eval_max_tokens=4",
     ]  # fmt: skip
     run([*muon, "run=steady", f"head.path={tmp_path / 'steady-head'}"])
     torn = [*muon, "run=torn", f"head.path={tmp_path / 'torn-head'}"]
-    killed_after(1, "train.checkpoint:save_checkpoint", torn)
+    killed_after(1, "train.checkpoint:save_checkpoint", torn, forked)
     assert (tmp_path / "torn" / "checkpoints" / "latest").read_text() == "step-000002\n"
     run(torn)
     steady, result = (load_file(tmp_path / f"{name}-head" / "model.safetensors") for name in ("steady", "torn"))

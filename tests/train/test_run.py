@@ -133,7 +133,7 @@ def test_every_head_trains_resumes_and_is_exported(
     assert result["gap"] == 0.0
     folder = Path(result["export"])
     assert folder == tmp_path / "heads" / "demo" / head
-    assert load_head(folder, name=head).name == head
+    assert load_head(folder, name=head).config.name == head
     (serve,) = re.findall("python infer/serve.py .*", (folder / "README.md").read_text())
     words = [f"head={head}", f"head.path={HEAD_FOLDER}"]
     if head == "draft-model":

@@ -73,4 +73,4 @@ class EarlyExit:
     @property
     def lengths(self) -> Tensor:
         """Lengths of the chains `[B]`, once all levels were taken."""
-        return torch.as_tensor(self.chains.length)
+        return torch.tensor(self.chains.length) if self._on_host else self.chains.length
