@@ -132,9 +132,12 @@ def warm_up_row_counts(engine: Engine) -> None:
 
 
 def warm_up_proposers(engine: Engine, plain: Plain) -> None:
-    """Run every proposer: a model creates its rotary table at its first run, and requests may select it late."""
+    """Run every proposer for every tenant: each keeps what drafts have taught of it, and a model creates its rotary table
+    at its first run; requests may select them late.
+    """
     for name in FIELDS["proposer"]:
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, proposer=name))
+        for salt in ("", *FIELDS["cache_salt"]):
+            engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, proposer=name, cache_salt=salt))
     plain.uncached([1, 2, 3], SamplingParams(max_tokens=8))
 
 
