@@ -132,8 +132,9 @@ def warm_up_row_counts(engine: Engine) -> None:
 
 
 def warm_up_proposers(engine: Engine, plain: Plain) -> None:
-    """Run every proposer for every tenant: each keeps what drafts have taught of it, and a model creates its rotary table
-    at its first run; requests may select them late.
+    """Run every proposer for every tenant, since requests may select them late.
+
+    What drafts teach is kept by tenant, and a model creates its rotary table at its first run.
     """
     for name in FIELDS["proposer"]:
         for salt in ("", *FIELDS["cache_salt"]):
