@@ -348,7 +348,7 @@ class TextCommandConfig(EngineCommandConfig):
     color: str = choice("auto", "auto", "always", "never")  # accepted draft tokens in color; auto: on a terminal
 
     def sampling(self, **others: Any) -> SamplingParams:
-        """Return how answers are sampled; every call draws a seed if none is set."""
+        """Return how responses are sampled; every call draws a seed if none is set."""
         seed = secrets.randbelow(2**53) if self.seed is None else self.seed
         chosen = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
         return SamplingParams(seed=seed, **chosen, **others)

@@ -181,25 +181,25 @@ def job(tmp_path):
 
 def test_a_report_survives_what_tests_do(job):
     """A wrong result, an error, a process that ends, a kernel that does not compile, and what cannot run."""
-    found = job(TESTS)
-    wrong, died, unmade = found["failures"]
+    document = job(TESTS)
+    wrong, died, unmade = document["failures"]
     assert unmade.endswith("test_engine[a]: RuntimeError: out of memory")
     assert "test_wrong: AssertionError" in wrong
     assert died.endswith("test_dies: its process ended with exit code 11")
-    (label,) = found["compile_failures"]
+    (label,) = document["compile_failures"]
     assert label.endswith("test_large")
-    assert found["compile_failures"][label].startswith("OutOfResources")
-    names = [label.rpartition("/")[2] for label in found["done"]]
+    assert document["compile_failures"][label].startswith("OutOfResources")
+    names = [label.rpartition("/")[2] for label in document["done"]]
     assert names[0] == "test_first"
     ran = ["test_first", "test_sorted[torch.bfloat16]", "test_sorted[torch.float32]", "test_wrong", "test_dies"]
     assert sorted(names) == sorted([*ran, "test_large", "test_engine[a]"])
     assert names.index("test_sorted[torch.bfloat16]") < names.index("test_sorted[torch.float32]")
-    unmade, without, long = sorted((entry["why"] for entry in found["left_out"]), reverse=True)
+    unmade, without, long = sorted((entry["why"] for entry in document["left_out"]), reverse=True)
     assert unmade == "what it needs could not be made: RuntimeError: out of memory"
     assert without == "not installed: hydra"
     assert long.startswith("it takes up to 1000000 s, and ")
-    assert [line["ok"] for line in found["exact"]].count(False) == 1
-    said = report.card(found)
+    assert [line["ok"] for line in document["exact"]].count(False) == 1
+    said = report.card(document)
     assert f"FAILED {died}" in said
     assert f"DOES NOT COMPILE {label}: OutOfResources" in said
     assert "(not installed: hydra)" in said
@@ -218,10 +218,10 @@ def test_a_process_that_hangs_is_killed(job, monkeypatch):
     monkeypatch.setattr(runner.Job, "hangs", lambda self: report.read(self.report)["running"] is not None)
     monkeypatch.setattr(runner.Job, "overdue", lambda self: True)
     head = "import time, pytest\npytestmark = pytest.mark.gpu\n"
-    found = job(head + "def test_hangs():\n    time.sleep(3600)\ndef test_after(): ...\n")
-    (failure,) = found["failures"]
+    document = job(head + "def test_hangs():\n    time.sleep(3600)\ndef test_after(): ...\n")
+    (failure,) = document["failures"]
     assert failure.endswith("test_hangs: its process ended with exit code -9")
-    (left,) = found["left_out"]
+    (left,) = document["left_out"]
     assert left["what"].endswith("test_after")
     assert left["why"] == "its process had ended"
 
@@ -284,10 +284,10 @@ def test_accept(compare):
 @pytest.mark.gpu
 def test_engine(): ...
 """
-    found = job(text, ptxas="ptxas 13.1.80")
-    assert list(found["kernels"]) == ["ptxas 13.1.80"]
-    assert [label.startswith("ptxas 13.1.80: ") for label in found["done"]] == [True]
-    assert "kernels as ptxas 13.1.80 makes them: 1 of 2 comparisons hold" in report.card(found)
+    document = job(text, ptxas="ptxas 13.1.80")
+    assert list(document["kernels"]) == ["ptxas 13.1.80"]
+    assert [label.startswith("ptxas 13.1.80: ") for label in document["done"]] == [True]
+    assert "kernels as ptxas 13.1.80 makes them: 1 of 2 comparisons hold" in report.card(document)
 
 
 def test_other_assemblers_are_found_by_their_version(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ The order of items and events is decided here; a subclass says what an item and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Literal
 
@@ -16,7 +17,7 @@ from infer.server.session import Piece, Session, tokens_within
 Kind = Literal["content", "reasoning"]
 
 
-class ItemsAnswer:
+class ItemsAnswer(ABC):
     """The answer of a session with one choice. `items`: those so far, of which the last one may still grow."""
 
     def __init__(self, session: Session, conversation: Conversation) -> None:
@@ -26,33 +27,33 @@ class ItemsAnswer:
         self._open: Kind | None = None  # the kind of the last item, while it grows
         self.items: list[Json] = []
 
+    @abstractmethod
     def begin(self, kind: Kind) -> Iterator[Json]:
         """Append an empty item and yield its first events."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grow(self, kind: Kind, text: str, piece: Piece) -> Iterator[Json]:
         """Append text to the last item and yield its events. `piece`: what the text came with."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, kind: Kind, *, complete: bool) -> Iterator[Json]:
         """Yield the events that end the last item. `complete`: the answer was not truncated in it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, call: Call) -> Iterator[Json]:
         """Append a call and yield its events."""
-        raise NotImplementedError
 
+    @abstractmethod
     def opening(self) -> Sequence[Json]:
         """Return the events before all items."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self) -> Sequence[Json]:
         """Return the events after all items."""
-        raise NotImplementedError
 
+    @abstractmethod
     def result(self) -> Json:
         """Return the document of the finished answer."""
-        raise NotImplementedError
 
     def line(self, document: Json) -> str:
         return named_event(document)

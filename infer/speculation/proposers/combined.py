@@ -65,13 +65,13 @@ class CombinedProposer(Proposer):
             if not drafting:
                 continue
             tree = source.propose([requests[index] for index in drafting], [limits[index] for index in drafting])
-            lengths, useful = tree.length.tolist(), False
+            lengths, before = tree.length.tolist(), sum(map(len, drafts))
             for row, index in enumerate(drafting):
-                if lengths[row] == 1 or repeats(source, tree, row, drafts[index]):
-                    continue
-                useful = True
-                drafts[index].append(self._drafted(source, requests[index], limits[index], tree, row, drafts[index]))
-            trees += [tree] * useful
+                if lengths[row] > 1 and not repeats(source, tree, row, drafts[index]):
+                    each = self._drafted(source, requests[index], limits[index], tree, row, drafts[index])
+                    drafts[index].append(each)
+            if sum(map(len, drafts)) > before:
+                trees.append(tree)
         if len(trees) == 1 and len(trees[0].length) == len(requests) and trees[0].is_chain:
             return trees[0]
         merged = [
@@ -169,12 +169,12 @@ def repeats(source: Proposer, tree: DraftTree, row: int, others: Sequence[Drafte
 
 
 def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:
+    if all(parents == list(range(-1, len(parents) - 1)) for _, parents in merged):
+        return DraftTree.chains([root for (root, *_), _ in merged], [drafted for (_, *drafted), _ in merged])
     lengths = [len(tokens) for tokens, _ in merged]
     width = max(lengths)
-    tree = DraftTree.assemble(
+    return DraftTree.assemble(
         token=torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in merged]),
         parent=torch.tensor([parents + [0] * (width - len(parents)) for _, parents in merged]),
         length=torch.tensor(lengths),
     )
-    tree.is_chain = all(parents == list(range(-1, len(parents) - 1)) for _, parents in merged)
-    return tree
