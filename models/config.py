@@ -174,7 +174,7 @@ class TargetConfig:
 
     @property
     def norm_eps(self) -> float:
-        """Of the norms of the residual stream: a stream divided by s has the same norm with eps divided by s squared."""
+        """Of the norms of the residual stream, which for Granite is kept divided by its scale."""
         return self.rms_norm_eps / self.stream_scale**2
 
     def window(self, layer: int) -> int | None:

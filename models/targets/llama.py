@@ -174,6 +174,10 @@ class LlamaTarget(nn.Module):
         logits, scaling = self.lm_head(hidden), self.config.logits_scaling
         return logits if scaling == 1 else logits / scaling
 
+    def lm_head_rows(self, ids: Tensor) -> Tensor:
+        """Return rows `[N, H]` of the LM head for a head that keeps a copy, with the scale of the logits."""
+        return self.lm_head.weight[ids] / self.config.logits_scaling
+
     def join_gathers(self) -> None:
         """If the layers are sharded, join the other processes' forwards until none has any left.
 
