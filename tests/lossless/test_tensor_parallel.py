@@ -122,6 +122,7 @@ def counted(engine):
         yield calls
 
 
+TIED = {"tie_word_embeddings": True}  # repeats itself, so that drafts are accepted
 FAMILIES = {
     "qwen2, tied, uneven": ("Qwen2Config", {"tie_word_embeddings": True, "vocab_size": 397, "intermediate_size": 208}),
     "qwen3 moe": (
@@ -132,11 +133,15 @@ FAMILIES = {
         "Gemma3TextConfig",
         {"head_dim": 32, "intermediate_size": 96, "sliding_window": 8, "sliding_window_pattern": 2},
     ),
-    "granite": ("GraniteConfig", {"intermediate_size": 96, "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "granite": (
+        "GraniteConfig",
+        {**TIED, "intermediate_size": 96, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    ),
     "mixtral": ("MixtralConfig", {"intermediate_size": 48, "num_local_experts": 4}),
     "phi3": (
         "Phi3Config",
         {
+            **TIED,
             "intermediate_size": 208,
             "pad_token_id": 0,
             "eos_token_id": 2,

@@ -21,7 +21,6 @@ from train.acceptance import simulate
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 
-
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 SIZES = {"head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1}
