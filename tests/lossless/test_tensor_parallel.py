@@ -135,7 +135,13 @@ FAMILIES = {
     ),
     "granite": (
         "GraniteConfig",
-        {**TIED, "intermediate_size": 96, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+        {
+            **TIED,
+            "intermediate_size": 96,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 2.0,
+        },
     ),
     "mixtral": ("MixtralConfig", {"intermediate_size": 48, "num_local_experts": 4}),
     "phi3": (
