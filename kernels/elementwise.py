@@ -117,8 +117,13 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to x `[..., heads, D]`, whose two halves form the pairs; `cos`, `sin` `[..., 1, D]`."""
-    heads, dim = x.shape[-2:]
+    """Apply rotary embedding to x `[..., heads, D]`, whose two halves form the pairs; `cos`, `sin` `[..., 1, D]`.
+
+    Of narrower tables, `[..., 1, d]`, only the first d numbers of each head are rotated.
+    """
+    (heads, dim), rotated = x.shape[-2:], cos.shape[-1]
+    if rotated < dim:
+        return torch.cat([rotate(x[..., :rotated], cos, sin), x[..., rotated:]], dim=-1)
     native = _native(dim // 2, x, cos, sin)
     if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
         first, second = x.chunk(2, dim=-1)

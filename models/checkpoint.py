@@ -6,12 +6,10 @@ Both are read under the same names: the configuration under config.json's, tenso
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from models import weights
 from models.config import read_json
@@ -35,7 +33,7 @@ def read_config(checkpoint: Path) -> dict[str, Any]:
 
 def open_tensors(
     checkpoint: Path, dtype: torch.dtype = torch.float32, rows: weights.Rows | None = None, *, progress: bool = False
-) -> Mapping[str, Tensor]:
+) -> weights.NamedTensors:
     """Return the tensors, each read on access: those of a folder as they are stored, those of a GGUF file in `dtype`.
 
     `rows` selects rows of each tensor; `progress` shows a bar for a GGUF file. Raises ValueError for a broken one.

@@ -107,6 +107,11 @@ class TargetConfig:
     attention_scale: float | None = None  # None: 1/sqrt(head_dim)
     embedding_scale: float = 1.0  # of the target's input only: heads read the embedding as it is stored
     local_rope: RopeConfig | None = None  # of the layers with a window, if it differs
+    # Options of Granite
+    stream_scale: float = 1.0  # a layer's input as heads read it, over the residual stream that layers add to
+    logits_scaling: float = 1.0  # logits are divided by it
+    # Of Phi
+    rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
@@ -166,6 +171,11 @@ class TargetConfig:
         context = max(self.max_position_embeddings, int(original * numbers["factor"]))
         rope = replace(self.rope, parameters=tuple(sorted(numbers.items())))
         return replace(self, rope=rope, max_position_embeddings=context)
+
+    @property
+    def norm_eps(self) -> float:
+        """Of the norms of the residual stream, which for Granite is kept divided by its scale."""
+        return self.rms_norm_eps / self.stream_scale**2
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

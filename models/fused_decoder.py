@@ -30,8 +30,8 @@ def parts_of(
     attended_norm: RMSNorm | None = None,
     mlp_norm: RMSNorm | None = None,
 ) -> LayerParts | None:
-    """Return a layer's weights for the fused decoder; None if a linear layer is not packed or the MLP is not gated."""
-    if type(mlp) is not GatedMLP:
+    """Return a layer's weights for the fused decoder; None if no kernel runs such a layer."""
+    if type(mlp) is not GatedMLP or attention.rotary_dim is not None:
         return None
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     packed = [linear.packed for linear in linears if type(linear) is Linear and linear.packed is not None]

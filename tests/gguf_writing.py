@@ -21,6 +21,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
 }
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
 RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -113,7 +116,7 @@ def _name(names: gguf.TensorNameMap, name: str) -> str:
 
 def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, Any]) -> int:
     """Return the number of heads if converters permute the tensor's rows for ggml's rotary embedding, otherwise 0."""
-    if architecture is not gguf.MODEL_ARCH.LLAMA:
+    if architecture not in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE):
         return 0
     if ".q_proj." in name:
         return int(config["num_attention_heads"])
@@ -149,7 +152,17 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] == "granite":
+        writer.add_logit_scale(config["logits_scaling"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+    if config["model_type"] == "phi3":
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+        writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+        writer.add_sliding_window(config["sliding_window"] or 0)
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

@@ -22,7 +22,10 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "granite": ("GraniteForCausalLM", "granite"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
 }
+MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
 SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -41,8 +44,16 @@ READ = (
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
 )  # fmt: skip
 GEMMA = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")
+MULTIPLIERS = {
+    "logit_scale": "logits_scaling",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+}
+PHI = ("attention.sliding_window",)
+OF_ONE = {"gemma3": GEMMA, "granite": tuple(MULTIPLIERS), "phi3": PHI}  # keys of one architecture alone
 TEXTS = ("rope.scaling.type",)
-FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor")
+FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
 # Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -68,8 +79,11 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
-    translated = {**SIZES, **FORWARD, **(EXPERTS if architecture == "qwen3moe" else {})}
-    supported = {*translated, *READ, *IGNORED, *(GEMMA if architecture == "gemma3" else ())}
+    experts = EXPERTS if architecture == "qwen3moe" else {}
+    if mixtral := architecture == "llama" and bool(values.get("expert_count")):
+        experts = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+    translated = {**SIZES, **FORWARD, **experts}
+    supported = {*translated, *READ, *IGNORED, *OF_ONE.get(architecture, ())}
     for key, value in values.items():
         if key not in supported and value not in NEUTRAL.get(key, ()):
             raise ValueError(
@@ -77,7 +91,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
             )
         if key in supported:
             check_type(file, f"{architecture}.{key}", value)
-    name, kind = CLASSES[architecture]
+    name, kind = MIXTRAL if mixtral else CLASSES[architecture]
     config: dict[str, Any] = {"architectures": [name], "model_type": kind}
     for key, name in translated.items():
         if key in FORWARD and architecture == "qwen3moe" and key not in values:
@@ -89,6 +103,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={kv_heads}"
         )
+    rotated = values.pop("rope.dimension_count", None) if architecture == "phi3" else None
     config["head_dim"] = head_size(file, architecture, values, config)
     config["vocab_size"] = vocabulary(file, values.get("vocab_size"))
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -101,6 +116,11 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config.setdefault("intermediate_size", config["moe_intermediate_size"])
     if architecture == "gemma3":
         config |= gemma(file, values, config)
+    if architecture == "granite":
+        config |= multipliers(file, values, config)
+    if architecture == "phi3":
+        config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
+        config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
     ends = ("bos_token_id", "eos_token_id")
     config |= {key: file.keys[f"tokenizer.ggml.{key}"] for key in ends if f"tokenizer.ggml.{key}" in file.keys}
     return config
@@ -116,7 +136,7 @@ def check_type(file: GgufFile, key: str, value: object) -> None:
     elif key.endswith(FRACTIONS):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"{file.path}: {key}={shown(value)}: must be a positive number")
-    elif not key.endswith(IGNORED) and (type(value) is not int or value < 1):
+    elif not key.endswith(IGNORED) and (type(value) is not int or value < (key != "phi3.attention.sliding_window")):
         raise ValueError(f"{file.path}: {key}={shown(value)}: must be a whole number above 0")
 
 
@@ -200,6 +220,15 @@ def gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dic
         "query_pre_attn_scalar": heads if config["num_hidden_layers"] == 62 else config["head_dim"],
         "rope_theta": values.get("rope.freq_base", 1_000_000.0),
     }
+
+
+def multipliers(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return Granite's multipliers; llama.cpp leaves those out that are absent or zero."""
+    file.need("granite.logit_scale")
+    if values.get("rope.scaling.finetuned") is False:  # llama.cpp takes it so in this architecture
+        raise ValueError(f"{file.path}: granite.rope.scaling.finetuned=False: attention without rotary embedding")
+    absent = {"attention.scale": config["head_dim"] ** -0.5}
+    return {name: values.get(key) or absent.get(key, 1.0) for key, name in MULTIPLIERS.items()}
 
 
 def shown(value: object) -> str:

@@ -31,11 +31,16 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-GEMMA_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+OTHERWISE = {  # by architecture
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
+PAIRED = ("llama", "granite")  # ggml rotates pairs of adjacent rows in these
+MIXTURES = ("llama", "qwen3moe")
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
@@ -69,16 +74,16 @@ class GgufTensors(NamedTensors):
             if name == ROPE_FREQS:  # read by config_json
                 continue
             layer, kind, part = split_name(file, name)
-            if kind in STACKED and layer is not None and architecture == "qwen3moe":
+            if kind in STACKED and layer is not None and architecture in MIXTURES:
                 for expert in range(info.shape[0]):
                     hf_name = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[kind]}.{part}"
                     self._sources[hf_name] = Source(name, expert)
                 continue
-            names = GLOBAL if layer is None else {**LAYER, **(GEMMA_NORMS if architecture == "gemma3" else {})}
+            names = GLOBAL if layer is None else {**LAYER, **OTHERWISE.get(architecture, {})}
             if kind not in names:
                 raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
             change = None
-            if architecture == "llama" and kind in heads:
+            if architecture in PAIRED and kind in heads:
                 count = int(str(heads[kind]))
                 if info.shape[0] % (2 * count):
                     raise ValueError(f"{file.path}: {name} {list(info.shape)}: is no pairs of rows for {count} heads")

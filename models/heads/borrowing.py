@@ -13,6 +13,17 @@ from models.layers import Linear, PackedEmbedding
 from models.targets.llama import LlamaTarget
 
 
+class DividedLinear(Linear):
+    """A target's LM head whose logits are divided, as the target's are."""
+
+    def __init__(self, base: Linear, divisor: float) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
+        self.base, self.divisor = base, divisor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.base(input) / self.divisor
+
+
 class Borrowed(nn.Module):
     """What a head uses of its target, once `borrow` was called: shared, never copied, nor among its parameters."""
 
@@ -20,9 +31,20 @@ class Borrowed(nn.Module):
         super().__init__()
         self.narrow_lm_head: Linear | None = None  # a copy of the LM head in fewer bits
         self.lent: tuple[Linear, Tensor | PackedEmbedding] | None = None  # the target's LM head and embedding
+        self.divisor = 1.0  # of the target's logits
+        self._divided: tuple[DividedLinear, ...] = ()  # in a tuple, so that it is none of our modules
 
     @property
     def lm_head(self) -> Linear:
+        plain = self._plain
+        if self.divisor == 1:
+            return plain
+        if not self._divided or self._divided[0].base is not plain:
+            self._divided = (DividedLinear(plain, self.divisor),)
+        return self._divided[0]
+
+    @property
+    def _plain(self) -> Linear:
         assert self.lent is not None, "borrow() comes first"
         return self.lent[0] if self.narrow_lm_head is None else self.narrow_lm_head
 
@@ -41,7 +63,7 @@ class Borrowed(nn.Module):
 
         There is no copy if the LM head is split among processes or has fewer bits itself.
         """
-        lm_head = self.lm_head
+        lm_head = self._plain
         if weight_format == "same" or type(lm_head) is not Linear or (weight := lm_head.unpacked_weight()) is None:
             return
         narrow = Linear(*reversed(weight.shape), bias=False, device="meta")
@@ -51,7 +73,7 @@ class Borrowed(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Borrowed:
         copy = Borrowed()
-        copy.lent = self.lent
+        copy.lent, copy.divisor = self.lent, self.divisor
         return copy
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def] # as nn.Module has it
@@ -79,4 +101,4 @@ def borrow(head: nn.Module, target: LlamaTarget) -> None:
     embedding = target.embed_tokens
     for borrowed in borrowed_by(head):
         stored = embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
-        borrowed.lent = target.lm_head, stored
+        borrowed.lent, borrowed.divisor = (target.lm_head, stored), target.config.logits_scaling

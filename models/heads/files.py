@@ -128,10 +128,11 @@ def _is_alike(target: LlamaTarget, dtype: torch.dtype, device: str | torch.devic
 
 
 def _full_lm_head(target: LlamaTarget) -> Tensor:
-    """Return the LM head `[V, H]`; from the checkpoint if this process holds only some of its rows, or fewer bits."""
-    weight = target.lm_head.unpacked_weight()
-    is_full = weight is not None and len(weight) == target.config.vocab_size
-    return weight if weight is not None and is_full else weights_of(target.folder)[LM_HEAD]()
+    """Return the LM head `[V, H]`, with the scale of the logits; from the checkpoint if this process has but a part."""
+    weight, scaling = target.lm_head.unpacked_weight(), target.config.logits_scaling
+    if weight is None or len(weight) != target.config.vocab_size:
+        weight = weights_of(target.folder)[LM_HEAD]()
+    return weight if scaling == 1 else weight / scaling
 
 
 def read_head(

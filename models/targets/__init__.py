@@ -25,20 +25,27 @@ from models.quantized import SECTION, read_scheme
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.gemma3 import Gemma3Target
+from models.targets.granite import GraniteTarget
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
+from models.targets.mixtral import MixtralTarget
+from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
+from models.targets.views import viewed
 from models.targets.zero3 import Exchange, ShardedLayers
 from models.weights import NamedTensors, allocate, load_into
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Gemma3ForCausalLM": Gemma3Target,
+    "GraniteForCausalLM": GraniteTarget,
     "LlamaForCausalLM": LlamaTarget,
     "MistralForCausalLM": MistralTarget,
+    "MixtralForCausalLM": MixtralTarget,
+    "Phi3ForCausalLM": Phi3Target,
     "Qwen2ForCausalLM": Qwen2Target,
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
@@ -120,7 +127,7 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 
 def read_weights(
     folder: Path, dtype: torch.dtype, part: Part | None, unsharded: str | None, *, progress: bool, native: bool = False
-) -> Mapping[str, Tensor]:
+) -> NamedTensors:
     """Return the tensors of a target, or this rank's rows of them; quantized layers as weights in `dtype`.
 
     The tensor named `unsharded` keeps all rows. Each tensor is read on access; with `progress` those of a GGUF file
@@ -163,7 +170,7 @@ def load_target(
     config, layout = target.config, target.checkpoint_layout()
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     progress = exchange is None and layers is None
-    tensors = read_weights(folder, dtype, part, shared, progress=progress, native=native)
+    tensors = viewed(read_weights(folder, dtype, part, shared, progress=progress, native=native), target, part)
     names = names_of(tensors)
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
@@ -181,7 +188,7 @@ def load_target(
         target.lm_head.weight = embedding if row_range is None else nn.Parameter(embedding[row_range[0] : row_range[1]])
         tie(layout, names, shared)
     load_into(target, tensors, layout, source=str(folder), names=names)
-    if isinstance(tensors, NamedTensors) and stored:
+    if stored:
         pack_ggml(target, stored)
         tensors.release()
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
@@ -194,8 +201,8 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
 
     `target` is what `empty_target` made of it.
     """
-    layout, tensors = target.checkpoint_layout(), read_weights(folder, torch.float32, None, None, progress=False)
-    assert isinstance(tensors, NamedTensors)
+    layout = target.checkpoint_layout()
+    tensors = viewed(read_weights(folder, torch.float32, None, None, progress=False), target, None)
     names = names_of(tensors)
     if target.config.tie_word_embeddings:
         tie(layout, names, shared_weight(folder))

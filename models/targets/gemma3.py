@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.decoder import LayerParts
@@ -106,6 +107,11 @@ class Gemma3Target(LlamaTarget):
 
     def make_layer(self, index: int) -> DecoderLayer:
         return Gemma3Layer(self.config, index)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the first layer's input; the factor is rounded to the dtype, as in HF."""
+        x = self.embed_tokens(ids)
+        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
 
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:

@@ -21,6 +21,7 @@ from models.attention import Attention, project_of
 from models.config import LAST, TargetConfig
 from models.fused_decoder import FusedDecoder, parts_of
 from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
+from models.targets.experts import MixtureOfExperts
 from models.targets.zero3 import ShardedLayers
 from models.weights import merged_parts
 
@@ -43,6 +44,7 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.window = config.window(layer)
         self.scale = config.attention_scale
+        self.rotary_dim = config.rotary_dim
         self.rotary_table = int(config.local_rope is not None and self.window is not None)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
@@ -63,7 +65,7 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        if project := project_of(attention):
+        if self.rotary_dim is None and (project := project_of(attention)):
             return project(self.layer, qkv, rotary, self.head_norm, window=self.window, scale=self.scale)
         num_rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :num_rotated, :]
@@ -79,9 +81,9 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -117,9 +119,10 @@ class LlamaTarget(nn.Module):
         self.shares: ShardedLayers | None = None  # if the layers are sharded (ZeRO-3)
         self.embed_tokens: Embedding | PackedEmbedding = Embedding(config.vocab_size, config.hidden_size)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
-        self.rotaries = [RotaryEmbedding(rope, config.head_dim, config.max_position_embeddings) for rope in ropes]
+        rotated = config.rotary_dim or config.head_dim
+        self.rotaries = [RotaryEmbedding(rope, rotated, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, centered=config.centered_norms)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
@@ -130,7 +133,13 @@ class LlamaTarget(nn.Module):
         return TargetConfig.from_json(config)
 
     def make_layer(self, index: int) -> DecoderLayer:
-        return DecoderLayer(self.config, index)
+        experts = self.config.experts
+        return DecoderLayer(self.config, index, experts and MixtureOfExperts(self.config.hidden_size, experts))
+
+    @staticmethod
+    def published_name(name: str) -> str:
+        """Return the name that a tensor, by Llama's name, has in checkpoints of this family."""
+        return name
 
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()
@@ -155,12 +164,19 @@ class LlamaTarget(nn.Module):
                     streams[index] = x
                 x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
+        if self.config.stream_scale != 1:
+            streams = {index: x * self.config.stream_scale for index, x in streams.items()}
         streams[end] = streams[LAST] = hidden
         return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
-        return self.lm_head(hidden)
+        logits, scaling = self.lm_head(hidden), self.config.logits_scaling
+        return logits if scaling == 1 else logits / scaling
+
+    def lm_head_rows(self, ids: Tensor) -> Tensor:
+        """Return rows `[N, H]` of the LM head for a head that keeps a copy, with the scale of the logits."""
+        return self.lm_head.weight[ids] / self.config.logits_scaling
 
     def join_gathers(self) -> None:
         """If the layers are sharded, join the other processes' forwards until none has any left.
@@ -181,12 +197,11 @@ class LlamaTarget(nn.Module):
         return self.embed_tokens.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input. Some families scale it; the factor is rounded to the dtype as in HF."""
-        x = self.embed_tokens(ids)
-        factor = self.config.embedding_scale
-        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
+        """Return the first layer's input, the scaled embedding."""
+        x, factor = self.embed_tokens(ids), self.config.embedding_scale
+        return x if factor == 1 else x * factor
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         """Return parameter name -> the HF tensor names that are concatenated along dim 0 to make it."""
-        names = (name for name, _ in self.named_parameters())
-        return {name: merged_parts(name if name.startswith("lm_head") else f"model.{name}") for name in names}
+        names = {name: name if name.startswith("lm_head") else f"model.{name}" for name, _ in self.named_parameters()}
+        return {name: tuple(map(self.published_name, merged_parts(full))) for name, full in names.items()}

@@ -14,7 +14,6 @@ from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, interpret
 from models.heads.files import load_head
-from models.targets import load_target
 from tests.formats.sources import SOURCES, Source
 
 TARGET = Verifier("some/target", "LlamaForCausalLM", 384, 64, 8)
@@ -78,24 +77,17 @@ def test_a_window_that_is_not_used_is_none():
         notes_of(source, source.config | {"use_sliding_window": None})
 
 
-def test_a_head_for_mixtral_is_read_and_its_target_named(tmp_path):
+def test_a_head_for_mixtral_is_read_and_its_target_named():
     source = SOURCES[EAGLE]
     experts = {"num_experts_per_tok": 2, "num_local_experts": 8}
     training = {"output_router_logits": False, "router_aux_loss_coef": 0.02}
     config = source.config | experts | training | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     notes = notes_of(source, config, Verifier("some/target", "MixtralForCausalLM", 384, 64, 8))
     assert "num_local_experts=8 is the target's: the head's layer has no experts" in notes
-    with pytest.raises(
-        ValueError, match=r"a head for Mixtral, not for LlamaForCausalLM; Mixtral is missing among the t"
-    ):
+    with pytest.raises(ValueError, match="a head for Mixtral, not for LlamaForCausalLM"):
         notes_of(source, config)
     with pytest.raises(ValueError, match="unknown: num_local_experts=8"):
         notes_of(source, source.config | {"num_local_experts": 8})
-    folder = tmp_path / "mixtral"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}))
-    with pytest.raises(ValueError, match="architecture 'MixtralForCausalLM' is not supported"):
-        load_target(str(folder))
 
 
 def test_published_medusa_files_hold_more_heads_than_they_state():

@@ -71,6 +71,7 @@ CONFIGS = {
         embedding_scale=9.0,
         local_rope=RopeConfig(theta=200.0),
     ),
+    "granite": replace(PLAIN, embedding_scale=9.0, stream_scale=0.3, attention_scale=0.05, logits_scaling=8.0),
     "long sums": replace(PLAIN, hidden_size=1104, intermediate_size=1600, num_heads=3, num_kv_heads=3, head_dim=96),
 }
 DTYPES = [torch.float32, torch.bfloat16]

@@ -122,6 +122,7 @@ def counted(engine):
         yield calls
 
 
+TIED = {"tie_word_embeddings": True}  # repeats itself, so that drafts are accepted
 FAMILIES = {
     "qwen2, tied, uneven": ("Qwen2Config", {"tie_word_embeddings": True, "vocab_size": 397, "intermediate_size": 208}),
     "qwen3 moe": (
@@ -132,10 +133,34 @@ FAMILIES = {
         "Gemma3TextConfig",
         {"head_dim": 32, "intermediate_size": 96, "sliding_window": 8, "sliding_window_pattern": 2},
     ),
+    "granite": (
+        "GraniteConfig",
+        {
+            **TIED,
+            "intermediate_size": 96,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"intermediate_size": 48, "num_local_experts": 4}),
+    "phi3": (
+        "Phi3Config",
+        {
+            **TIED,
+            "intermediate_size": 208,
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, ("float32", "bfloat16", "bfloat16"), strict=True)])
+DTYPES = ("float32", "bfloat16", "bfloat16", "float32", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, DTYPES, strict=True)])
 def test_other_families(tiny_target_folder, tmp_path, family, dtype):
     folder = make_family(family, tiny_target_folder, tmp_path)
     wanted = generate_twice(load(folder, dtype, 1, "none"))

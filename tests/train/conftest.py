@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,21 +46,25 @@ def responses(engine: Engine) -> Sequences:
     return Sequences.of_completions(completions)
 
 
-@pytest.fixture(scope="session")
-def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers of full attention and four with a sliding window of 16 tokens, alternating."""
+def write_family(kind: str, folder: Path, **options: Any) -> Path:
+    """Write a random target of eight layers, whose config is of class `kind` of transformers."""
     import transformers
 
     torch.manual_seed(5)
-    config = transformers.Gemma3TextConfig(
+    config = getattr(transformers, kind)(
         vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=24,
-        max_position_embeddings=512, initializer_range=0.2,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, **options,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("gemma")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     randomise_biases_and_norms(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of full attention and four with a sliding window of 16 tokens, alternating."""
+    sizes = {"head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
+    return write_family("Gemma3TextConfig", tmp_path_factory.mktemp("gemma"), **sizes)
 
 
 @pytest.fixture

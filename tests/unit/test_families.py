@@ -15,7 +15,8 @@ from models.checkpoint import open_tensors
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.weights import initialize, set_vocabulary
-from models.targets import ARCHITECTURES, load_target
+from models.sharding import Part
+from models.targets import ARCHITECTURES, check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
 from tests.unit.reference import (
@@ -30,6 +31,16 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LOCAL, LINEAR = {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 GEMMA = {"head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True, "sliding_window_pattern": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# a large eps, which the residual multiplier changes
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+    "rms_norm_eps": 0.01,
+}
+PHI = {"pad_token_id": 0, "eos_token_id": 2}
+PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
@@ -51,6 +62,15 @@ FAMILIES = {
     ),
     "qwen3 moe": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
     "qwen3 moe, weights as they are": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": False, **EXPERTS}),
+    "granite": ("GraniteConfig", GRANITE),
+    "granite tied, biased": (
+        "GraniteConfig",
+        {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral window": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
+    "phi3": ("Phi3Config", PHI),
+    "phi3 window, part of the head": ("Phi3Config", {**PHI, "sliding_window": 24, "rope_parameters": PART}),
 }
 
 
@@ -103,6 +123,21 @@ def test_a_target_that_is_written_is_read_as_it_was(make_family_folder, name, tm
     again = load_target(str(tmp_path))
     assert again.config == target.config
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in target.folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
+def test_experts_in_one_tensor_are_those_of_separate_ones(make_family_folder, name, tmp_path):
+    """Newer versions of transformers can write them so."""
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family_folder(name)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path, save_original_format=False)
+    assert any(key.endswith(".mlp.experts.gate_up_proj") for key in open_tensors(tmp_path))
+    check_weights(tmp_path, empty_target(tmp_path))
+    for part in (None, *(Part(rank, 2, lambda x, sizes, *, everywhere=True: x) for rank in range(2))):
+        wanted, target = (load_target(str(each), part=part) for each in (folder, tmp_path))
+        for key, parameter in target.named_parameters():
+            assert torch.equal(parameter, wanted.get_parameter(key)), key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -193,6 +228,12 @@ def edit(folder, tmp_path, **changes):
         ("gemma3", {"sliding_window": None}, "sliding_window=None"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
         ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text model alone"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier=0.0: must be a positive number"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling='8': expected a number"),
+        ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be 1 to 6"),
+        ("phi3", {"rope_parameters": PART | {"rope_type": "longrope"}}, "rope_type='longrope': longrope is not supp"),
+        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type='su': longrope is not supp"),
+        ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2: must give"),
         ("qwen2", {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
     ],
 )
@@ -205,8 +246,10 @@ def test_every_architecture_is_tested():
     import transformers
 
     kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
-    assert {"llama", *kinds} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
-    assert len(ARCHITECTURES) == 6
+    assert {"llama", *kinds} == {
+        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "granite", "mixtral", "phi3",
+    }  # fmt: skip
+    assert len(ARCHITECTURES) == 9
 
 
 @pytest.mark.parametrize(

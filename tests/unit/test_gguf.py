@@ -19,6 +19,7 @@ from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
 from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantizes
 from models.targets import check_weights, empty_target, load_target, read_target_config
+from models.targets.views import viewed
 from models.targets.writing import save_target
 from tests.gguf_writing import write_gguf
 from tests.unit.reference import TOLERANCE, randomise_biases_and_norms, relative_error
@@ -46,6 +47,26 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 128}),
     "qwen3moe": ("Qwen3MoeConfig", {"head_dim": 32, **EXPERTS}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 6}),
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2}),
+    "phi3 window, part of the head": (
+        "Phi3Config",
+        {
+            "pad_token_id": 0,
+            "eos_token_id": 2,
+            "sliding_window": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
@@ -93,7 +114,8 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_holds_what_its_folder_holds(written, name):
     file, folder = written(name)
-    tensors, wanted = open_tensors(file), load_file(folder / "model.safetensors")
+    target, wanted = empty_target(file), load_file(folder / "model.safetensors")
+    tensors = viewed(open_tensors(file), target, None)
     assert set(tensors) == set(wanted)
     for key, value in wanted.items():
         if name == "gemma3" and key.endswith("norm.weight"):  # the file holds the weight plus 1
@@ -111,7 +133,8 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
         check_weights(checkpoint, empty_target(checkpoint))
     family = FAMILY_OF_FILE.get(config.architecture, config.architecture)
     assert target.config.architecture == family
-    for key in ("head_dim", "num_kv_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "experts"):
+    sizes = ("head_dim", "num_kv_heads", "vocab_size", "max_position_embeddings", "rotary_dim")
+    for key in (*sizes, "tie_word_embeddings", "experts", "windows"):
         assert getattr(target.config, key) == getattr(config, key), key
     gguf_options = {"gguf_file": file.name} if name in READ_BY_TRANSFORMERS else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -262,6 +285,20 @@ def test_what_would_change_the_logits_is_an_error_that_names_it(make_target_fold
     with pytest.raises(ValueError, match=message) as caught:
         load_target(str(file))
     assert str(file) in str(caught.value)
+
+
+OF_OTHERS = {
+    "granite": (lambda w: w.add_bool("granite.rope.scaling.finetuned", False), "granite.rope.scaling.finetuned=False"),
+    "phi3": (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long.weight"),
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_other_families_do_not_support_is_named(written, tmp_path, name):
+    add, message = OF_OTHERS[name]
+    write_gguf(written(name)[1], tmp_path / "tiny.gguf", change=add)
+    with pytest.raises(ValueError, match=message):
+        load_target(str(tmp_path / "tiny.gguf"))
 
 
 def test_keys_that_change_nothing_are_left_out(make_target_folder, tmp_path):

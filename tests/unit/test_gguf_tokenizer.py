@@ -37,6 +37,7 @@ STEPS: dict[str, list[Any]] = {
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
+STEPS |= {"refact": STEPS["smollm"], "dbrx": STEPS["llama-bpe"]}  # of Granite 3 and Phi-4
 CORPUS = [
     "def read(path):\n    return 2024 + 12345 * x\n",
     "I'm here, it's 1984; WE'LL see. aren't THEY'RE",

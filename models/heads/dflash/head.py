@@ -129,7 +129,7 @@ def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed
     """
     draw_matrices(head, seed)
     if head.reduced:
-        head.lm_head.weight.copy_(target.lm_head.weight[head.target_ids])
+        head.lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
     if not from_target:
         return
     size, donors = head.config.hidden_size, list(target.layers)[-len(head.layers) :]

@@ -63,15 +63,12 @@ def read(
 
 def check_mixtral(fields: Fields, provided: ConversionOptions, notes: list[str]) -> None:
     """Raise ValueError for another target. The head's layer has no experts; the keys on them are its target's."""
-    from models.targets import ARCHITECTURES
-
     fields.ignore(*EXPERTS)
     of_target = {key: fields.values[key] for key in EXPERTS if key in fields.values}
     notes += [f"{key}={value!r} is the target's: the head's layer has no experts" for key, value in of_target.items()]
     target = provided.verifier and provided.verifier.architecture
     if target not in (None, MIXTRAL):
-        missing = "" if MIXTRAL in ARCHITECTURES else "; Mixtral is missing among the targets that can be served"
-        raise ValueError(f"config.json: architectures={[MIXTRAL]}: a head for Mixtral, not for {target}{missing}")
+        raise ValueError(f"config.json: architectures={[MIXTRAL]}: a head for Mixtral, not for {target}")
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
         or head.config.layer.intermediate_size != target.config.intermediate_size
     ):
         raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
-    head.lm_head.weight.copy_(target.lm_head.weight[head.target_ids])
+    head.lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
     head.norm.weight.copy_(target.norm.scale)
     head.fc.weight[:, -size:].copy_(torch.eye(size))
     attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)

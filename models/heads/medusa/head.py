@@ -110,7 +110,7 @@ def initialize(head: MedusaHead, target: LlamaTarget, *, from_target: bool, seed
     for lm_head in [head.lm_head] if head.config.shared else head.lm_heads:
         assert isinstance(lm_head, Linear)
         if head.config.shared or from_target:
-            lm_head.weight.copy_(target.lm_head.weight[head.target_ids])
+            lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
         else:
             lm_head.weight.normal_(0.0, 0.02, generator=generator)
 

@@ -1,8 +1,12 @@
-"""Heads on a Gemma target, which scales its embedding for its own layers only: training and serving agree."""
+"""Heads on targets other than Llama: training and serving agree.
+
+Gemma scales its embedding for its own layers only, Granite its residual stream and logits.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +16,34 @@ from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
 from tests.heads import make_head, memorise
-from tests.train.conftest import STEPS
+from tests.train.conftest import STEPS, write_family
 from train.acceptance import simulate
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 
+PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+SIZES = {"head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma3TextConfig", SIZES),
+    "granite": ("GraniteConfig", {**MULTIPLIERS, "logits_scaling": 4.0}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2, "sliding_window": 16, "rope_parameters": PART}),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind, options = FAMILIES[request.param]
+    return write_family(kind, tmp_path_factory.mktemp(request.param), **options)
+
 
 @pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3"])
-def test_a_head_drafts_as_it_was_trained(variant: str, gemma_folder: Path) -> None:
-    head = make_head(load_target(str(gemma_folder)), variant)
+def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> None:
+    head = make_head(load_target(str(family_folder)), variant)
     limits = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
     drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
-    engine = Engine(load_target(str(gemma_folder)), proposer="none", config=limits, proposer_config=drafts)
+    engine = Engine(load_target(str(family_folder)), proposer="none", config=limits, proposer_config=drafts)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 384, (6 + 4 * index,), generator=generator).tolist() for index in range(4)]
     params = SamplingParams(max_tokens=30, ignore_eos=True)

@@ -1,0 +1,37 @@
+"""A mixture of experts in place of the MLP, as Mixtral and Qwen3-MoE have it.
+
+A row's experts are applied in ascending order, whatever experts other rows use, so that its sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ExpertsConfig
+from models.layers import GatedMLP, Linear
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of the outputs of the `active` experts that are likeliest by the router's softmax over all."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Linear(hidden_size, config.count, bias=False)
+        self.experts = nn.ModuleList(GatedMLP(hidden_size, config.intermediate_size) for _ in range(config.count))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])  # [R, H]
+        # Sorted, not topk: ties must be broken the same way in any batch.
+        ranked = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+        weights, chosen = ranked.values[:, : self.config.active], ranked.indices[:, : self.config.active]
+        if self.config.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():  # ascending
+            row, rank = (chosen == expert).nonzero(as_tuple=True)
+            output = self.experts[expert](rows[row])
+            out.index_add_(0, row, output * weights[row, rank, None].to(output.dtype))
+        out = out.view_as(x)
+        return out if residual is None else residual + out

@@ -1,0 +1,97 @@
+"""Tensors that a checkpoint stores merged, where a target's layout or a tensor parallel rank needs parts of them.
+
+Newer versions of transformers may write all experts of a layer as one tensor, `[E, 2 I, H]` for gate and up and
+`[E, H, I]`; of a merged projection (Phi's) a rank needs its own rows of each part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.ggml import GgmlRows
+from kernels.groups import GroupedRows
+from models.sharding import Part
+from models.targets.llama import LlamaTarget
+from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts
+
+STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+
+
+class View(NamedTuple):
+    """Ranges of rows, concatenated, of a stored tensor, or of one expert in it; without ranges all of the tensor."""
+
+    stored: str
+    rows: tuple[tuple[int, int], ...] = ()
+    expert: int | None = None
+
+
+class Views(NamedTensors):
+    """Tensors by view, each read on access."""
+
+    def __init__(self, tensors: NamedTensors, views: Mapping[str, View]) -> None:
+        self._tensors, self._sources = tensors, views
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored, rows, expert = self._sources[name]
+        if expert is None:
+            value = self._tensors[stored]
+            return torch.cat([value[first:end] for first, end in rows]) if rows else value
+        assert isinstance(self._tensors, LazyTensors)
+        piece = self._tensors.slice(stored)
+        return torch.cat([piece[expert : expert + 1, first:end][0] for first, end in rows])
+
+    def shape(self, name: str) -> Sequence[int]:
+        stored, rows, expert = self._sources[name]
+        whole = self._tensors.shape(stored)[0 if expert is None else 1 :]
+        return [sum(end - first for first, end in rows), *whole[1:]] if rows else whole
+
+    def blocks(self, name: str) -> GgmlRows | None:
+        view = self._sources[name]
+        return None if view.rows else self._tensors.blocks(view.stored)
+
+    def groups(self, name: str) -> GroupedRows | None:
+        view = self._sources[name]
+        return None if view.rows else self._tensors.groups(view.stored)
+
+    def release(self) -> None:
+        self._tensors.release()
+
+
+def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> NamedTensors:
+    """Return a checkpoint's tensors under the names of `target`'s layout, and of merged ones the rows of `part`."""
+    views: dict[str, View] = {}
+    for name in tensors:
+        kind = name.rpartition(".")[0].rpartition(".")[2]
+        if (match := STACKED.fullmatch(name)) and isinstance(tensors, LazyTensors) and len(tensors.shape(name)) == 3:
+            views |= _experts(target, name, match, tensors.shape(name), part)
+        elif part is not None and kind in MERGED:
+            names, total = merged_parts(name), tensors.shape(name)[0]
+            sizes = rows_of_parts(total, len(names), (target.config.num_heads, target.config.num_kv_heads))
+            views[name] = View(name, tuple(map(_rows, names, accumulate(sizes, initial=0), sizes, [part] * len(sizes))))
+        else:
+            views[target.published_name(name)] = View(name)
+    return tensors if all(View(name) == view for name, view in views.items()) else Views(tensors, views)
+
+
+def _experts(
+    target: LlamaTarget, stored: str, match: re.Match[str], shape: Sequence[int], part: Part | None
+) -> dict[str, View]:
+    views: dict[str, View] = {}
+    for expert in range(shape[0]):
+        names = [*map(target.published_name, merged_parts(f"{match[1]}.{expert}.{match[2]}.weight"))]
+        size = shape[1] // len(names)
+        for place, name in enumerate(names):
+            views[name] = View(stored, (_rows(name, place * size, size, part),), expert)
+    return views
+
+
+def _rows(name: str, first: int, size: int, part: Part | None) -> tuple[int, int]:
+    """Return this rank's rows of the `size` rows of tensor `name`, which begin at row `first`."""
+    begin, end = (part and part.rows(name, size)) or (0, size)
+    return first + begin, first + end
