@@ -132,10 +132,16 @@ FAMILIES = {
         "Gemma3TextConfig",
         {"head_dim": 32, "intermediate_size": 96, "sliding_window": 8, "sliding_window_pattern": 2},
     ),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "init_std": 0.2}),
+    "opt as 350m": (
+        "OPTConfig",
+        {"ffn_dim": 96, "init_std": 0.2, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    ),
 }
+DTYPES = ("float32", "bfloat16", "bfloat16", "bfloat16", "float32")
 
 
-@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, ("float32", "bfloat16", "bfloat16"), strict=True)])
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, DTYPES, strict=True)])
 def test_other_families(tiny_target_folder, tmp_path, family, dtype):
     folder = make_family(family, tiny_target_folder, tmp_path)
     wanted = generate_twice(load(folder, dtype, 1, "none"))
