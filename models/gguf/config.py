@@ -22,6 +22,7 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "starcoder": ("GPTBigCodeForCausalLM", "gpt_bigcode"),
 }
 SIZES = {
     "block_count": "num_hidden_layers",
@@ -36,6 +37,8 @@ EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+EPSILON = "attention.layer_norm_rms_epsilon"
+STARCODER = {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 READ = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
@@ -69,6 +72,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
     translated = {**SIZES, **FORWARD, **(EXPERTS if architecture == "qwen3moe" else {})}
+    if architecture == "starcoder":
+        translated = {key: name for key, name in translated.items() if key != EPSILON} | STARCODER
     supported = {*translated, *READ, *IGNORED, *(GEMMA if architecture == "gemma3" else ())}
     for key, value in values.items():
         if key not in supported and value not in NEUTRAL.get(key, ()):
@@ -101,6 +106,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config.setdefault("intermediate_size", config["moe_intermediate_size"])
     if architecture == "gemma3":
         config |= gemma(file, values, config)
+    if architecture == "starcoder":  # llama.cpp approximates GELU, which the file does not state
+        config |= {"activation_function": "gelu_pytorch_tanh", "multi_query": kv_heads == 1}
     ends = ("bos_token_id", "eos_token_id")
     config |= {key: file.keys[f"tokenizer.ggml.{key}"] for key in ends if f"tokenizer.ggml.{key}" in file.keys}
     return config
