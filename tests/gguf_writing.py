@@ -133,7 +133,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config.get("num_key_value_heads", 1))
+    writer.add_head_count_kv(1 if "layer_norm_epsilon" in config else config["num_key_value_heads"])
     if "layer_norm_epsilon" in config:  # StarCoder
         writer.add_layer_norm_eps(config["rms_norm_eps"])
         return

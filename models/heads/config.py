@@ -159,6 +159,6 @@ def refuse_projections(target: TargetConfig) -> None:
     """Raise ValueError for a target whose embedding and LM head are of another size than its hidden states."""
     if target.embedding_size is not None:
         raise ValueError(
-            f"model=: config.json: word_embed_proj_dim={target.embedding_size} is not hidden_size={target.hidden_size}: "
+            f"model=: word_embed_proj_dim={target.embedding_size} is not hidden_size={target.hidden_size}: "
             "heads are not supported for such a target; use another proposer, or a model without these projections"
         )

@@ -185,7 +185,7 @@ class LlamaTarget(nn.Module):
         return self.embed(ids)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the embedding `[..., H]` of tokens. Some families scale it, by a factor rounded to the dtype as in HF."""
+        """Return the embedding `[..., H]` of tokens. Some families scale it; the factor is rounded as in HF."""
         x = self.embed_tokens(ids)
         factor = self.config.embedding_scale
         return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()

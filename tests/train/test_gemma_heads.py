@@ -21,7 +21,6 @@ from train.acceptance import simulate
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 
-
 BORROWING = "eagle, the target's embedding"
 LEARNED = {
     "opt": ("OPTConfig", {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 6, "init_std": 0.2}),
@@ -56,7 +55,7 @@ def test_a_head_drafts_as_it_was_trained(variant: str, folder: Path) -> None:
     plain = engine.generate(prompts, params)
     rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in plain]
     responses = Sequences.of(rows)
-    memorise(head, engine.target, responses, STEPS, rounds=50)
+    memorise(head, engine.target, responses, STEPS, rounds=80)
     batch = responses.batch(range(len(rows)))
     simulated = simulate(head, batch, compute_features(engine.target, batch, head.config.aux_layers), STEPS)
     engine.set_proposer("head", head)
