@@ -1,4 +1,4 @@
-"""The row-wise operations of a decoder layer: RMSNorm, rotary embedding, gated SiLU or GELU.
+"""The row-wise operations of a decoder layer: RMSNorm, layer norm, rotary embedding, gated and plain activations.
 
 Without gradients CUDA devices use Triton kernels (kernels/triton/elementwise.py) and CPUs C kernels
 (kernels/cpu/rows.c): torch needs five to eight calls for each, which cost more than the arithmetic. torch is used with
@@ -18,6 +18,8 @@ from kernels.cpu.library import KINDS, LANES, library
 from kernels.triton import INTERPRETED, in_use
 
 Gate = Literal["silu", "gelu"]
+Activation = Literal["relu", "gelu", "gelu_pytorch_tanh"]  # as Hugging Face names them; "gelu" is exact, by erf
+VECTORS = 64  # numbers that torch computes at once at most; a rest has other bits
 SERIAL = 2**14  # numbers that torch computes in one thread; more it divides anywhere, and a part's end gets other bits
 
 
@@ -55,6 +57,18 @@ def add_rms_norm(
         return normed.view(x.shape), total.view(x.shape)
     total = x + delta
     return rms_norm(total, weight, eps, centered=centered), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Subtract the mean of x `[..., H]`, divide by its deviation (arXiv 1607.06450), scale and shift; all in fp32.
+
+    On a CPU torch's own kernel norms each row by itself.
+    """
+    if _in_triton(x, weight, bias):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.layer_norm(_rows(x), weight, bias, eps).view(x.shape)
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
@@ -114,6 +128,23 @@ def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     left, right = gate_up.chunk(2, dim=-1)
     return (F.gelu(left, approximate="tanh") if gelu else F.silu(left)) * right
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return ReLU or GELU (arXiv 1606.08415) of x `[..., I]`, each number with the same bits wherever it stands."""
+    if activation == "relu":
+        return F.relu(x)
+    approximate = "tanh" if activation == "gelu_pytorch_tanh" else "none"
+    if _in_triton(x):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.gelu(_rows(x), tanh=approximate == "tanh").view(x.shape)
+    if x.device.type != "cpu" or torch.is_grad_enabled():
+        return F.gelu(x, approximate=approximate)
+    rows, size = _rows(x), x.shape[-1]
+    rows = F.pad(rows, (0, -size % VECTORS))
+    blocks = rows.split(max(1, SERIAL // rows.shape[1]))
+    return torch.cat([F.gelu(block, approximate=approximate) for block in blocks])[:, :size].reshape(x.shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

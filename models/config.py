@@ -102,7 +102,7 @@ class TargetConfig:
     windows: tuple[int | None, ...] = ()  # per layer: positions a row attends to, including itself; () or None: all
     experts: ExpertsConfig | None = None
     # Options of Gemma
-    activation: str = "silu"  # of the MLP's gate; or "gelu_pytorch_tanh"
+    activation: str = "silu"  # of the MLP's gate; or "gelu_pytorch_tanh"; of an MLP without gate "relu", "gelu" too
     centered_norms: bool = False  # a norm's scale is 1 + its weight
     attention_scale: float | None = None  # None: 1/sqrt(head_dim)
     embedding_scale: float = 1.0  # of the target's input only: heads read the embedding as it is stored
@@ -112,6 +112,10 @@ class TargetConfig:
     logits_scaling: float = 1.0  # logits are divided by it
     # Of Phi
     rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
+    # Options of OPT and GPT-BigCode (models/targets/learned.py)
+    learned_positions: bool = False  # in place of the rotary embedding, which only heads have then
+    embedding_size: int | None = None  # of the embedding and the LM head's input; None: hidden_size
+    norm_after: bool = False  # norms follow attention and MLP, and none is left to precede the LM head
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:

@@ -1,4 +1,4 @@
-"""The few layers every target and head is made of: linear, RMSNorm, rotary embedding, gated MLP.
+"""The few layers every target and head is made of: linear, norms, rotary embedding, MLPs.
 
 They are independent of batches and caches: every tensor is `[..., features]`. A linear layer can be prepacked for
 serving, after which the bits of its output do not depend on the number of rows (kernels/linear.py).
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.elementwise import Gate, add_rms_norm, gate_mul, rms_norm
+from kernels.elementwise import Activation, Gate, activate, add_rms_norm, gate_mul, layer_norm, rms_norm
 from kernels.ggml import GgmlMatrix
 from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
@@ -132,6 +132,36 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + delta, and the sum: the residual stream after and before the norm."""
         return add_rms_norm(x, delta, self.weight, self.eps, centered=self.centered)
+
+
+class LayerNorm(RMSNorm):
+    """Layer norm with a bias, in RMSNorm's place (kernels/elementwise.py)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return self(total), total
+
+
+class PlainMLP(nn.Module):
+    """`down(activation(up(x)))`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, activation: Activation, bias: bool = True) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the MLP's output `[..., H]`, added to `residual` if there is one."""
+        inner = activate(self.up_proj(x), self.activation)
+        return self.down_proj(inner) if residual is None else self.down_proj.add(residual, inner)
 
 
 class GatedMLP(nn.Module):

@@ -48,9 +48,9 @@ def sizes_of(name: str, total: int, ranks: int) -> list[int] | None:
     kind = name.rpartition(".")[0].rpartition(".")[2]  # model.layers.0.self_attn.q_proj.weight
     if kind in ("q_proj", "k_proj", "v_proj"):
         return even(total, ranks)
-    if kind in ("gate_proj", "up_proj", "w1", "w3"):
+    if kind in ("gate_proj", "up_proj", "w1", "w3", "fc1"):
         return inner(total, ranks)
-    return split(total, ranks) if kind in ("o_proj", "down_proj", "w2", "lm_head") else None
+    return split(total, ranks) if kind in ("o_proj", "down_proj", "w2", "lm_head", "out_proj", "fc2") else None
 
 
 def even(total: int, ranks: int) -> list[int]:

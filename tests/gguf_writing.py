@@ -14,6 +14,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from safetensors.torch import load_file
 
+from models.targets.gpt_bigcode import RENAMED
+
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -24,6 +26,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
 }
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
 RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -65,6 +68,7 @@ def write_gguf(
     name: their weights are random.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config |= {name: config[key] for key, name in RENAMED.items() if key in config}
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _write_sizes(writer, config)
@@ -74,7 +78,7 @@ def write_gguf(
         change(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     tensors = load_file(folder / "model.safetensors")
-    if config.get("tie_word_embeddings"):
+    if config.get("tie_word_embeddings", "layer_norm_epsilon" in config):
         tensors.pop("lm_head.weight", None)
     expected: dict[str, torch.Tensor] = {}
     stacks: dict[str, list[np.ndarray]] = {}
@@ -132,7 +136,10 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv(1 if "layer_norm_epsilon" in config else config["num_key_value_heads"])
+    if "layer_norm_epsilon" in config:  # StarCoder
+        writer.add_layer_norm_eps(config["rms_norm_eps"])
+        return
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])

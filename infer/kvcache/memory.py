@@ -64,10 +64,15 @@ def context_of(config: EngineConfig, target: TargetConfig) -> int:
     """Return the tokens of the longest request. Raises ValueError for more than the target has positions for."""
     wanted, most = config.max_model_len, target.max_position_embeddings
     if wanted is not None and wanted > most:
-        raise ValueError(
-            f"engine.max_model_len={wanted}: the model's context is {most} tokens, which this only shortens; a longer "
-            f'one needs a rope scaling by name in config.json: "rope_scaling": {{"rope_type": "yarn", "factor": '
+        longer = (
+            "a longer one needs a rope scaling by name in config.json: "
+            f'"rope_scaling": {{"rope_type": "yarn", "factor": '
             f'{-(-wanted // most)}, "original_max_position_embeddings": {most}}}'
+        )
+        if target.learned_positions:
+            longer = "it has learned a vector for each of these positions, and none for more"
+        raise ValueError(
+            f"engine.max_model_len={wanted}: the model's context is {most} tokens, which this only shortens; {longer}"
         )
     return wanted or most
 

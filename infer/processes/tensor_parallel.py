@@ -107,7 +107,7 @@ def follow(shard: Shard, ranks: Ranks) -> None:
             case "forward", (scalars, aux), (ids, positions, *parts):
                 shard.forward(ids, positions, join_rows(scalars, parts), aux)
             case "logits", _, (hidden,):
-                shard.logits(hidden)
+                shard.target.lm_head(hidden)
             case "sequences", aux, (ids, positions, starts):
                 shard.target(ids, positions, CausalAttention(starts), aux_layers=aux)
             case "move", _, (source, destination):

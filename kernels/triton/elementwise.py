@@ -62,6 +62,37 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def layer_norm_kernel(x, weight, bias, out, x_stride, size, eps, SIZE: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    inside = i < size
+    value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    centered = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
+    root = tl.sqrt_rn(tl.sum(centered * centered, 0) / size + eps)
+    scaled = (centered / root) * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    shifted = scaled + tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + i, shifted.to(out.dtype.element_ty), mask=inside)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    layer_norm_kernel[(rows,)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        size,
+        eps,
+        SIZE=triton.next_power_of_2(size),
+        num_warps=_warps(size),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit
 def norm_beside_kernel(
     x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
@@ -209,4 +240,25 @@ def gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
         GELU=gelu,
         enable_fp_fusion=False,  # the bits of kernels/triton/linear.py, which activates its own outputs
     )
+    return out
+
+
+@triton.jit
+def gelu_kernel(x, out, stride, size, BLOCK: tl.constexpr, TANH: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    value = tl.load(x + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    if TANH:
+        active = activate(value, True)
+    else:
+        active = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(out + row * size + i, active.to(out.dtype.element_ty), mask=inside)
+
+
+def gelu(x: Tensor, *, tanh: bool) -> Tensor:
+    """x `[R, I]`, rows of stride 1 -> `[R, I]`: GELU, by erf or approximated by tanh."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    grid = (rows, triton.cdiv(size, GATE_BLOCK))
+    gelu_kernel[grid](x, out, x.stride(0), size, BLOCK=GATE_BLOCK, TANH=tanh, enable_fp_fusion=False)
     return out

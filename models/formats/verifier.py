@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +15,8 @@ from models.formats.checkpoint import Verifier
 from models.gguf import is_gguf
 from models.heads import config as head_config
 from models.targets import resolve_checkpoint
-from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight
+from models.targets.gpt_bigcode import RENAMED
+from models.targets.tying import LM_HEAD, embedding_of, keeps_two, shared_weight
 
 
 def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
@@ -24,7 +26,8 @@ def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
     architectures = config.get("architectures") or []
     if not architectures:
         raise ValueError(f"{source}: architectures is missing")
-    fields = Fields(config.get("text_config") or config, source)  # of a multimodal model: its language part
+    config = config.get("text_config") or config  # of a multimodal model: its language part
+    fields = Fields({RENAMED.get(key, key): value for key, value in config.items()}, source)
     sizes = (fields.need(key, int) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
     is_local = is_gguf(checkpoint) or home_path(path_or_hub_id).is_dir()
     return Verifier(path_or_hub_id, str(architectures[0]), *sizes), checkpoint if is_local else None
@@ -36,11 +39,12 @@ def weights_of(folder: Path) -> dict[str, Callable[[], Tensor]]:
     They raise ValueError if the target has none.
     """
 
-    def read(name: str) -> Tensor:
-        tied = bool(read_config(folder).get("tie_word_embeddings")) and not keeps_two(folder)
-        tensors, name = open_tensors(folder), shared_weight(folder) if tied else name
+    def read(*, lm_head: bool) -> Tensor:
+        tensors = open_tensors(folder)
+        tied = bool(read_config(folder).get("tie_word_embeddings", LM_HEAD not in tensors)) and not keeps_two(folder)
+        name = shared_weight(folder) if tied else LM_HEAD if lm_head else embedding_of(tensors)
         if name not in tensors:
             raise ValueError(f"{folder}: holds no {name}")
         return tensors[name]
 
-    return {head_config.EMBEDDING: lambda: read(EMBEDDING), head_config.LM_HEAD: lambda: read(LM_HEAD)}
+    return {head_config.EMBEDDING: partial(read, lm_head=False), head_config.LM_HEAD: partial(read, lm_head=True)}

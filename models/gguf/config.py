@@ -24,6 +24,7 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
     "granite": ("GraniteForCausalLM", "granite"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
+    "starcoder": ("GPTBigCodeForCausalLM", "gpt_bigcode"),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
 SIZES = {
@@ -39,6 +40,8 @@ EXPERTS = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
+EPSILON = "attention.layer_norm_rms_epsilon"
+STARCODER = {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 READ = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
@@ -83,6 +86,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if mixtral := architecture == "llama" and bool(values.get("expert_count")):
         experts = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
     translated = {**SIZES, **FORWARD, **experts}
+    if architecture == "starcoder":
+        translated = {key: name for key, name in translated.items() if key != EPSILON} | STARCODER
     supported = {*translated, *READ, *IGNORED, *OF_ONE.get(architecture, ())}
     for key, value in values.items():
         if key not in supported and value not in NEUTRAL.get(key, ()):
@@ -121,6 +126,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
         config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
+    if architecture == "starcoder":  # llama.cpp approximates GELU, which the file does not state
+        config |= {"activation_function": "gelu_pytorch_tanh", "multi_query": kv_heads == 1}
     ends = ("bos_token_id", "eos_token_id")
     config |= {key: file.keys[f"tokenizer.ggml.{key}"] for key in ends if f"tokenizer.ggml.{key}" in file.keys}
     return config

@@ -41,6 +41,20 @@ OTHERWISE = {  # by architecture
 }
 PAIRED = ("llama", "granite")  # ggml rotates pairs of adjacent rows in these
 MIXTURES = ("llama", "qwen3moe")
+STARCODER = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+STARCODER_LAYER = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
@@ -80,6 +94,8 @@ class GgufTensors(NamedTensors):
                     self._sources[hf_name] = Source(name, expert)
                 continue
             names = GLOBAL if layer is None else {**LAYER, **OTHERWISE.get(architecture, {})}
+            if architecture == "starcoder":
+                names = STARCODER if layer is None else STARCODER_LAYER
             if kind not in names:
                 raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
             change = None
@@ -90,7 +106,8 @@ class GgufTensors(NamedTensors):
                 change = rotary_halves(count)
             elif architecture == "gemma3" and kind.endswith("_norm"):
                 change = without_one
-            prefix = "" if layer is None else f"model.layers.{layer}."
+            layers = "transformer.h" if architecture == "starcoder" else "model.layers"
+            prefix = "" if layer is None else f"{layers}.{layer}."
             self._sources[f"{prefix}{names[kind]}.{part}"] = Source(name, change=change)
 
     def __getitem__(self, name: str) -> Tensor:

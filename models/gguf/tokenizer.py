@@ -41,7 +41,8 @@ TEKKEN = (
 SPLITS: dict[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
-    "refact": None,
+    "starcoder": None,
+    "refact": None,  # Granite
     "llama-bpe": LETTERS + r"\p{N}{1,3}" + REST,
     "llama3": LETTERS + r"\p{N}{1,3}" + REST,
     "llama-v3": LETTERS + r"\p{N}{1,3}" + REST,
@@ -49,7 +50,7 @@ SPLITS: dict[str, str | None] = {
     "qwen2": LETTERS + r"\p{N}" + REST,
     "tekken": TEKKEN,
 }
-SINGLE_DIGITS = ("smollm", "refact")
+SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged from its parts
 BEGIN = WHOLE_WORDS  # put a begin token before a text if `add_bos_token` is absent, as in their older files
 COMPOSED = ("qwen2",)  # text is first normalized to Unicode's NFC

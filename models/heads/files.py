@@ -19,7 +19,7 @@ from models.gguf import is_gguf
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.borrowing import borrow
-from models.heads.config import EMBEDDING, LM_HEAD
+from models.heads.config import EMBEDDING, LM_HEAD, refuse_projections
 from models.heads.layer_config import reaching
 from models.heads.weights import checkpoint_layout, checkpoint_tensors
 from models.hub import fetch_snapshot
@@ -146,6 +146,7 @@ def read_head(
     check_exported(folder)
     verifier = None
     if target is not None:
+        refuse_projections(target.config)
         sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
         verifier = Verifier(target.path, target.config.architecture, *sizes)
     checkpoint = read_checkpoint(detect(folder), folder, ConversionOptions(verifier))

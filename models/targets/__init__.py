@@ -25,10 +25,12 @@ from models.quantized import SECTION, read_scheme
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.gemma3 import Gemma3Target
+from models.targets.gpt_bigcode import GPTBigCodeTarget
 from models.targets.granite import GraniteTarget
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.mixtral import MixtralTarget
+from models.targets.opt import OPTTarget
 from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
@@ -40,11 +42,13 @@ from models.targets.zero3 import Exchange, ShardedLayers
 from models.weights import NamedTensors, allocate, load_into
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
+    "GPTBigCodeForCausalLM": GPTBigCodeTarget,
     "Gemma3ForCausalLM": Gemma3Target,
     "GraniteForCausalLM": GraniteTarget,
     "LlamaForCausalLM": LlamaTarget,
     "MistralForCausalLM": MistralTarget,
     "MixtralForCausalLM": MixtralTarget,
+    "OPTForCausalLM": OPTTarget,
     "Phi3ForCausalLM": Phi3Target,
     "Qwen2ForCausalLM": Qwen2Target,
     "Qwen3ForCausalLM": Qwen3Target,
@@ -178,7 +182,8 @@ def load_target(
     stored = take_blocks(target, tensors, layout, torch.device(device)) if native else {}
     names -= {part for name in stored for part in layout.pop(name)}
     present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
-    for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
+    outside = (module for name, module in target.named_children() if name not in ("layers", "shares"))
+    for module in (*outside, *(target.layers[index] for index in present)):
         allocate(module, device)
     absent = {name for name in layout if name.startswith(LAYERS) and int(name.split(".")[1]) not in present}
     names -= {part for name in absent for part in layout.pop(name)}
@@ -239,7 +244,8 @@ def take_blocks(
         module = target.get_submodule(name.removesuffix(".weight"))
         weight = cast(Tensor, module.weight)
         matrix = stored_matrix(tensors, parts, weight.dtype, device)
-        if matrix is None or (isinstance(matrix, GroupedMatrix) and not isinstance(module, Linear)):
+        in_embedding = module is target.embed_tokens and isinstance(matrix, GgmlMatrix)
+        if matrix is None or not (isinstance(module, Linear) or in_embedding):
             continue
         if matrix.shape != tuple(weight.shape):
             raise ValueError(f"{matrix.parts[0].source} {list(matrix.shape)}: expected {list(weight.shape)} in all")

@@ -149,7 +149,7 @@ class LlamaTarget(nn.Module):
         for layer in aux_layers:
             if not LAST <= layer <= end:
                 raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
-        x = self.embed(ids)
+        x = self.enter(ids, positions)
         rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
         streams: dict[int, Tensor] = {}
         decode = self._fused_decoder.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
@@ -196,8 +196,12 @@ class LlamaTarget(nn.Module):
     def embedding_weight(self) -> Tensor:
         return self.embed_tokens.weight
 
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the first layer's input `[..., H]`."""
+        return self.embed(ids)
+
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input, the scaled embedding."""
+        """Return the scaled embedding `[..., H]`."""
         x, factor = self.embed_tokens(ids), self.config.embedding_scale
         return x if factor == 1 else x * factor
 

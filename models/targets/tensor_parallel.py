@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
-from models.layers import GatedMLP, Linear
+from models.layers import GatedMLP, Linear, PlainMLP
 from models.sharding import Part, check_heads, even, inner, split
 from models.targets.llama import LlamaTarget, SelfAttention
 
@@ -61,7 +61,7 @@ def divide(target: LlamaTarget, part: Part) -> None:
     for module in list(target.modules()):
         if isinstance(module, SelfAttention):
             _divide_attention(module, part)
-        elif isinstance(module, GatedMLP):
+        elif isinstance(module, GatedMLP | PlainMLP):
             _divide_mlp(module, part)
     target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), answers="leader")
 
@@ -76,8 +76,11 @@ def _divide_attention(attention: SelfAttention, part: Part) -> None:
     )
 
 
-def _divide_mlp(mlp: GatedMLP, part: Part) -> None:
+def _divide_mlp(mlp: GatedMLP | PlainMLP, part: Part) -> None:
     down, ranks = mlp.down_proj, part.ranks
     sizes = inner(down.in_features, ranks)
-    mlp.gate_up_proj = ShardedLinear(mlp.gate_up_proj, part, [2 * size for size in sizes])
+    if isinstance(mlp, PlainMLP):
+        mlp.up_proj = ShardedLinear(mlp.up_proj, part, sizes)
+    else:
+        mlp.gate_up_proj = ShardedLinear(mlp.gate_up_proj, part, [2 * size for size in sizes])
     mlp.down_proj = ShardedLinear(down, part, split(down.out_features, ranks), reads=sizes, answers="whole")

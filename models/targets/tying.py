@@ -8,14 +8,21 @@ only. The weights decide, as in transformers: two tensors of different values ar
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from pathlib import Path
 
 from models.checkpoint import open_tensors
 from models.gguf import is_gguf
 from models.weights import LazyTensors, equal_values, shard_files
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight")
+LM_HEAD = "lm_head.weight"
 log = logging.getLogger("headway.targets")
+
+
+def embedding_of(names: Container[str]) -> str:
+    """Return the name of a checkpoint's embedding, which its family decides."""
+    return next((name for name in EMBEDDINGS if name in names), EMBEDDINGS[0])
 
 
 def keeps_two(folder: Path) -> bool:
@@ -27,18 +34,18 @@ def keeps_two(folder: Path) -> bool:
     if is_gguf(folder):
         return False
     tensors = LazyTensors(shard_files(folder))
-    heads = {name for name in tensors if name.startswith("lm_head.")}
-    if not heads or EMBEDDING not in tensors:
+    heads, embedding = {name for name in tensors if name.startswith("lm_head.")}, embedding_of(tensors)
+    if not heads or embedding not in tensors:
         return False
     # A quantized LM head is stored as other tensors, and was rounded separately from the embedding.
-    if heads == {LM_HEAD} and equal_values(tensors, EMBEDDING, LM_HEAD):
+    if heads == {LM_HEAD} and equal_values(tensors, embedding, LM_HEAD):
         return False
     log.warning(
         "%s: config.json states tie_word_embeddings=true, but %s differs from %s; both are kept. Set "
         "tie_word_embeddings=false in config.json to silence this warning",
         folder,
         ", ".join(sorted(heads)),
-        EMBEDDING,
+        embedding,
     )
     return True
 
@@ -46,4 +53,5 @@ def keeps_two(folder: Path) -> bool:
 def shared_weight(folder: Path) -> str:
     """Return the name of a tied checkpoint's shared embedding tensor. Raises ValueError for a broken checkpoint."""
     names = open_tensors(folder)
-    return LM_HEAD if LM_HEAD in names and EMBEDDING not in names else EMBEDDING
+    embedding = embedding_of(names)
+    return LM_HEAD if LM_HEAD in names and embedding not in names else embedding

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 
 from infer.config import GenerateConfig, PublishedHeadConfig
@@ -58,6 +59,20 @@ def test_a_published_head_drafts_what_its_formulas_say(tmp_path, tiny_target_fol
     rounds = drafts_of_engine(served, load_head(folder, name=source.head, target=served))
     assert [drafted for _, drafted in rounds] == drafts_of_formulas(source, target, rounds)
     assert len({tuple(drafted) for _, drafted in rounds}) > 3  # the drafts are not constant
+
+
+def test_granites_accelerator_drafts_for_its_own_family(tmp_path):
+    source = PUBLISHED["ibm-granite/granite-20b-code-instruct-accelerator"]
+    config = transformers.GPTBigCodeConfig(
+        vocab_size=V, n_embd=H, n_layer=3, n_head=4, n_positions=512,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
+    served = load_target(str(tmp_path / "target"))
+    head = load_head(source.write(tmp_path / "head", seed=3), name="mlp", target=served)
+    rounds = drafts_of_engine(served, head)
+    assert [drafted for _, drafted in rounds] == drafts_of_formulas(source, Target(tmp_path / "target"), rounds)
 
 
 def test_the_head_for_mixtral_is_for_no_other_target(tmp_path, tiny_target_folder):

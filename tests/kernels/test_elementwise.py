@@ -87,6 +87,28 @@ def test_gelu_mul(in_c, dtype, spread):
     assert torch.equal(elementwise.gelu_mul(x[4:5]), actual[4:5])
 
 
+@pytest.mark.parametrize("size", [768, 1024, 100])
+@torch.no_grad()
+def test_layer_norm_and_activations_by_row(dtype, size):
+    """In torch, with the bits of a row wherever it stands, also beside thousands that several threads share."""
+    x, weight, bias = (torch.randn(*shape, size).to(dtype) for shape in ((300,), (), ()))
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    normed = elementwise.layer_norm(x, weight, bias, 1e-5)
+    close(normed, expected, dtype)
+    rows = (0, 1, 150, 299)
+    assert all(torch.equal(elementwise.layer_norm(x[i : i + 1], weight, bias, 1e-5)[0], normed[i]) for i in rows)
+    wanted = {
+        "relu": F.relu(x.double()),
+        "gelu": F.gelu(x.double()),
+        "gelu_pytorch_tanh": F.gelu(x.double(), approximate="tanh"),
+    }
+    for activation, values in wanted.items():
+        active = elementwise.activate(x, activation)
+        close(active, values, dtype)
+        assert all(torch.equal(elementwise.activate(x[i : i + 1], activation)[0], active[i]) for i in rows)
+        assert torch.equal(elementwise.activate(x[:, 16:48].contiguous(), activation), active[:, 16:48])
+
+
 @torch.no_grad()
 def test_rotate_takes_a_slice_of_merged_projections(in_c, dtype):
     merged, angles = torch.randn(5, 8, 64).to(dtype), torch.randn(5, 1, 64)

@@ -47,14 +47,16 @@ def responses(engine: Engine) -> Sequences:
 
 
 def write_family(kind: str, folder: Path, **options: Any) -> Path:
-    """Write a random target of eight layers, whose config is of class `kind` of transformers."""
+    """Write a random target of eight layers, whose config is of class `kind`; an option of None leaves its key out."""
     import transformers
 
     torch.manual_seed(5)
-    config = getattr(transformers, kind)(
-        vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, **options,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 384, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+    }  # fmt: skip
+    stated = {name: value for name, value in (sizes | options).items() if value is not None}
+    config = getattr(transformers, kind)(**stated)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     randomise_biases_and_norms(folder)
     return folder

@@ -1,6 +1,7 @@
 """Heads on targets other than Llama: training and serving agree.
 
-Gemma scales its embedding for its own layers only, Granite its residual stream and logits.
+Gemma scales its embedding for its own layers only, Granite its residual stream and logits; OPT and GPT-BigCode add
+learned positions, of which heads see none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from train.acceptance import simulate
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 
+UNNAMED = {"intermediate_size": None, "num_key_value_heads": None}  # keys that a family does not have
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 SIZES = {"head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1}
@@ -29,13 +31,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {**MULTIPLIERS, "logits_scaling": 4.0}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2, "sliding_window": 16, "rope_parameters": PART}),
+    "opt": (
+        "OPTConfig",
+        {"ffn_dim": 96, "num_hidden_layers": 6, "init_std": 0.2, "bos_token_id": 0, "eos_token_id": 0, **UNNAMED},
+    ),
+    "gpt bigcode": (
+        "GPTBigCodeConfig",
+        {"n_inner": 96, "num_hidden_layers": 6, "bos_token_id": 0, "eos_token_id": 0, **UNNAMED},
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, options = FAMILIES[request.param]
-    return write_family(kind, tmp_path_factory.mktemp(request.param), **options)
+    return write_family(kind, tmp_path_factory.mktemp(request.param.replace(" ", "-")), **options)
 
 
 @pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3"])
@@ -50,7 +60,7 @@ def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> N
     plain = engine.generate(prompts, params)
     rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in plain]
     responses = Sequences.of(rows)
-    memorise(head, engine.target, responses, STEPS, rounds=50)
+    memorise(head, engine.target, responses, STEPS, rounds=80)
     batch = responses.batch(range(len(rows)))
     simulated = simulate(head, batch, compute_features(engine.target, batch, head.config.aux_layers), STEPS)
     engine.set_proposer("head", head)

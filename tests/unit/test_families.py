@@ -12,6 +12,7 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.checkpoint import open_tensors
+from models.heads import HEADS
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.weights import initialize, set_vocabulary
@@ -41,6 +42,8 @@ GRANITE = {
 }
 PHI = {"pad_token_id": 0, "eos_token_id": 2}
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+OPT, OPT_350M = {"ffn_dim": 96, "init_std": 0.2}, {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
+BIGCODE = {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}
 FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
@@ -59,6 +62,14 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
         },
+    ),
+    "opt": ("OPTConfig", {**OPT, "tie_word_embeddings": True}),
+    "opt as 350m": ("OPTConfig", {**OPT, **OPT_350M, "tie_word_embeddings": True}),
+    "opt without biases, norms after": ("OPTConfig", {**OPT, "enable_bias": False, "do_layer_norm_before": False}),
+    "gpt bigcode": ("GPTBigCodeConfig", {**BIGCODE, "tie_word_embeddings": True}),
+    "gpt bigcode, exact gelu, unscaled": (
+        "GPTBigCodeConfig",
+        {**BIGCODE, "activation_function": "gelu", "scale_attn_weights": False},
     ),
     "qwen3 moe": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
     "qwen3 moe, weights as they are": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": False, **EXPERTS}),
@@ -147,11 +158,14 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in (3, 40, 61)] + [[5, 6, 7] * 12]
     token_ids = {}
-    for proposer in ("none", "ngram", "head"):
-        target = load_target(str(folder), dtype=dtype)
-        head = Eagle3Head(Eagle3Options(draft_vocab_size=200, aux_layers=[0, 1, 3]).for_target(target.config))
-        set_vocabulary(head, *build_draft_vocab(torch.arange(384) % 11, 200, [0]))
-        initialize(head, target, from_target=True)
+    headless = load_target(str(folder)).config.embedding_size is not None
+    proposers = ("none", "ngram") if headless else ("none", "ngram", "head")
+    for proposer in proposers:
+        target, head = load_target(str(folder), dtype=dtype), None
+        if not headless:
+            head = Eagle3Head(Eagle3Options(draft_vocab_size=200, aux_layers=[0, 1, 3]).for_target(target.config))
+            set_vocabulary(head, *build_draft_vocab(torch.arange(384) % 11, 200, [0]))
+            initialize(head, target, from_target=True)
         small = EngineConfig(max_batch=1 if proposer == "none" else 3, prefill_chunk=32, max_rows=128)
         drafting = ProposerConfig(name="auto", tree="beam:3x3")
         engine = Engine(target, head=head, proposer=proposer, config=small, proposer_config=drafting)
@@ -161,9 +175,9 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
             token_ids[proposer, seed] = [completion.token_ids for completion in completions]
             if proposer == "head":
                 assert sum(completion.stats.drafted for completion in completions) > 0
-    for seed in (0, 7):
-        assert token_ids["ngram", seed] == token_ids["none", seed]
-        assert token_ids["head", seed] == token_ids["none", seed]
+    for proposer in proposers:
+        for seed in (0, 7):
+            assert token_ids[proposer, seed] == token_ids["none", seed], proposer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -234,6 +248,14 @@ def edit(folder, tmp_path, **changes):
         ("phi3", {"rope_parameters": PART | {"rope_type": "longrope"}}, "rope_type='longrope': longrope is not supp"),
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type='su': longrope is not supp"),
         ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2: must give"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False: only True"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True: only False"),
+        ("opt", {"activation_function": "gelu"}, "activation_function='gelu': only 'relu'"),
+        ("opt", {"word_embed_proj_dim": -1}, "word_embed_proj_dim=-1"),
+        ("opt", {"num_attention_heads": 5}, "hidden_size=64 is no multiple of 5 heads"),
+        ("gpt bigcode", {"multi_query": False}, "multi_query=false"),
+        ("gpt bigcode", {"add_cross_attention": True}, "add_cross_attention=true"),
+        ("gpt bigcode", {"activation_function": "gelu_fast"}, "activation_function='gelu_fast': only"),
         ("qwen2", {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
     ],
 )
@@ -247,9 +269,35 @@ def test_every_architecture_is_tested():
 
     kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
     assert {"llama", *kinds} == {
-        "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "granite", "mixtral", "phi3",
-    }  # fmt: skip
-    assert len(ARCHITECTURES) == 9
+        *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"),
+        *("granite", "mixtral", "phi3", "opt", "gpt_bigcode"),
+    }
+    assert len(ARCHITECTURES) == 11
+
+
+@pytest.mark.parametrize("name", ["opt", "opt as 350m", "gpt bigcode"])
+def test_a_context_ends_with_the_learned_positions(make_family_folder, name):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family_folder(name)
+    engine = Engine(load_target(str(folder)), proposer="ngram")
+    assert engine.context == 512
+    prompt = torch.randint(1, 384, (1, 500), generator=torch.Generator().manual_seed(8))
+    (completion,) = engine.generate(prompt.tolist(), SamplingParams(max_tokens=12, ignore_eos=True))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 500:]
+    assert completion.token_ids == wanted.tolist()
+    with pytest.raises(ValueError, match="engine.max_model_len=513: .* 512 tokens, .*learned a vector"):
+        Engine(load_target(str(folder)), proposer="ngram", config=EngineConfig(max_model_len=513))
+
+
+def test_what_learned_families_cannot_do_is_named(make_family_folder, tmp_path):
+    projected = load_target(str(make_family_folder("opt as 350m")))
+    with pytest.raises(ValueError, match="word_embed_proj_dim=32 is not hidden_size=64: heads are not supported"):
+        HEADS["eagle"]().make(projected.config)
+    HEADS["eagle"]().make(load_target(str(make_family_folder("opt"))).config)
+    with pytest.raises(ValueError, match="engine.tensor_parallel=2: the target's 1 KV heads cannot be shared"):
+        empty_target(make_family_folder("gpt bigcode"), Part(0, 2, lambda x, sizes, *, everywhere=True: x))
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,8 @@ FAMILIES = {
         "Gemma3TextConfig",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
     ),
+    "starcoder": ("GPTBigCodeConfig", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
+    "starcoder tied": ("GPTBigCodeConfig", {"n_inner": 96, "tie_word_embeddings": True}),
 }
 FAMILY_OF_FILE = {"MistralForCausalLM": "LlamaForCausalLM"}  # GGUF has one architecture for both
 READ_BY_TRANSFORMERS = ("llama", "llama tied", "mistral", "qwen2", "qwen3")  # it reads the others incompletely

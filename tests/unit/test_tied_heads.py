@@ -23,12 +23,13 @@ from models.heads.borrowing import borrow
 from models.heads.weights import initialize
 from models.sharding import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
-from models.targets.tying import EMBEDDING, LM_HEAD
+from models.targets.tying import EMBEDDINGS, LM_HEAD
 from models.targets.writing import save_target
 from tests.unit.quantized_writers import compressed, packed, write
 from tests.unit.reference import TOLERANCE, assert_equals_reference, reference_outputs, relative_error
 from tests.unit.test_families import make_family_folder  # noqa: F401 - a fixture
 
+EMBEDDING = EMBEDDINGS[0]
 IDS = torch.randint(0, 384, (2, 20), generator=torch.Generator().manual_seed(3))
 
 

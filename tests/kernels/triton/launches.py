@@ -96,6 +96,7 @@ def norms(rows, width):
     x, weight = empty(rows, width)[:, :4096], empty(4096)
     elementwise.rms_norm(x, weight, 1e-5)
     elementwise.add_rms_norm(x, x, weight, 1e-5)
+    elementwise.layer_norm(x, weight, weight, 1e-5)
     elementwise.norm_beside(x, x, weight, weight, 1e-5)
     ids = empty(rows, dtype=torch.int64)
     elementwise.embed_norm_gelu(x, ids, empty(128256, 4096), 0.3, weight, weight, 1e-6)
@@ -315,6 +316,8 @@ CASES = {
     "residual blocks, 64 rows": partial(residuals, 64),
     "silu": lambda: elementwise.gate_mul(empty(4, 28672), gelu=False),
     "gelu": lambda: elementwise.gate_mul(empty(4, 13824), gelu=True),
+    "gelu of all outputs": lambda: elementwise.gelu(empty(4, 24576), tanh=False),
+    "gelu of all outputs, by tanh": lambda: elementwise.gelu(empty(1, 24576), tanh=True),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
     "rotary and QK norm, 1 row": partial(rotate, True, rows=1),

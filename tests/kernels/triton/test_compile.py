@@ -15,7 +15,10 @@ from tests.kernels.triton.compiled import HOPPER, compile_in_new_process, cyclic
 # or by comparison.
 FLOAT_SUMS = {
     **dict.fromkeys(
-        ("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "rotate_and_write_kernel"),
+        (
+            *("rms_norm_kernel", "layer_norm_kernel", "norm_beside_kernel"),
+            *("embed_norm_gelu_kernel", "rotate_and_write_kernel"),
+        ),
         "one program per row, whose layout follows from dtype and size",
     ),
     **dict.fromkeys(("best_of_block", "best_of_row"), "the mass, for log-probabilities of drafts and for display"),
@@ -66,6 +69,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
         *("ggml_linear_kernel", "add_parts_kernel", "block_rows_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
+        *("layer_norm_kernel", "gelu_kernel"),
         *(
             "best_of_block",
             "best_of_row",

@@ -49,6 +49,24 @@ def test_rms_norm_with_and_without_a_sum(dtype, shape):
     assert torch.equal(elementwise.rms_norm(x[:1], weight, 1e-5), elementwise.rms_norm(x, weight, 1e-5)[:1])
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (3, 100), (2, 2, 1320)])
+@torch.no_grad()
+def test_layer_norm_and_activations(dtype, shape):
+    x, weight, bias = (
+        random(*shape, dtype=dtype) * 3 + 1,
+        random(shape[-1], dtype=dtype),
+        random(shape[-1], dtype=dtype, seed=1),
+    )
+    expected = F.layer_norm(x.double(), shape[-1:], weight.double(), bias.double(), 1e-5)
+    normed = elementwise.layer_norm(x, weight, bias, 1e-5)
+    assert close(normed, expected, dtype)
+    assert torch.equal(elementwise.layer_norm(x[:1], weight, bias, 1e-5), normed[:1])
+    for activation, approximate in (("gelu", "none"), ("gelu_pytorch_tanh", "tanh")):
+        active = elementwise.activate(x, activation)
+        assert close(active, F.gelu(x.double(), approximate=approximate), dtype)
+        assert torch.equal(elementwise.activate(x[:1], activation), active[:1])
+
+
 @torch.no_grad()
 def test_centered_norms(dtype):
     x, delta, weight = (random(3, 100, dtype=dtype), random(3, 100, dtype=dtype, seed=1), random(100, dtype=dtype))

@@ -1,0 +1,107 @@
+"""OPT (OPTForCausalLM, arXiv 2205.01068): learned positions with two unused rows, ReLU.
+
+OPT-350M alone has its norms after attention and MLP, and an embedding of half the hidden size between two projections.
+In that layout the last layer's second norm is the target's final norm. llama.cpp has no such architecture, so there are
+no GGUF files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, cast
+
+from torch import Tensor, nn
+
+from kernels.decoder import LayerParts
+from models.attention import Attention
+from models.config import TargetConfig
+from models.layers import Embedding, Linear, RMSNorm
+from models.targets.learned import LearnedLayer, LearnedTarget, read_learned
+from models.targets.llama import DecoderLayer
+
+# transformers' defaults for keys that a config.json may omit
+DEFAULTS: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2}
+ONLY = {"layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
+
+
+class PostNormLayer(LearnedLayer):
+    """A layer whose norms follow attention and MLP. The second norm of the last one belongs to the target."""
+
+    def __init__(self, config: TargetConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.is_last = layer == config.num_layers - 1
+        if self.is_last:
+            del self.post_attention_layernorm
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = self.input_layernorm(self.self_attn(x, rotary, attention, x))
+        x = self.mlp(x, x)
+        return x if self.is_last else self.post_attention_layernorm(x)
+
+    @property
+    def forward_norm(self) -> RMSNorm:
+        return self.input_layernorm
+
+    def parts(self) -> LayerParts | None:
+        return None
+
+
+class OPTTarget(LearnedTarget):
+    offset = 2
+    root = "model.decoder."
+    in_layer: ClassVar = {
+        "self_attn.o_proj": "self_attn.out_proj",
+        "input_layernorm": "self_attn_layer_norm",
+        "post_attention_layernorm": "final_layer_norm",
+        "mlp.up_proj": "fc1",
+        "mlp.down_proj": "fc2",
+    }
+    outside: ClassVar = {"norm": "final_layer_norm"}
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__(config)
+        self.project_in = self.project_out = None
+        if (size := config.embedding_size) is not None:
+            self.embed_tokens, self.lm_head = Embedding(config.vocab_size, size), Linear(size, config.vocab_size, False)
+            self.project_in = Linear(size, config.hidden_size, bias=False)
+            self.project_out = Linear(config.hidden_size, size, bias=False)
+            if config.tie_word_embeddings:
+                self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
+
+    @classmethod
+    def read_config(cls, config: dict[str, Any]) -> TargetConfig:
+        config = DEFAULTS | config
+        for key, value in ONLY.items():
+            if config.get(key, value) != value:
+                raise ValueError(f"config.json: {key}={config[key]!r}: only {value!r} is supported")
+        base = read_learned(config, {"ffn_dim": "intermediate_size"}, ("relu",))
+        biased = bool(config.get("enable_bias", True))
+        size = config.get("word_embed_proj_dim") or base.hidden_size
+        if type(size) is not int or size < 1:
+            raise ValueError(f"config.json: word_embed_proj_dim={size!r}: must be a whole number, at least 1")
+        return replace(
+            base,
+            rms_norm_eps=1e-5,
+            attention_bias=biased,
+            output_bias=biased,
+            mlp_bias=biased,
+            embedding_size=None if size == base.hidden_size else size,
+            norm_after=not config.get("do_layer_norm_before", True),
+        )
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        return (PostNormLayer if self.config.norm_after else LearnedLayer)(self.config, index)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x = super().embed(ids)
+        return x if self.project_in is None else self.project_in(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return super().logits(hidden if self.project_out is None else self.project_out(hidden))
+
+    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
+        layout = super().checkpoint_layout()
+        if self.config.norm_after:
+            last = f"{self.root}layers.{self.config.num_layers - 1}.final_layer_norm"
+            layout |= {f"norm.{kind}": (f"{last}.{kind}",) for kind in ("weight", "bias")}
+        return layout
