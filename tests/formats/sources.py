@@ -184,15 +184,15 @@ LSTM_EMBEDDINGS: list[Row] = [
 # modules of a Sequential: an embedding or projection, a norm, GELU, a linear layer; after the sum a norm, GELU, a
 # linear layer, a norm
 STACKS: list[Row] = [
-    (f"{part}.{depth}.{name}", f"{part}.{depth}.{name}", (40, 64) if (depth, name) == (0, "0.weight") and wide else shape)
-    for part, wide, layers in (
-        ("emb", False, {"0.weight": (384, 40), "1.weight": (40,), "1.bias": (40,), "3.weight": (40, 40)}),
-        ("proj", True, {"0.weight": (40, 48), "1.weight": (40,), "1.bias": (40,), "3.weight": (40, 40)}),
-        ("ln", False, {"0.weight": (40,), "0.bias": (40,), "2.weight": (48, 40), "3.weight": (48,), "3.bias": (48,)}),
-        ("head", False, {"weight": (384, 48)}),
+    (name, name, (40, 64) if name == "proj.0.0.weight" else shape)
+    for part, layers in (
+        ("emb", {"0.weight": (384, 40), "1.weight": (40,), "1.bias": (40,), "3.weight": (40, 40)}),
+        ("proj", {"0.weight": (40, 48), "1.weight": (40,), "1.bias": (40,), "3.weight": (40, 40)}),
+        ("ln", {"0.weight": (40,), "0.bias": (40,), "2.weight": (48, 40), "3.weight": (48,), "3.bias": (48,)}),
+        ("head", {"weight": (384, 48)}),
     )
     for depth in range(3)
-    for name, shape in layers.items()
+    for name, shape in ((f"{part}.{depth}.{layer}", shape) for layer, shape in layers.items())
 ]
 
 SPECULATORS_CONFIG = {

@@ -331,7 +331,8 @@ def test_copies_that_arctic_saves_are_dropped_and_tell_nothing_if_unstated(tmp_p
     """A file of its training holds every name of a tied tensor; older ones do not say whether embeddings are tied."""
     source = SOURCES["arctic-lstm"]
     folder, tensors = source.write(tmp_path / "in"), source.tensors()
-    embeddings = {f"{gate}_emb.0.weight": tensors["forget_emb.0.weight"].clone() for gate in ("input", "cell", "output")}
+    names = ("input_emb.0.weight", "cell_emb.0.weight", "output_emb.0.weight")
+    embeddings = {name: tensors["forget_emb.0.weight"].clone() for name in names}
     copies = embeddings | {f"head.{depth}.weight": tensors["head.0.weight"].clone() for depth in (1, 2)}
     save_file(tensors | copies, folder / source.file)
     tied = read_checkpoint(FORMATS["arctic-lstm"], folder)

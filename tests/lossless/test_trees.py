@@ -87,7 +87,7 @@ def test_an_lstm_speculator_beside_suffixes(make_engine, prompts, expected):
     """Arctic's published combination: each source adds tokens that are accepted to those of the other."""
     steps = {}
     for proposer in ("head", "suffix", "combined"):
-        shape = {"sources": ["suffix", "head"], "suffix_cache": 0} if proposer == "combined" else {}
+        shape = {"sources": ["suffix", "head"]} if proposer == "combined" else {}
         engine = make_engine(proposer=proposer, head="lstm", shape=shape, max_batch=8)
         for params in (GREEDY, SAMPLED):
             completions = engine.generate(prompts, params)

@@ -99,8 +99,8 @@ class LstmOptions(SpeculatorOptions):
         wrong = [key for key, fit in fits.items() if not fit]
         if self.method == LSTM and wrong:
             raise ValueError(
-                f"head.{wrong[0]}={getattr(self, wrong[0])}: head.method={LSTM} has one cell of one width, which two or "
-                f"more depths share; say head.method={RNN}, or leave the key out"
+                f"head.{wrong[0]}={getattr(self, wrong[0])}: head.method={LSTM} has one cell of one width, and at "
+                f"least two depths, which share it; say head.method={RNN}, or leave the key out"
             )
 
     def for_target(self, target: TargetConfig) -> LstmConfig:

@@ -52,7 +52,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
         inner = emb = proj = inner[:1]  # of several only the first is built
     tie_weights = fields.take("tie_weights", bool, has_gates)
     if has_gates and not tie_weights:
-        raise ValueError(f"config.json: tie_weights=False: the depths of {LSTM} share their weights; only True is known")
+        raise ValueError(f"config.json: tie_weights=False: the depths of {LSTM} share their weights")
     tied = fields.maybe("tie_lstm_embs", bool)
     if has_gates and tied is None:  # Arctic's training did not always write it
         tied = not TIED.keys() & shapes.keys()

@@ -45,12 +45,12 @@ class LstmHead(SpeculatorHead):
             self.proj = nn.ModuleList(Linear(width, len(GATES) * size, bias=False) for width in inputs)
             self.cell_ln, self.state_ln = (nn.ModuleList([ShiftedRMSNorm(size)]) for _ in range(2))
         else:
-            deeper = config.emb_layers - 1, config.proj_layers - 1
             self.emb = nn.ModuleList(
-                nn.Sequential(Embedding(config.vocab_size, size), *layers(size, deeper[0])) for _ in depths
+                nn.Sequential(Embedding(config.vocab_size, size), *layers(size, config.emb_layers - 1)) for _ in depths
             )
             self.proj = nn.ModuleList(
-                nn.Sequential(Linear(width, size, bias=False), *layers(size, deeper[1])) for width in input_sizes(config)
+                nn.Sequential(Linear(width, size, bias=False), *layers(size, config.proj_layers - 1))
+                for width in input_sizes(config)
             )
             self.ln = nn.ModuleList(nn.Sequential(*norms(config.inner_dim)) for _ in depths)
         self.head = nn.ModuleList(Linear(config.hidden_size, config.vocab_size, bias=False) for _ in depths)
