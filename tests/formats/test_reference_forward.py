@@ -167,9 +167,7 @@ def ibm_mlp(
     return drafted
 
 
-def arctic(
-    tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int
-) -> list[int]:
+def arctic(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
     """The LSTM whose gates read state and token; without gates the MLP speculator's recurrence, through stacks."""
     n, size = config["n_predict"], int(str(config["inner_dim"]).strip("[]").replace(",", ".").split(".")[0])
     state_weight = 0.5 ** (0.5 / n)
