@@ -80,7 +80,7 @@ def widths(fields: Fields, key: str) -> tuple[int, ...]:
     if value is None:
         raise ValueError(f"config.json: {key} is missing")
     items = value.split(".") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    sizes = tuple(int(item) if isinstance(item, str) and item.isdecimal() else item for item in items)
+    sizes: tuple[Any, ...] = tuple(int(item) if isinstance(item, str) and item.isdecimal() else item for item in items)
     if not 1 <= len(sizes) <= MOST_WIDTHS or any(type(size) is not int or not 1 <= size <= MOST for size in sizes):
         wanted = f"a width from 1 to {MOST}, or up to {MOST_WIDTHS} as '4096.4096'"
         raise ValueError(f"config.json: {key}={value!r}: expected {wanted}")
