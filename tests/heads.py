@@ -52,6 +52,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp, one head": ("mlp", {"n_predict": 1, "tie_weights": True}),
     "mlp, inner_dim": ("mlp", {"n_predict": 5, "inner_dim": 96}),
     "mlp, scale_input": ("mlp", {"n_predict": 5, "scale_input": True}),
+    "lstm": ("lstm", {"n_predict": 5}),
+    "lstm, untied": ("lstm", {"n_predict": 5, "tie_lstm_embs": False, "scale_input": False, "inner_dim": [96]}),
+    "lstm, stacks": ("lstm", {"n_predict": 5, "method": "sum_rnn", "inner_dim": [48, 80], "emb_layers": 2}),
+    "lstm, deep projections": (
+        "lstm",
+        {"n_predict": 5, "method": "sum_rnn", "proj_layers": 2, "tie_weights": False, "scale_input": False},
+    ),
     "p-eagle, one layer": ("p-eagle", {"num_layers": 1, "mask_token_id": 7, "embed_requires_grad": False}),
     "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
     "dflash": ("dflash", {"num_layers": 2, "block_size": 6}),

@@ -9,6 +9,7 @@ from models.heads.draft_model.config import DraftModelOptions
 from models.heads.dspark.config import DSparkOptions
 from models.heads.eagle.config import EagleOptions
 from models.heads.eagle3.config import Eagle3Options
+from models.heads.lstm.config import LstmOptions
 from models.heads.medusa.config import MedusaOptions
 from models.heads.mlp.config import MlpOptions
 from models.heads.p_eagle.config import PEagleOptions
@@ -18,6 +19,7 @@ HEADS: dict[str, type[NewHeadConfig]] = {
     "eagle3": Eagle3Options,
     "medusa": MedusaOptions,
     "mlp": MlpOptions,
+    "lstm": LstmOptions,
     "p-eagle": PEagleOptions,
     "dflash": DFlashOptions,
     "dspark": DSparkOptions,

@@ -53,7 +53,7 @@ def fill(rows: list[Row], seed: int = 0) -> dict[str, Tensor]:
     for name, _, shape in rows:
         if name in maps:
             tensors[name] = maps[name]
-        elif "norm" in name or ".ln." in name:
+        elif name.endswith(".weight") and len(shape) == 1:  # of a norm
             tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
         else:
             tensors[name] = 0.2 * torch.randn(shape, generator=generator)

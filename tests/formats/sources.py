@@ -159,6 +159,42 @@ MLP_TIED: list[Row] = [
     ("speculator.ln.0.bias", "ln.0.bias", (64,)),
 ]
 
+# the first and second projection of every gate; D = 40
+LSTM: list[Row] = [
+    ("forget_emb.0.weight", "forget_emb.0.weight", (384, 40)),
+    ("forget_proj.0.weight", "forget_proj.0.weight", (40, 64)),
+    ("forget_proj.1.weight", "forget_proj.1.weight", (40, 40)),
+    ("input_proj.0.weight", "input_proj.0.weight", (40, 64)),
+    ("input_proj.1.weight", "input_proj.1.weight", (40, 40)),
+    ("cell_proj.0.weight", "cell_proj.0.weight", (40, 64)),
+    ("cell_proj.1.weight", "cell_proj.1.weight", (40, 40)),
+    ("output_proj.0.weight", "output_proj.0.weight", (40, 64)),
+    ("output_proj.1.weight", "output_proj.1.weight", (40, 40)),
+    ("cell_ln.0.weight", "cell_ln.0.weight", (40,)),
+    ("cell_ln.0.bias", "cell_ln.0.bias", (40,)),
+    ("state_ln.0.weight", "state_ln.0.weight", (40,)),
+    ("state_ln.0.bias", "state_ln.0.bias", (40,)),
+    ("head.0.weight", "head.0.weight", (384, 40)),
+]
+LSTM_EMBEDDINGS: list[Row] = [
+    ("input_emb.0.weight", "input_emb.0.weight", (384, 40)),
+    ("cell_emb.0.weight", "cell_emb.0.weight", (384, 40)),
+    ("output_emb.0.weight", "output_emb.0.weight", (384, 40)),
+]
+# modules of a Sequential: an embedding or projection, a norm, GELU, a linear layer; after the sum a norm, GELU, a
+# linear layer, a norm
+STACKS: list[Row] = [
+    (name, name, (40, 64) if name == "proj.0.0.weight" else shape)
+    for part, layers in (
+        ("emb", {"0.weight": (384, 40), "1.weight": (40,), "1.bias": (40,), "3.weight": (40, 40)}),
+        ("proj", {"0.weight": (40, 48), "1.weight": (40,), "1.bias": (40,), "3.weight": (40, 40)}),
+        ("ln", {"0.weight": (40,), "0.bias": (40,), "2.weight": (48, 40), "3.weight": (48,), "3.bias": (48,)}),
+        ("head", {"weight": (384, 48)}),
+    )
+    for depth in range(3)
+    for name, shape in ((f"{part}.{depth}.{layer}", shape) for layer, shape in layers.items())
+]
+
 SPECULATORS_CONFIG = {
     "architectures": ["Eagle3Speculator"],
     "speculators_model_type": "eagle3",
@@ -192,6 +228,25 @@ MLP_CONFIG = {
     "n_candidates": 5,
     "tie_weights": False,
     "scale_input": True,
+}
+LSTM_CONFIG = {
+    "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+    "base_model_name_or_path": "some/target",
+    "input_hidden_dim": H,
+    "inner_dim": "40",
+    "proj_dim": "40",
+    "emb_dim": "40",
+    "model_type": "mlp_speculator",
+    "n_candidates": 3,
+    "n_predict": 3,
+    "scale_input": True,
+    "tie_weights": True,
+    "tie_lstm_embs": True,
+    "top_k_tokens_per_head": [1, 1, 1],
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.3",
+    "vocab_size": V,
+    "method": "sum_lstm",
 }
 VLLM_MEDUSA_CONFIG = {
     "architectures": ["MedusaModel"],
@@ -329,6 +384,27 @@ SOURCES = {
         "mlp",
         {**MLP_CONFIG, "inner_dim": 0, "tie_weights": True, "scale_input": False},
         MLP_TIED,
+    ),
+    "arctic-lstm": Source("arctic-lstm", "lstm", LSTM_CONFIG, LSTM),
+    "arctic-lstm untied": Source(
+        "arctic-lstm",
+        "lstm",
+        {**LSTM_CONFIG, "tie_lstm_embs": False, "scale_input": False, "base_model_archs": ["LlamaForCausalLM"]},
+        LSTM + LSTM_EMBEDDINGS,
+    ),
+    "arctic-lstm stacks": Source(
+        "arctic-lstm",
+        "lstm",
+        {
+            **{key: value for key, value in LSTM_CONFIG.items() if key != "method"},
+            "inner_dim": [40, 48],
+            "emb_dim": "40.40",
+            "proj_dim": "40.40",
+            "tie_weights": False,
+            "tie_lstm_embs": False,
+            "num_lookahead_tokens": 2,
+        },
+        STACKS,
     ),
     **BLOCK_SOURCES,
 }

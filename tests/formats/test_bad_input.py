@@ -21,6 +21,7 @@ TARGET = Verifier("some/target", "LlamaForCausalLM", 384, 64, 8)
 EAGLE, EAGLE3, SPECULATORS = "safeailab-eagle", "safeailab-eagle3", "speculators"
 SMALL, QWEN2 = "vllm-medusa shared and truncated", "safeailab-eagle of Qwen2"
 SPECFORGE, MEDUSA, VLLM, MLP = "safeailab-eagle3 of SpecForge", "medusa", "vllm-medusa", "ibm-mlp"
+LSTM, STACKS = "arctic-lstm", "arctic-lstm stacks"
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -214,6 +215,12 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
     (MLP, {"tie_weights": True}, {}, ["differs from", "tie_weights=True"]),
     (MLP, {}, {"speculator.proj.0.bias": torch.ones(40)}, ["proj.0.bias: not part of this head"]),
     (MLP, {}, {"emb.0.weight": torch.ones(384, 40)}, ["emb.0.weight", "doubled"]),
+    (LSTM, {"tie_lstm_embs": False}, {}, ["input_emb.0.weight: missing", "tie_lstm_embs=False"]),
+    (LSTM, {"input_hidden_dim": 32}, {}, ["cell_proj.0.weight [40, 64]: expected [40, 32]", "input_hidden_dim=32"]),
+    (LSTM, {"method": None}, {}, ["cell_ln.0.bias: not part of this head", "emb.0.0.weight: missing"]),
+    (LSTM, {}, {"input_emb.0.weight": torch.ones(384, 40)}, ["input_emb.0.weight differs", "tie_lstm_embs=True"]),
+    (STACKS, {"n_predict": 2}, {}, ["emb.2.0.weight: not part of this head", "n_predict=2"]),
+    (STACKS, {"emb_dim": "40"}, {}, ["emb.0.1.weight: not part of this head", "emb_dim=40"]),
     # dtypes and values
     (EAGLE, {}, {"fc.weight": torch.ones(64, 128, dtype=torch.int32)}, ["fc.weight is torch.int32: expected floating"]),
     (EAGLE, {}, {"fc.weight": torch.ones(64, 128).to(torch.float8_e4m3fn)}, ["fc.weight is torch.float8_e4m3fn"]),
@@ -300,6 +307,12 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (MLP, {"n_predict": 4}, "top_k_tokens_per_head=[5, 4, 3]: must be as many as n_predict=4"),
     (MLP, {"hidden_size": 32}, "emb_dim=64 and its alias hidden_size=32 disagree"),
     (MLP, {"num_lookahead_tokens": 4}, "speculative_tokens=4: this head drafts at most 3"),
+    (LSTM, {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "architectures=['ArcticMLPSpeculatorPreTrainedM"),
+    (LSTM, {"method": "sum_gru"}, "method='sum_gru': only 'sum_lstm' or 'sum_rnn' is supported"),
+    (LSTM, {"tie_weights": False}, "tie_weights=False: the depths of sum_lstm share their weights"),
+    (LSTM, {"emb_dim": "24.40"}, "inner_dim=40, emb_dim=24.40, proj_dim=40: must all be 40; Arctic's own modules"),
+    (LSTM, {"inner_dim": "wide"}, "inner_dim='wide': expected a width from 1 to 16777216, or up to 8 as"),
+    (LSTM, {"proj_dim": None}, "proj_dim is missing"),
 ]
 
 
@@ -316,7 +329,7 @@ def test_nothing_but_a_clear_error_comes_of_any_value():
     scaling["original_max_position_embeddings"] = 8192
     tried = 0
     blocks = ("dflash with windows", "deepspec", "speculators dspark", "dflash2")
-    for name in (EAGLE, EAGLE3, SPECULATORS, "speculators p-eagle", MEDUSA, VLLM, MLP, *blocks):
+    for name in (EAGLE, EAGLE3, SPECULATORS, "speculators p-eagle", MEDUSA, VLLM, MLP, LSTM, STACKS, *blocks):
         source = SOURCES[name]
         tensors, base_config = source.tensors(), source.config
         if name == EAGLE:

@@ -66,6 +66,7 @@ def test_the_losses_of_a_destination_are_said(tmp_path, run, tiny_target_folder)
         ("safeailab-eagle", "safeailab-eagle"): "vLLM 0.32 builds fc without a bias and refuses fc.bias",
         ("safeailab-eagle3 of SpecForge", "safeailab-eagle3"): "does not know fc_norm, norm_output; vLLM does",
         ("medusa", "medusa"): "FasterDecoding's own loader opens medusa_lm_head.pt alone",
+        ("arctic-lstm untied", "arctic-lstm"): "ArcticInference serves no head with tie_lstm_embs=false",
         ("deepspec", "deepspec"): "DeepSpec's loader needs copies of the target's embedding and LM head",
         ("deepspec rnn", "speculators"): "vLLM serves markov_head_type=vanilla only; this head is rnn",
         ("dflash of JetSpec", "speculators"): "causal_head is not known to vLLM and speculators",
@@ -142,7 +143,7 @@ def test_heads_and_formats_that_do_not_go_together(tmp_path, refusal):
 @pytest.mark.parametrize(
     "name",
     [
-        *("safeailab-eagle", "speculators", "speculators p-eagle", "medusa", "ibm-mlp"),
+        *("safeailab-eagle", "speculators", "speculators p-eagle", "medusa", "ibm-mlp", "arctic-lstm"),
         *("dflash not causal", "speculators dspark", "dflash2"),
     ],
 )

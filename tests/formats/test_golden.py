@@ -91,6 +91,25 @@ MLP_CONFIG = {
     "num_lookahead_tokens": 3,
     "torch_dtype": "float32",
 }
+LSTM_CONFIG = {
+    "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "method": "sum_lstm",
+    "vocab_size": 384,
+    "input_hidden_dim": 64,
+    "inner_dim": "40",
+    "emb_dim": "40",
+    "proj_dim": "40",
+    "n_predict": 3,
+    "tie_weights": True,
+    "tie_lstm_embs": True,
+    "scale_input": True,
+    "top_k_tokens_per_head": [1, 1, 1],
+    "n_candidates": 3,
+    "num_lookahead_tokens": 3,
+    "base_model_archs": ["LlamaForCausalLM"],
+    "torch_dtype": "float32",
+}
 # (source, format written) -> every key of config.json
 CONFIGS = {
     ("safeailab-eagle", "safeailab-eagle"): {**LAYER, "bias": True, "torch_dtype": "float32"},
@@ -142,6 +161,19 @@ CONFIGS = {
     ("medusa", "headway"): {**MEDUSA_CONFIG, "verifier": VERIFIER},
     ("ibm-mlp", "ibm-mlp"): {**MLP_CONFIG, "base_model_name_or_path": "some/target"},
     ("ibm-mlp", "headway"): {**MLP_CONFIG, "verifier": VERIFIER},
+    ("arctic-lstm", "arctic-lstm"): {**LSTM_CONFIG, "base_model_name_or_path": "some/target"},
+    ("arctic-lstm", "headway"): {**LSTM_CONFIG, "verifier": VERIFIER},
+    ("arctic-lstm stacks", "arctic-lstm"): {
+        **LSTM_CONFIG,
+        "method": "sum_rnn",
+        "inner_dim": "40.48",
+        "emb_dim": "40.40",
+        "proj_dim": "40.40",
+        "tie_weights": False,
+        "tie_lstm_embs": False,
+        "num_lookahead_tokens": 2,
+        "base_model_name_or_path": "some/target",
+    },
     **BLOCK_CONFIGS,
 }
 
@@ -253,6 +285,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path, name, form, message):
     ("name", "written", "other"),
     [
         ("ibm-mlp", "speculator.", ""),
+        ("arctic-lstm", "", "speculator."),
         ("medusa", "", "medusa_head."),
         ("vllm-medusa", "", "medusa_heads."),
         *((name, "", "model.") for name in ("dflash", "dflash2", "deepspec", "specforge-dspark")),
@@ -292,6 +325,30 @@ def test_tied_copies_are_dropped_and_said(tmp_path):
     save_file(tensors | copies, folder / source.file)
     with pytest.raises(ValueError, match=r"head\.2\.weight differs from head\.0\.weight.*tie_weights=True"):
         read_checkpoint(FORMATS["ibm-mlp"], folder)
+
+
+def test_copies_that_arctic_saves_are_dropped_and_tell_nothing_if_unstated(tmp_path):
+    """A file of its training holds every name of a tied tensor; older ones do not say whether embeddings are tied."""
+    source = SOURCES["arctic-lstm"]
+    folder, tensors = source.write(tmp_path / "in"), source.tensors()
+    names = ("input_emb.0.weight", "cell_emb.0.weight", "output_emb.0.weight")
+    embeddings = {name: tensors["forget_emb.0.weight"].clone() for name in names}
+    copies = embeddings | {f"head.{depth}.weight": tensors["head.0.weight"].clone() for depth in (1, 2)}
+    save_file(tensors | copies, folder / source.file)
+    tied = read_checkpoint(FORMATS["arctic-lstm"], folder)
+    assert set(tied.tensors) == {our_name for _, our_name, _ in source.rows}
+    assert set(tied.remarks) == set(copies)
+    unstated = {key: value for key, value in source.config.items() if key != "tie_lstm_embs"}
+    (folder / "config.json").write_text(json.dumps(unstated))
+    untied = read_checkpoint(FORMATS["arctic-lstm"], folder)
+    assert not untied.config.tie_lstm_embs
+    assert untied.tensors.keys() == tied.tensors.keys() | embeddings.keys()
+    assert untied.notes == ["tie_lstm_embs is not stated: False, by the embeddings that the file holds"]
+    save_file(tensors, folder / source.file)
+    assert read_checkpoint(FORMATS["arctic-lstm"], folder).config == tied.config
+    save_file(tensors | {"head.2.weight": tensors["head.0.weight"] + 1}, folder / source.file)
+    with pytest.raises(ValueError, match=r"head\.2\.weight differs from head\.0\.weight.*tie_weights=True"):
+        read_checkpoint(FORMATS["arctic-lstm"], folder)
 
 
 def test_the_shared_lm_head_may_bear_the_first_ones_name(tmp_path):

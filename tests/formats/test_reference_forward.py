@@ -167,6 +167,48 @@ def ibm_mlp(
     return drafted
 
 
+def arctic(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
+    """The LSTM whose gates read state and token; without gates the MLP speculator's recurrence, through stacks."""
+    n, size = config["n_predict"], int(str(config["inner_dim"]).strip("[]").replace(",", ".").split(".")[0])
+    state_weight = 0.5 ** (0.5 / n)
+    alpha = math.sqrt((1 - state_weight**2) * size / 2) / state_weight
+    state, cell, token, drafted = target.hidden_states(ids)[-1][-2], torch.zeros(size), ids[-1], []
+    if config["scale_input"]:
+        state = state * torch.rsqrt(state.pow(2).mean() + 1e-6) / math.sqrt(2)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean() + 1e-6) * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+    def gelu(x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+    def lstm(depth: int) -> tuple[Tensor, Tensor]:
+        sums = {}
+        for gate in ("forget", "input", "output", "cell"):
+            table = tensors.get(f"{gate}_emb.0.weight", tensors["forget_emb.0.weight"])
+            sums[gate] = tensors[f"{gate}_proj.{min(depth, 1)}.weight"] @ state + alpha * table[token]
+        kept, entering = cell * sums["forget"].sigmoid(), gelu(norm(sums["cell"], "cell_ln.0"))
+        new = kept + entering * sums["input"].sigmoid()
+        return gelu(norm(new, "state_ln.0")) * sums["output"].sigmoid(), new
+
+    def rnn(depth: int) -> Tensor:
+        embedded = tensors[f"emb.{depth}.0.weight"][token]
+        embedded = tensors[f"emb.{depth}.3.weight"] @ gelu(norm(embedded, f"emb.{depth}.1"))
+        projected = tensors[f"proj.{depth}.0.weight"] @ state
+        projected = tensors[f"proj.{depth}.3.weight"] @ gelu(norm(projected, f"proj.{depth}.1"))
+        inner = gelu(norm(projected + alpha * embedded, f"ln.{depth}.0"))
+        return gelu(norm(tensors[f"ln.{depth}.2.weight"] @ inner, f"ln.{depth}.3"))
+
+    for depth in range(count):
+        if config.get("method") == "sum_lstm":
+            state, cell = lstm(depth)
+        else:
+            state = rnn(depth)
+        token = int((tensors[f"head.{0 if config['tie_weights'] else depth}.weight"] @ state).argmax())
+        drafted.append(token)
+    return drafted
+
+
 REFERENCES = {
     "safeailab-eagle": eagle,
     "safeailab-eagle3": eagle3,
@@ -174,6 +216,7 @@ REFERENCES = {
     "medusa": medusa,
     "vllm-medusa": vllm_medusa,
     "ibm-mlp": ibm_mlp,
+    "arctic-lstm": arctic,
 }
 
 FORWARDS = {"p-eagle": p_eagle, "dflash": block, "dspark": block, "dflash2": block}  # heads with one forward for all

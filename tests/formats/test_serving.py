@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = ("dflash with windows", "speculators dspark", "dflash2")
 
 
-@pytest.mark.parametrize("name", ["safeailab-eagle", "safeailab-eagle3", "medusa", "ibm-mlp", *BLOCKS])
+@pytest.mark.parametrize("name", ["safeailab-eagle", "safeailab-eagle3", "medusa", "ibm-mlp", "arctic-lstm", *BLOCKS])
 def test_generate_takes_the_folder_as_it_is(tmp_path, capsys, tiny_target_folder, name):
     source = SOURCES[name]
     words = [

@@ -83,6 +83,20 @@ def test_trees_of_every_head(make_engine, prompts, expected, head, shape, params
     check_pool(engine._pool, [])
 
 
+def test_an_lstm_speculator_beside_suffixes(make_engine, prompts, expected):
+    """Arctic's published combination: each source adds tokens that are accepted to those of the other."""
+    steps = {}
+    for proposer in ("head", "suffix", "combined"):
+        shape = {"sources": ["suffix", "head"]} if proposer == "combined" else {}
+        engine = make_engine(proposer=proposer, head="lstm", shape=shape, max_batch=8)
+        for params in (GREEDY, SAMPLED):
+            completions = engine.generate(prompts, params)
+            assert ids(completions) == expected[torch.float32, params]
+            if params is GREEDY:
+                steps[proposer] = sum(completion.stats.steps for completion in completions)
+    assert steps["combined"] < min(steps["head"], steps["suffix"])
+
+
 def test_trees_under_memory_pressure(make_engine, prompts, expected):
     engine = make_engine(shape=SHAPES["wide"], max_batch=8, max_tokens_in_cache=384, page_size=4)
     for params in (GREEDY, SAMPLED):

@@ -65,6 +65,8 @@ DRAFTERS: dict[str, Drafter] = {
     "eagle3, adaptive": Drafter("auto", EAGLE3, {"adaptive": True}, requests=("greedy", "top-p", "bias")),
     "mlp": Drafter("head", "mlp"),
     "mlp, beam": Drafter("head", "mlp", BEAM),
+    "lstm": Drafter("head", "lstm"),
+    "lstm, beam": Drafter("head", "lstm", BEAM),
     "medusa": Drafter("head", "medusa"),
     "medusa, beam": Drafter("head", "medusa", BEAM),
     "medusa, static": Drafter("head", "medusa", STATIC),

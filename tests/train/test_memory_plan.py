@@ -31,7 +31,7 @@ from train.publishing.trackers import read_metrics
 ROWS, LENGTH = 4, 48
 HEADS = [
     "head=eagle3", "head=eagle3 objective.fused=true", "head=eagle3 objective.checkpointing=true", "head=eagle",
-    "head=medusa", "head=mlp", "head=p-eagle", "head=eagle3 objective.fused=false", "head=draft-model",
+    "head=medusa", "head=mlp", "head=lstm", "head=p-eagle", "head=eagle3 objective.fused=false", "head=draft-model",
 ]  # fmt: skip
 TRAIN_EACH = """
 import json, sys
@@ -59,7 +59,7 @@ def test_the_rehearsal_takes_what_a_step_takes(overrides: str, settings: list[st
     planned = rehearse(config, shapes(config).target, ROWS, LENGTH)
     head = make_head(config.head, tiny_target.config)
     set_vocabulary(head, *build_draft_vocab(torch.ones(384), head.config.draft_vocab_size, [0]))
-    initialize(head, tiny_target, from_target=config.head.name != "mlp")
+    initialize(head, tiny_target, from_target=config.head.name not in ("mlp", "lstm"))
     objective = make_objective(config, head)
     ids = torch.randint(1, 384, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids, torch.ones(ROWS, LENGTH, dtype=torch.bool), tuple(range(ROWS)))

@@ -16,6 +16,7 @@ from infer.engine import Engine
 from infer.options.cli import compose
 from models.attention import CausalAttention, repeat_kv
 from models.heads.base import Head
+from models.heads.weights import checkpoint_tensors
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
@@ -193,6 +194,59 @@ def test_mlp(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: st
     assert run(objective, engine, batch)[0].item() == pytest.approx(loss_of(objective, cost, batch), rel=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["lstm", "lstm, untied", "lstm, stacks", "lstm, deep projections"])
+def test_lstm(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str) -> None:
+    """As `test_mlp`, each state by the formulas of Arctic's speculator, from the tensors of a checkpoint."""
+    head = make_head(tiny_target, variant)
+    objective, tensors, config = make_objective(head, "mlp", steps=K), checkpoint_tensors(head), head.config
+    f, size = features_of(head, engine, batch).hidden, config.inner_dim[0]
+    sw = 0.5 ** (0.5 / config.n_predict)
+    scale = math.sqrt((1 - sw**2) * size / 2) / sw
+
+    def norm(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean() + 1e-6)
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+    def run_layers(x: Tensor, name: str, first: int) -> Tensor:
+        """Run the modules of a Sequential from `first` on: vectors are norms, and a GELU has no tensors."""
+        index = first
+        while f"{name}.{index}.weight" in tensors or f"{name}.{index + 1}.weight" in tensors:
+            weight = tensors.get(f"{name}.{index}.weight")
+            if weight is None:
+                x = gelu(x)
+            else:
+                x = weight @ x if weight.ndim == 2 else norm(x) * weight + tensors[f"{name}.{index}.bias"]
+            index += 1
+        return x
+
+    def cost(row: int, slot: int, depth: int) -> float:
+        s, c = f[row, slot], torch.zeros(size)
+        if config.scale_input:
+            s = norm(s) / math.sqrt(2)
+        for h in range(depth + 1):
+            token, proj, index = batch.ids[row, slot + 1 + h], min(h, 1), 0 if config.tie_weights else h
+            if config.method == "sum_rnn":
+                e = run_layers(tensors[f"emb.{index}.0.weight"][token], f"emb.{index}", 1)
+                p = run_layers(s, f"proj.{proj if config.tie_weights else h}", 0)
+                s = gelu(run_layers(p + scale * e, f"ln.{index}", 0))
+                continue
+            z = {
+                gate: tensors[f"{gate}_proj.{proj}.weight"] @ s
+                + scale * tensors["forget_emb.0.weight" if config.tie_lstm_embs else f"{gate}_emb.0.weight"][token]
+                for gate in ("forget", "input", "output", "cell")
+            }
+            g = gelu(norm(z["cell"]) * tensors["cell_ln.0.weight"] + tensors["cell_ln.0.bias"])
+            c = c * z["forget"].sigmoid() + g * z["input"].sigmoid()
+            s = gelu(norm(c) * tensors["state_ln.0.weight"] + tensors["state_ln.0.bias"]) * z["output"].sigmoid()
+        lm_head = tensors[f"head.{0 if config.tie_weights else depth}.weight"]
+        return -(lm_head @ s).log_softmax(-1)[batch.ids[row, slot + 2 + depth]].item()
+
+    assert run(objective, engine, batch)[0].item() == pytest.approx(loss_of(objective, cost, batch), rel=1e-4)
+
+
 class DenseAttention:
     """Attention of R rows under the mask `mask` `[R, R]`."""
 
@@ -341,6 +395,8 @@ def test_feature_noise_is_uniform_and_a_matter_of_the_generator(
         ("medusa", "medusa", set()),
         ("medusa, shared", "medusa", {"lm_head.weight"}),
         ("mlp, tied", "mlp", set()),
+        ("lstm, untied", "mlp", set()),
+        ("lstm, stacks", "mlp", set()),
         ("p-eagle", "p-eagle", set()),
         ("p-eagle, one layer", "p-eagle", {"embed_tokens.weight"}),
     ],

@@ -114,6 +114,7 @@ HEADS = {
     "eagle": ["objective.steps=2", "objective.reduction=sequence"],
     "medusa": ["head.draft_vocab_size=200", "objective.labels=hard"],
     "mlp": ["head.tie_weights=true"],
+    "lstm": ["head.n_predict=4"],
     "p-eagle": ["head.draft_vocab_size=200", "head.num_depths=5"],
     "dflash": ["head.num_layers=2", "head.block_size=6", "objective.num_anchors=40"],
     "dspark": ["head.num_layers=1", "head.block_size=5", "head.markov_rank=32", "objective.weighting=dpace"],
@@ -185,14 +186,15 @@ def test_a_draft_model_is_served_as_the_last_line_says(
     assert Tokenizer.load(result["export"]).backend.get_vocab() == engine.tokenizer.backend.get_vocab()
 
 
-def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("head", "other"), [("mlp", "tie_weights=true"), ("lstm", "tie_lstm_embs=false")])
+def test_a_speculator_is_trained_in_two_stages(head: str, other: str, settings: list[str], tmp_path: Path) -> None:
     """IBM's recipe: first on text, then on the target's own output, starting from the head of the first stage."""
     texts = tmp_path / "texts.jsonl"
     texts.write_text(
         "".join(json.dumps({"text": f"{chr(97 + index)} = lambda x: x + {index}"}) + "\n" for index in range(20))
     )
     base = [item for item in settings if not item.startswith((*EAGLE3_KEYS, "data."))]
-    overrides = [*base, "head=mlp", "head.n_predict=3", "eval_draft_tokens=3", "steps=4", "optim.lr=0.002"]
+    overrides = [*base, f"head={head}", "head.n_predict=3", "eval_draft_tokens=3", "steps=4", "optim.lr=0.002"]
     first = run([*overrides, "data=files", f"data.path={texts}", "data.responses=given"], "run=text")
     stage_1 = load_file(Path(first["export"]) / "model.safetensors")
     elsewhere = f"head.path={tmp_path / 'second'}"
@@ -201,7 +203,7 @@ def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_pat
     for name, value in load_file(tmp_path / "second" / "model.safetensors").items():
         torch.testing.assert_close(value, stage_1[name], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"head.start_from=.*give the keys of head= that it was trained with"):
-        run([*more, f"head.start_from={first['export']}", "head.tie_weights=true"], "run=other")
+        run([*more, f"head.start_from={first['export']}", f"head.{other}"], "run=other")
 
 
 def test_medusa_2_publishes_a_target_and_its_head(

@@ -14,16 +14,52 @@ from models.heads.objectives import ObjectiveConfig, TttConfig
 TOP_K, CANDIDATES = (5, 4, 3, 2), 5  # written for IBM's engine with a new head; top k of the first depths, then 1
 
 
+class SpeculatorShape(HeadShape):
+    """What the shapes of recurrent heads without layers share. `width`: of the sum of projected state and embedding.
+
+    `tie_weights`: all depths share their weights (depth 0 has its own projection). `scale_input`: the target's hidden
+    state is normed first.
+    """
+
+    aux_layers: ClassVar[tuple[int, ...]] = (LAST,)
+
+    n_predict: int
+    tie_weights: bool
+    scale_input: bool
+    width: int
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.vocab_size
+
+    @property
+    def max_depth(self) -> int:
+        return self.n_predict
+
+    @property
+    def depths(self) -> int:
+        """Number of depths with weights of their own."""
+        return 1 if self.tie_weights else self.n_predict
+
+    @property
+    def state_weight(self) -> float:
+        """Makes half of the last state's variance come from the target's hidden state, at initialization."""
+        return 0.5 ** (0.5 / self.n_predict)
+
+    @property
+    def embedding_weight(self) -> float:
+        return math.sqrt((1 - self.state_weight**2) * self.width / 2)
+
+
 @dataclass(frozen=True)
-class MlpConfig(HeadShape):
-    """`inner_dim` is the state's width; `tie_weights`: all depths share their weights (depth 0 has its own projection).
+class MlpConfig(SpeculatorShape):
+    """`inner_dim` is the state's width.
 
     `top_k_tokens_per_head` and `n_candidates` say how IBM's engine grows its candidates; training may continue from a
     head that states others.
     """
 
     name: ClassVar[str] = "mlp"
-    aux_layers: ClassVar[tuple[int, ...]] = (LAST,)
 
     vocab_size: int
     target_hidden_size: int
@@ -35,25 +71,12 @@ class MlpConfig(HeadShape):
     n_candidates: int = field(compare=False)
 
     @property
-    def draft_vocab_size(self) -> int:
-        return self.vocab_size
-
-    @property
     def hidden_size(self) -> int:
         return self.inner_dim
 
     @property
-    def max_depth(self) -> int:
-        return self.n_predict
-
-    @property
-    def state_weight(self) -> float:
-        """Makes half of the last state's variance come from the target's hidden state, at initialization."""
-        return 0.5 ** (0.5 / self.n_predict)
-
-    @property
-    def embedding_weight(self) -> float:
-        return math.sqrt((1 - self.state_weight**2) * self.inner_dim / 2)
+    def width(self) -> int:
+        return self.inner_dim
 
     def to_json(self, facts: Facts) -> dict[str, Any]:
         return {
@@ -84,26 +107,34 @@ class MlpObjectiveConfig(ObjectiveConfig):
 
 
 @dataclass
-class MlpOptions(NewHeadConfig):
+class SpeculatorOptions(NewHeadConfig):
+    """Options of a head that starts from random weights and drafts `n_predict` tokens."""
+
     objectives: ClassVar = {"mlp": MlpObjectiveConfig, "ttt": TttConfig}
     separate_depths: ClassVar = True
     output_layers: ClassVar = ("head",)
-    files: ClassVar = "The files follow IBM's layout of MLP speculators."
 
     init_from_target: bool = False
     n_predict: int = number(4, low=1)  # heads
-    inner_dim: int | None = number(None, low=1)  # width of the state; null: the target's
-    tie_weights: bool = False  # one embedding, norm and LM head for all heads, one projection after the first
-    scale_input: bool = False  # norm the target's hidden state first
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.init_from_target:
-            raise ValueError("head.init_from_target=true: an MLP speculator has no place for the target's weights")
+            kind = self.name.upper()
+            raise ValueError(f"head.init_from_target=true: an {kind} speculator has no place for the target's weights")
 
     @property
     def max_depth(self) -> int:
         return self.n_predict
+
+
+@dataclass
+class MlpOptions(SpeculatorOptions):
+    files: ClassVar = "The files follow IBM's layout of MLP speculators."
+
+    inner_dim: int | None = number(None, low=1)  # width of the state; null: the target's
+    tie_weights: bool = False  # one embedding, norm and LM head for all heads, one projection after the first
+    scale_input: bool = False  # norm the target's hidden state first
 
     def for_target(self, target: TargetConfig) -> MlpConfig:
         return MlpConfig(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
@@ -23,10 +22,17 @@ from models.heads.config import HeadShape
 from models.heads.mlp.config import MlpConfig
 
 TOP_K = (5, 4, 3)
+# `architectures` of Arctic's files, and their older name
+ARCTIC = (["ArcticLSTMSpeculatorPreTrainedModel"], ["MLPVariantSpeculatorPreTrainedModel"])
+
+
+def is_arctic(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json of this model_type is of Arctic's layout."""
+    return config.get("architectures") in ARCTIC or "input_hidden_dim" in config
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    return config.get("model_type") == "mlp_speculator"
+    return config.get("model_type") == "mlp_speculator" and not is_arctic(config)
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
@@ -64,16 +70,25 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     config = cast(MlpConfig, config)
     if not config.tie_weights:
         return {}
+    copies = {
+        f"{part}.{depth}.{kind}": f"{part}.{first}.{kind}"
+        for part, first in (("emb", 0), ("ln", 0), ("head", 0), ("proj", 1))
+        for depth in range(first + 1, config.n_predict)
+        for kind in ("weight", "bias")
+    }
+    return drop_copies(tensors, copies, "tie_weights")
+
+
+def drop_copies(tensors: dict[str, Tensor], copies: Mapping[str, str], key: str) -> dict[str, str]:
+    """Drop tensors that `key` ties to others, both by name, and return a remark on each.
+
+    Raises ValueError for one that differs.
+    """
     remarks = {}
-    for name in sorted(tensors):
-        match = re.fullmatch(r"(emb|ln|head|proj)\.(\d+)\.(weight|bias)", name)
-        if match is None or int(match[2]) >= config.n_predict:
-            continue
-        part, depth = match[1], int(match[2])
-        first = f"{part}.{1 if part == 'proj' else 0}.{match[3]}"
-        if depth > int(first.split(".")[1]) and first in tensors:
+    for name, first in copies.items():
+        if name in tensors and first in tensors:
             if not torch.equal(tensors[name], tensors[first]):
-                raise ValueError(f"{name} differs from {first}, but config.json states tie_weights=True")
+                raise ValueError(f"{name} differs from {first}, but config.json states {key}=True")
             del tensors[name]
             remarks[name] = f"a copy of {first}, to which it is tied"
     return remarks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels.elementwise import embed_norm_gelu, rms_norm
 from models.attention import Attention
 from models.heads.base import Head, Readout, RecurrentHead
-from models.heads.mlp.config import MlpConfig
+from models.heads.mlp.config import MlpConfig, SpeculatorShape
 from models.heads.weights import HeadModule
 from models.layers import Embedding, Linear
 from models.targets.llama import LlamaTarget
@@ -25,30 +25,25 @@ EPS = 1e-6
 
 
 class ShiftedRMSNorm(nn.Module):
-    """Scale and shift parameters of a root-mean-square norm (kernels/elementwise.py: embed_norm_gelu)."""
+    """A root-mean-square norm with scale and shift."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, EPS) + self.bias
 
-class MlpHead(RecurrentHead):
-    """Each list holds one module per depth, or one in all if weights are tied (`proj`: the first and one more)."""
 
-    config: MlpConfig
+class SpeculatorHead(RecurrentHead):
+    """A recurrent head without decoder layers. `proj` and `head` hold a projection of the state and an LM head per
+    depth, or if weights are tied two projections, the first and one more, and one LM head.
+    """
 
-    def __init__(self, config: MlpConfig) -> None:
-        super().__init__()
-        self.config = config
-        inner, count = config.inner_dim, 1 if config.tie_weights else config.n_predict
-        steps = min(2, config.n_predict) if config.tie_weights else config.n_predict
-        self.emb = nn.ModuleList(Embedding(config.vocab_size, inner) for _ in range(count))
-        self.proj = nn.ModuleList(
-            Linear(inner if depth else config.target_hidden_size, inner, bias=False) for depth in range(steps)
-        )
-        self.ln = nn.ModuleList(ShiftedRMSNorm(inner) for _ in range(count))
-        self.head = nn.ModuleList(Linear(inner, config.vocab_size, bias=False) for _ in range(count))
+    config: SpeculatorShape
+    proj: nn.ModuleList
+    head: nn.ModuleList
 
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
         (feature,) = aux
@@ -56,15 +51,46 @@ class MlpHead(RecurrentHead):
             return feature
         return rms_norm(feature, feature.new_ones(feature.shape[-1]), EPS) / math.sqrt(2)
 
-    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        index = 0 if self.config.tie_weights else depth
-        projected = self.proj[min(depth, len(self.proj) - 1)](state)
-        scale = self.config.embedding_weight / self.config.state_weight
-        norm, table = cast(ShiftedRMSNorm, self.ln[index]), cast(nn.Embedding, self.emb[index]).weight
-        return embed_norm_gelu(projected, ids, table, scale, norm.weight, norm.bias, EPS)
+    def index(self, depth: int) -> int:
+        """Return which of the weights per depth are those of `depth`."""
+        return 0 if self.config.tie_weights else depth
+
+    def projected(self, state: Tensor, depth: int) -> Tensor:
+        return self.proj[min(depth, len(self.proj) - 1)](state)
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by, relative to the projected state; the norm after it takes any scale."""
+        return self.config.embedding_weight / self.config.state_weight
 
     def readout(self, depth: int) -> Readout:
-        return Readout(self.head[0 if self.config.tie_weights else depth])
+        return Readout(self.head[self.index(depth)])
+
+
+def input_sizes(config: SpeculatorShape) -> list[int]:
+    """Return the width of the state that each projection reads."""
+    sizes = [config.target_hidden_size, *[config.hidden_size] * (config.n_predict - 1)]
+    return sizes[:2] if config.tie_weights else sizes
+
+
+class MlpHead(SpeculatorHead):
+    """Each list holds one module per depth, or one in all if weights are tied (`proj`: the first and one more)."""
+
+    config: MlpConfig
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner, depths = config.inner_dim, range(config.depths)
+        self.emb = nn.ModuleList(Embedding(config.vocab_size, inner) for _ in depths)
+        self.proj = nn.ModuleList(Linear(size, inner, bias=False) for size in input_sizes(config))
+        self.ln = nn.ModuleList(ShiftedRMSNorm(inner) for _ in depths)
+        self.head = nn.ModuleList(Linear(inner, config.vocab_size, bias=False) for _ in depths)
+
+    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
+        index, projected = self.index(depth), self.projected(state, depth)
+        norm, table = cast(ShiftedRMSNorm, self.ln[index]), cast(nn.Embedding, self.emb[index]).weight
+        return embed_norm_gelu(projected, ids, table, self.embedding_scale, norm.weight, norm.bias, EPS)
 
 
 def initialize(head: Head, target: LlamaTarget, *, from_target: bool, seed: int) -> None:

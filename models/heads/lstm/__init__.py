@@ -1,0 +1,1 @@
+"""The LSTM speculator of Arctic Inference (Snowflake): its config and its module."""
