@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, library
-from kernels.triton import INTERPRETED, in_use
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, uses_triton
+from kernels.triton import INTERPRETED
 
 Gate = Literal["silu", "gelu"]
 SERIAL = 2**14  # numbers that torch computes in one thread; more it divides anywhere, and a part's end gets other bits
@@ -141,7 +142,7 @@ def _in_triton(*tensors: Tensor) -> bool:
     if first.device.type == "cpu" and not INTERPRETED:  # a fast exit: called some seventy times per step
         return False
     plain = first.is_floating_point() and all(tensor.dtype is first.dtype for tensor in tensors)
-    return plain and not torch.is_grad_enabled() and in_use(first.device)
+    return plain and not torch.is_grad_enabled() and uses_triton(first.device)
 
 
 def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
@@ -152,4 +153,4 @@ def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
     for tensor in tensors:
         if tensor.dtype is not first.dtype:
             return None
-    return None if INTERPRETED and in_use(first.device) else library()
+    return None if INTERPRETED and uses_triton(first.device) else library()

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton import in_use
-from kernels.upload import upload
+from kernels.copies import upload
+from kernels.dispatch import uses_triton
 
 WORD_BITS = 64  # of a tree mask
 
@@ -99,13 +99,13 @@ class AttentionRows:
         """
         words = None if tree_mask is None else tree_mask.flatten()
         fixed = words, page_size, longest, (width,) * len(start), first
-        if in_use(table.device):
+        if uses_triton(table.device):
             from kernels.triton import rows as gpu
 
             request, committed, offsets, computed = gpu.grid(
                 table, requests, start, width, shift, offset, words, page_size
             )
-            return cls(table, request, committed, offsets, *fixed, computed)
+            return cls(table, request, committed, offsets, *fixed, Addresses(*computed))
         index = torch.arange(len(start) * width, device=start.device)
         owner = index // width
         return cls(table, requests[owner], start[owner] + shift, index % width + offset, *fixed)
@@ -114,10 +114,12 @@ class AttentionRows:
     def addresses(self) -> Addresses:
         if self.computed is not None:
             return self.computed
-        if in_use(self.table.device):
+        if uses_triton(self.table.device):
             from kernels.triton import rows as gpu
 
-            return gpu.addresses(self)
+            return Addresses(
+                *gpu.addresses(self.table, self.request, self.committed, self.offset, self.tree_mask, self.page_size)
+            )
         places = self.committed + self.offset
         page = self.table[self.request, places // self.page_size]
         slots = page * self.page_size + places % self.page_size
@@ -138,10 +140,10 @@ class AttentionRows:
         `[R, tile + 64]`, in order of position: committed keys, then the row's ancestors.
         """
         assert self.tree_mask is not None
-        if in_use(self.table.device):
+        if uses_triton(self.table.device):
             from kernels.triton import rows as gpu
 
-            return gpu.tails(self, tile)
+            return gpu.tails(self.table, self.request, self.committed, self.tree_mask, self.page_size, tile)
         nth, _ = set_bit_positions(self.tree_mask)
         begin = self.committed // tile * tile
         position = begin[:, None] + torch.arange(tile + WORD_BITS, device=begin.device)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import address, library
-from kernels.triton import in_use
+from kernels.cpu.library import library
+from kernels.dispatch import address, uses_triton
 
 NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # dtypes of the C kernel
 
@@ -59,7 +59,7 @@ def accept(
     in `typical_mask` `[B, N]` bool are ok as well (typical acceptance); of equally long paths, the one that ends at the
     lowest node is taken.
     """
-    if in_use(token.device):
+    if uses_triton(token.device):
         from kernels.triton import verify
 
         return verify.accept(token, parent, depth, ancestors, length, choice, typical_mask)

@@ -14,8 +14,8 @@ from infer.request import Request
 from infer.sampling.choose import Choices, choose_rows, row_parameters
 from infer.speculation.tree import DraftTree
 from infer.speculation.verify import verify
+from kernels.copies import sent, upload
 from kernels.rows import AttentionRows
-from kernels.upload import sent, upload
 from kernels.verify import Accepted, accepted_path
 
 

@@ -22,8 +22,7 @@ from infer.sampling.logprobs import token_logprobs
 from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
-from kernels.gather import select_rows
-from kernels.upload import upload
+from kernels.copies import select_rows, upload
 
 
 class StepsAhead(Protocol):

@@ -15,10 +15,10 @@ from infer.sampling.logits_processors import shape_rows
 from infer.sampling.logprobs import TokenLogprob, token_logprobs
 from infer.sampling.params import SamplingParams
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import DRAFTS, stream
-from kernels.choose import ChoiceParameters, Limits, choose, warped_log_probs
-from kernels.noise import MASK32
-from kernels.upload import upload, upload_columns
+from kernels.choose import choose, warped_log_probs
+from kernels.copies import upload, upload_columns
+from kernels.noise import DRAFTS, MASK32, stream
+from kernels.operands import ChoiceParameters, Limits
 
 GREEDY = SamplingParams()
 MOST_ROWS = 64  # whose logits are copied at once, for log-probabilities

@@ -12,7 +12,7 @@ from infer.sampling.choose import Choices
 from infer.sampling.isolation import together
 from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, synthetic, typical_mask
-from kernels.upload import sent
+from kernels.copies import sent
 from kernels.verify import accept
 
 

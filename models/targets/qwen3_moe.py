@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ExpertsConfig, TargetConfig
+from models.decoder import DecoderLayer
 from models.layers import GatedMLP, Linear
-from models.targets.llama import DecoderLayer
 from models.targets.qwen3 import Qwen3Target
 
 

@@ -9,8 +9,8 @@ import torch
 
 from infer.request import SamplingParams
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import DRAFTS, coin, draw, stream, typical_mask, verify_block
-from kernels.noise import MASK32, gumbel_noise
+from kernels.acceptance import coin, draw, typical_mask, verify_block
+from kernels.noise import DRAFTS, MASK32, gumbel_noise, stream
 from kernels.verify import accept
 from tests.distributions import Z, chi_square_excess
 from tests.interpreted import scaled

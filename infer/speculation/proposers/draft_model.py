@@ -21,7 +21,7 @@ from infer.request import Phase, Request
 from infer.speculation.budget import Budget
 from infer.speculation.proposers.head import ModelProposer
 from infer.speculation.tree import DraftTree
-from kernels.upload import upload
+from kernels.copies import upload
 from models.config import read_json
 from models.gguf import is_gguf
 from models.heads.draft_model.head import DraftModelHead

@@ -32,9 +32,10 @@ from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.draft_loops.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from infer.speculation.tree import DraftTree
-from kernels.choose import ChoiceParameters, warped_log_probs
+from kernels.choose import warped_log_probs
+from kernels.copies import upload, upload_columns
+from kernels.operands import ChoiceParameters
 from kernels.slower import say_slower, slower_layers
-from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.layers import Linear, copy_packed
 
