@@ -12,7 +12,7 @@ import torch
 from models.config import RopeConfig, TargetConfig
 from models.heads import HEADS
 from models.heads.base import Head
-from models.heads.weights import initialize, set_vocabulary
+from models.heads.weights import initialize, module_of, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from train.config import SCHEMAS
@@ -112,7 +112,7 @@ TINY = TargetConfig(
 
 
 def kind_of(variant: str) -> type[Head]:
-    return HEADS[VARIANTS[variant][0]].module().kind
+    return module_of(VARIANTS[variant][0]).kind
 
 
 def keeps_kv(variant: str) -> bool:

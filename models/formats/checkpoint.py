@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from models.fields import Fields
-from models.heads.config import Facts, HeadShape
+from models.heads.config import Facts, HeadShape, NewHeadConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 Blame = tuple[tuple[str, tuple[str, ...]], ...]
@@ -125,6 +125,16 @@ class Format:
         None  # of its heads, the one that config.json is of; None: the only
     )
     gguf: bool = False  # one GGUF file, in place of a folder (models/gguf/head.py)
+
+
+def formats_of(head: type[NewHeadConfig]) -> tuple[Format, ...]:
+    """Return the formats that hold a head."""
+    return head.part("formats").FORMATS
+
+
+def export_format(head: type[NewHeadConfig]) -> Format:
+    """Return the format that our export of a head follows."""
+    return head.part("formats").LAYOUT
 
 
 def write_with_base_model(checkpoint: Checkpoint) -> dict[str, Any]:

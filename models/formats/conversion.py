@@ -19,7 +19,7 @@ from torch import Tensor
 from models.config import read_json
 from models.fields import Fields
 from models.formats import headway
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier, formats_of
 from models.formats.files import read_weights
 from models.formats.matching import bare_names, expected_tensors, match
 from models.gguf import is_gguf
@@ -28,7 +28,7 @@ from models.heads.config import EMBEDDING, LM_HEAD, PROVENANCE, HeadShape
 
 # In the order in which a folder is tried: our export also matches the layout that it follows.
 FORMATS: dict[str, Format] = {
-    form.name: form for form in (headway.FORMAT, *(form for head in HEADS.values() for form in head.formats()))
+    form.name: form for form in (headway.FORMAT, *(form for head in HEADS.values() for form in formats_of(head)))
 }
 CONFIG = "config.json"
 

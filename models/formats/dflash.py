@@ -18,7 +18,7 @@ from models.formats import eagle3, llama
 from models.formats.checkpoint import Checkpoint, Format, ParsedConfig
 from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash.config_json import SLIDING
+from models.heads.layer_config import SLIDING
 from models.targets.qwen2 import typed_windows
 
 T = TypeVar("T")

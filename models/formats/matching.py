@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from models.formats.checkpoint import Blame, Format, ParsedConfig
-from models.heads import HEADS
 from models.heads.config import HeadShape
-from models.heads.weights import checkpoint_tensors
+from models.heads.weights import checkpoint_tensors, module_of
 
 SHOWN = 8
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -22,7 +21,7 @@ WHOLE = (torch.int64, torch.int32)
 def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
     """Return name -> tensor without storage, for every tensor of our export of such a head."""
     with torch.device("meta"):
-        return checkpoint_tensors(HEADS[config.name].module().kind(config))
+        return checkpoint_tensors(module_of(config.name).kind(config))
 
 
 def bare_names(

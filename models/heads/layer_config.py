@@ -12,6 +12,8 @@ from models.heads.config import Facts
 Shape = TypeVar("Shape")
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+
 
 def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
     """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES."""
@@ -119,3 +121,16 @@ def reaching(config: Shape, positions: int) -> Shape:
         numbers.setdefault("original_max_position_embeddings", float(layer.max_position_embeddings))
     rope = replace(rope, parameters=tuple(sorted(numbers.items())))
     return replace(cast(Any, config), layer=replace(layer, max_position_embeddings=positions, rope=rope))
+
+
+def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
+    """Return the layer under the keys of Hugging Face's Qwen3Config."""
+    window = next((window for window in layer.windows if window is not None), None)
+    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
+    return layer_json(layer) | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": kinds,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }

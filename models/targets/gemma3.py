@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels.decoder import LayerParts
 from models.attention import Attention
 from models.config import RopeConfig, TargetConfig
-from models.fused_decoder import parts_of
+from models.decoder import DecoderLayer, parts_of
 from models.layers import GatedMLP, RMSNorm
-from models.targets.llama import DecoderLayer, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.targets.qwen2 import typed_windows
 
 ACTIVATION = "gelu_pytorch_tanh"

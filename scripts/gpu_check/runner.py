@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.options.paths import REPO_ROOT
-from kernels.triton import in_use
+from kernels.dispatch import uses_triton
 from scripts.gpu_check.plugin import SPOILT, share
 from scripts.gpu_check.ptxas import other_ptxas
 from scripts.gpu_check.report import Document, add_to, card, circumstances, empty, file_name, read, save, settled
@@ -186,7 +186,7 @@ def device_of(interpret: bool) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError("this machine has no usable GPU; --interpret runs the kernels in Triton's interpreter")
         torch.zeros(1, device=device)  # raises here if the driver does not work
-    assert in_use(device), "what is checked is Triton"
+    assert uses_triton(device), "what is checked is Triton"
     return device
 
 

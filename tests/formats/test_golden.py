@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.formats.checkpoint import formats_of
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads import HEADS
 from tests.formats.block_golden import BLOCK_CONFIGS
@@ -239,7 +240,7 @@ def test_every_format_and_head_is_covered():
     folders = {form.name for form in FORMATS.values() if not form.gguf}  # test_gguf_heads.py has the others
     assert {SOURCES[name].form for name in SOURCES} == folders - {"headway"}
     assert {form for _, form in CONFIGS} == folders
-    assert {source.head for source in SOURCES.values()} == {name for name, head in HEADS.items() if head.formats()}
+    assert {source.head for source in SOURCES.values()} == {name for name, head in HEADS.items() if formats_of(head)}
 
 
 @pytest.mark.parametrize("name", SOURCES)

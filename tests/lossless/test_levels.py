@@ -11,9 +11,9 @@ from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
-from kernels.cpu.draft import NativeChains
 from kernels.cpu.library import library
-from kernels.early_exit import Drafting
+from kernels.draft import NativeChains
+from kernels.operands import Drafting
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import vocabulary
-from kernels.cpu.library import KINDS
+from kernels.dispatch import KINDS
 from models.heads.base import Head
 from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear

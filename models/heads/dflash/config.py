@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 from models.checks import number
 from models.config import TargetConfig
 from models.heads.config import DecoderShape, Facts, NewHeadConfig
-from models.heads.dflash.config_json import qwen3_json
 from models.heads.layer_config import (
     check_draft_vocabulary,
     check_layer_ids,
     check_mask_token,
     draft_vocabulary,
     head_layer,
+    qwen3_json,
     speculators_json,
 )
 from models.heads.objectives import BlockObjectiveConfig

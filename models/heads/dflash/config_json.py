@@ -1,29 +1,11 @@
-"""The config.json of block drafters: the layers as a Qwen3Config, and z-lab's flat file. Imports no torch."""
+"""The config.json of block drafters in z-lab's flat form. Imports no torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from models.config import TargetConfig
-from models.heads.layer_config import layer_json
-
-if TYPE_CHECKING:
-    from models.heads.dflash.config import DFlashConfig
-
-FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
-
-
-def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
-    """Return the layer under the keys of Hugging Face's Qwen3Config."""
-    window = next((window for window in layer.windows if window is not None), None)
-    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
-    return layer_json(layer) | {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }
+from models.heads.dflash.config import DFlashConfig
+from models.heads.layer_config import qwen3_json
 
 
 def flat_json(config: DFlashConfig, architecture: str, **more: Any) -> dict[str, Any]:

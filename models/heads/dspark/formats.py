@@ -8,8 +8,9 @@ from models.fields import Fields
 from models.formats import dflash, dspark, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash.config_json import flat_json, qwen3_json
+from models.heads.dflash.config_json import flat_json
 from models.heads.dspark.config import DSparkConfig
+from models.heads.layer_config import qwen3_json
 
 DEEPSPEC, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
 NO_MARKOV_HEAD = {"markov_rank": 0, "enable_confidence_head": False}  # DeepSpec's DFlash

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from models.attention import Attention
-from models.fused_decoder import FusedDecoder, draft_parts_of, parts_of
+from models.decoder import FusedDecoder, SelfAttention, draft_parts_of, parts_of
 from models.heads.base import Readout, RecurrentHead
 from models.heads.borrowing import Borrowed
 from models.heads.config import EMBEDDING
 from models.heads.eagle.config import EagleConfig
 from models.heads.weights import HeadModule, draw_matrices
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
-from models.targets.llama import LlamaTarget, SelfAttention
+from models.targets.llama import LlamaTarget
 
 
 class EagleLayer(nn.Module):

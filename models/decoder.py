@@ -1,22 +1,94 @@
-"""The fused decoder: the layers of a target or a head run by one kernel (kernels/decoder.py), once they are packed."""
+"""Decoder layers, of targets and heads: attention and gated MLP; and the fused decoder.
+
+The fused decoder runs all layers in one kernel (kernels/decoder.py), once they are packed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts, NativeDecoder, fuse_layers
 from kernels.draft import DraftParts
+from kernels.elementwise import rotate
 from kernels.linear import PackedLinear
-from models.attention import Attention, decode_of
+from kernels.operands import QKNorm
+from models.attention import Attention, Decode, Project
+from models.config import TargetConfig
 from models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm
 
-if TYPE_CHECKING:
-    from models.targets.llama import SelfAttention
+
+class SelfAttention(nn.Module):
+    """Projections and rotary embedding around `Attention`. `input_size` differs from H in an EAGLE-3 head."""
+
+    def __init__(self, config: TargetConfig, layer: int, *, input_size: int | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.window = config.window(layer)
+        self.scale = config.attention_scale
+        self.rotary_dim = config.rotary_dim
+        self.rotary_table = int(config.local_rope is not None and self.window is not None)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
+
+    @property
+    def head_norm(self) -> QKNorm | None:
+        if not self.qk_norm:
+            return None
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centered)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the projected output `[..., H]`, added to `residual` if there is one."""
+        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention)
+        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
+
+    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions
+        if project is not None and self.rotary_dim is None:
+            return project(self.layer, qkv, rotary, self.head_norm, window=self.window, scale=self.scale)
+        num_rotated = self.num_heads + self.num_kv_heads
+        qk = qkv[..., :num_rotated, :]
+        if self.qk_norm:
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
+        qk = rotate(qk, *rotary)
+        q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
+        v = qkv[..., num_rotated:, :]
+        return attention(self.layer, q, k, v, window=self.window, scale=self.scale)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), rotary, attention, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+    @property
+    def forward_norm(self) -> RMSNorm:
+        """The norm of the MLP's input."""
+        return self.post_attention_layernorm
+
+    def parts(self) -> LayerParts | None:
+        """Return the weights for kernels that run whole layers; None where none can."""
+        return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
 
 
 def parts_of(
@@ -107,7 +179,7 @@ class FusedDecoder:
         self, attention: Attention, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool
     ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
         """Return models.attention.Decode bound to these layers; None where they run one after another."""
-        decode = decode_of(attention)
+        decode: Decode | None = getattr(attention, "decode", None)
         if decode is None or torch.is_grad_enabled():
             return None
         decoder = self.decoder(layers, norm, packed=packed)
