@@ -6,9 +6,7 @@ import importlib
 import json
 import os
 import platform
-import re
 import sys
-import time
 import tomllib
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -61,14 +59,6 @@ def add_to(document: Document, other: Document) -> None:
             document[key] = value
 
 
-def add_line(document: Document, place: str, line: dict[str, Any]) -> None:
-    """Add a line of results at `place`, keys joined by slashes, as in `kernels/timings`."""
-    inner: Any = [line]
-    for key in reversed(place.split("/")):
-        inner = {key: inner}
-    add_to(document, inner)
-
-
 def circumstances(device: torch.device, commit: str | None) -> Document:
     """Return what is checked, where and with which packages; `commit` is what a copy of the tree was made of."""
     git = git_state() if commit is None else {"commit": commit, "dirty": None}
@@ -89,12 +79,6 @@ def packages_amiss() -> list[str]:
         if not extra
     ]
     return [f"{check.name}: {check.detail}" for check in checks if check.status != "ok"]
-
-
-def file_name(hardware: str, name: str) -> str:
-    """Return the report's file name; `name` says which parts it has."""
-    hardware = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    return f"gpu-check-{name}_{hardware}_{time.strftime('%Y-%m-%d')}.json"
 
 
 def card(document: Document) -> str:
