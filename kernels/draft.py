@@ -20,7 +20,8 @@ __all__ = ["DraftParts", "NativeChains", "NativeDraft", "NativeTrees", "fuse_dra
 class DraftParts(NamedTuple):
     """A recurrent head: it computes each state from the previous token's embedding and the previous state.
 
-    Its layers read both concatenated, or with `joined` projected by a linear layer.
+    Its layers read both concatenated, or with `joined` projected by a linear layer, maybe each after a norm. All norms
+    are `centered` if those of the layers are.
     """
 
     decoder: NativeDecoder
@@ -28,10 +29,14 @@ class DraftParts(NamedTuple):
     num_kv_heads: int
     embedding: Tensor | PackedLinear  # [V, H]
     rotary: tuple[Tensor, Tensor]  # cos and sin [P, D]
-    joined: PackedLinear | None  # [H, 2 H]: embedding, then state
+    joined: PackedLinear | None  # [H, 2 H]: embedding, then state; with `state_first` the reverse
     norm: Tensor | None  # [H] between the state and the LM head
     lm_head: PackedLinear  # [Vd, H]
     draft_ids: Tensor  # [Vd] target ids
+    token_norm: Tensor | None = None  # [H]
+    state_norm: Tensor | None = None  # [H]
+    state_first: bool = False
+    zero_first: bool = False  # the embedding of a row at position 0 is zero
 
 
 def fuse_draft(parts: DraftParts) -> NativeDraft | None:

@@ -66,8 +66,12 @@ def draft_parts_of(
     *,
     joined: PackedLinear | None = None,
     norm: Tensor | None = None,
+    **inputs: Any,
 ) -> DraftParts | None:
-    """Return a recurrent head's weights for kernels that run whole levels; None where none runs these layers."""
+    """Return a recurrent head's weights for kernels that run whole levels; None where none runs these layers.
+
+    `inputs`: fields of DraftParts on what `joined` reads.
+    """
     if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
         return None
     if isinstance(embedding, PackedEmbedding):
@@ -77,7 +81,7 @@ def draft_parts_of(
     layer, ids = head.config.layer, head.target_ids
     rotary = head.rotary.tables(ids.device, decoder.dtype)
     return DraftParts(
-        decoder, layer.num_heads, layer.num_kv_heads, stored, rotary, joined, norm, lm_head.packed, draft_ids=ids
+        decoder, layer.num_heads, layer.num_kv_heads, stored, rotary, joined, norm, lm_head.packed, ids, **inputs
     )
 
 

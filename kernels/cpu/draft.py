@@ -43,10 +43,11 @@ class Branch(ctypes.Structure):
 def supported(parts: DraftParts) -> bool:
     """Return whether draft.c supports these parts: one dtype, on the CPU, linears that linear.c reads directly."""
     dtype, (dense, blocks) = parts.decoder.dtype, stored_embedding(parts)
+    norms = parts.norm, parts.token_norm, parts.state_norm
     linears = [part for part in (parts.joined, parts.lm_head, blocks) if part is not None]
     if any(part.native is None or part.native.dtype is not dtype for part in linears):
         return False
-    tensors = [part for part in (dense, *parts.rotary, parts.norm) if part is not None]
+    tensors = [part for part in (dense, *parts.rotary, *norms) if part is not None]
     if any(part.dtype is not dtype or not part.is_contiguous() or part.device.type != "cpu" for part in tensors):
         return False
     return parts.lm_head.out_features % LANES == 0
@@ -84,6 +85,10 @@ class NativeDraft:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             norm=address(parts.norm),
+            token_norm=address(parts.token_norm),
+            state_norm=address(parts.state_norm),
+            state_first=parts.state_first,
+            zero_first=parts.zero_first,
             draft_ids=self.ids.data_ptr(),
             dim=cos.shape[1],
         )

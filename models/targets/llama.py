@@ -18,7 +18,7 @@ from kernels.decoder import LayerParts
 from kernels.elementwise import rotate
 from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
-from models.config import LAST, TargetConfig
+from models.config import LAST, UNNORMED, TargetConfig
 from models.fused_decoder import FusedDecoder, parts_of
 from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
 from models.targets.experts import MixtureOfExperts
@@ -81,9 +81,9 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -103,7 +103,7 @@ class DecoderLayer(nn.Module):
 class LlamaTarget(nn.Module):
     """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
 
-    As in HF, the id num_layers, or LAST, is the stream after the final norm.
+    As in HF, the id num_layers, or LAST, is the stream after the final norm; UNNORMED is that before it.
     """
 
     path: str = ""  # as the user gave it: a folder or a hub id
@@ -147,8 +147,8 @@ class LlamaTarget(nn.Module):
         """Run the decoder on ids and positions `[...]` of one shape; `logits` projects onto the vocabulary."""
         end = len(self.layers)
         for layer in aux_layers:
-            if not LAST <= layer <= end:
-                raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
+            if not UNNORMED <= layer <= end:
+                raise ValueError(f"aux_layers: id {layer} is outside {UNNORMED}..{end}")
         x = self.enter(ids, positions)
         rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
         streams: dict[int, Tensor] = {}
@@ -164,6 +164,7 @@ class LlamaTarget(nn.Module):
                     streams[index] = x
                 x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
+        streams[UNNORMED] = x
         if self.config.stream_scale != 1:
             streams = {index: x * self.config.stream_scale for index, x in streams.items()}
         streams[end] = streams[LAST] = hidden
