@@ -28,7 +28,8 @@ from kernels.rows import AttentionRows
 class DraftParts(NamedTuple):
     """A recurrent head: it computes each state from the previous token's embedding and the previous state.
 
-    Its layers read both concatenated, or with `joined` projected by a linear layer.
+    Its layers read both concatenated, or with `joined` projected by a linear layer, maybe each after a norm. All norms
+    are `centered` if those of the layers are.
     """
 
     decoder: NativeDecoder
@@ -36,10 +37,14 @@ class DraftParts(NamedTuple):
     num_kv_heads: int
     embedding: Tensor | PackedLinear  # [V, H]
     rotary: tuple[Tensor, Tensor]  # cos and sin [P, D]
-    joined: PackedLinear | None  # [H, 2 H]: embedding, then state
+    joined: PackedLinear | None  # [H, 2 H]: embedding, then state; with `state_first` the reverse
     norm: Tensor | None  # [H] between the state and the LM head
     lm_head: PackedLinear  # [Vd, H]
     draft_ids: Tensor  # [Vd] target ids
+    token_norm: Tensor | None = None  # [H]
+    state_norm: Tensor | None = None  # [H]
+    state_first: bool = False
+    zero_first: bool = False  # the embedding of a row at position 0 is zero
 
 
 def fuse_draft(parts: DraftParts) -> NativeDraft | None:
@@ -69,10 +74,11 @@ class Branch(ctypes.Structure):
 def runs_in_c(parts: DraftParts) -> bool:
     """Return whether draft.c supports these parts: one dtype, on the CPU, linears that linear.c reads directly."""
     dtype, (dense, blocks) = parts.decoder.dtype, stored_embedding(parts)
+    norms = parts.norm, parts.token_norm, parts.state_norm
     linears = [part for part in (parts.joined, parts.lm_head, blocks) if part is not None]
     if any(part.native is None or part.native.dtype is not dtype for part in linears):
         return False
-    tensors = [part for part in (dense, *parts.rotary, parts.norm) if part is not None]
+    tensors = [part for part in (dense, *parts.rotary, *norms) if part is not None]
     if any(part.dtype is not dtype or not part.is_contiguous() or part.device.type != "cpu" for part in tensors):
         return False
     return parts.lm_head.out_features % LANES == 0
@@ -110,6 +116,10 @@ class NativeDraft:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             norm=address(parts.norm),
+            token_norm=address(parts.token_norm),
+            state_norm=address(parts.state_norm),
+            state_first=parts.state_first,
+            zero_first=parts.zero_first,
             draft_ids=self.ids.data_ptr(),
             dim=cos.shape[1],
         )

@@ -72,9 +72,9 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
@@ -138,8 +138,12 @@ def draft_parts_of(
     *,
     joined: PackedLinear | None = None,
     norm: Tensor | None = None,
+    **inputs: Any,
 ) -> DraftParts | None:
-    """Return a recurrent head's weights for kernels that run whole levels; None where none runs these layers."""
+    """Return a recurrent head's weights for kernels that run whole levels; None where none runs these layers.
+
+    `inputs`: fields of DraftParts on what `joined` reads.
+    """
     if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
         return None
     if isinstance(embedding, PackedEmbedding):
@@ -149,7 +153,7 @@ def draft_parts_of(
     layer, ids = head.config.layer, head.target_ids
     rotary = head.rotary.tables(ids.device, decoder.dtype)
     return DraftParts(
-        decoder, layer.num_heads, layer.num_kv_heads, stored, rotary, joined, norm, lm_head.packed, draft_ids=ids
+        decoder, layer.num_heads, layer.num_kv_heads, stored, rotary, joined, norm, lm_head.packed, ids, **inputs
     )
 
 

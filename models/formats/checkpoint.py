@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -109,6 +110,7 @@ class Format:
     write: Callable[[Checkpoint], dict[str, Any]] = lambda checkpoint: checkpoint.config.to_json(checkpoint.facts())
     # file names, in order of preference; the first is what is written
     weights: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
+    open: Callable[[Path], dict[str, Tensor]] | None = None  # reads them from a folder that holds more than a head
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
     prefixes: tuple[str, ...] = ()  # that tensor names may have
     written_prefix: str = ""

@@ -80,7 +80,8 @@ def read_checkpoint(form: Format, folder: Path, provided: ConversionOptions | No
 
         config, tensors = read_head(folder)
     else:
-        config, tensors = read_config(folder), read_weights(folder, form.weights)
+        config = read_config(folder)
+        tensors = form.open(folder) if form.open else read_weights(folder, form.weights)
     try:
         checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:

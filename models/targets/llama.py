@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import Attention
-from models.config import LAST, TargetConfig
+from models.config import LAST, UNNORMED, TargetConfig
 from models.decoder import DecoderLayer, FusedDecoder
 from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
 from models.targets.experts import MixtureOfExperts
@@ -32,7 +32,7 @@ class TargetOutput(NamedTuple):
 class LlamaTarget(nn.Module):
     """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
 
-    As in HF, the id num_layers, or LAST, is the stream after the final norm.
+    As in HF, the id num_layers, or LAST, is the stream after the final norm; UNNORMED is that before it.
     """
 
     path: str = ""  # as the user gave it: a folder or a hub id
@@ -76,8 +76,8 @@ class LlamaTarget(nn.Module):
         """Run the decoder on ids and positions `[...]` of one shape; `logits` projects onto the vocabulary."""
         end = len(self.layers)
         for layer in aux_layers:
-            if not LAST <= layer <= end:
-                raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
+            if not UNNORMED <= layer <= end:
+                raise ValueError(f"aux_layers: id {layer} is outside {UNNORMED}..{end}")
         x, streams = self.enter(ids, positions), dict[int, Tensor]()
         rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
         decode = self._fused_decoder.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
@@ -92,6 +92,7 @@ class LlamaTarget(nn.Module):
                     streams[index] = x
                 x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
+        streams[UNNORMED] = x
         if self.config.stream_scale != 1:
             streams = {index: x * self.config.stream_scale for index, x in streams.items()}
         streams[end] = streams[LAST] = hidden

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from models.chat import TEMPLATE_FOLDER
 from models.config import read_json
@@ -15,7 +20,7 @@ from models.gguf.folder import write_beside
 from models.quantized.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
-from models.weights import split_merged
+from models.weights import shard_files, split_merged
 
 BESIDE = (
     "*.json",
@@ -58,3 +63,28 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     tensors = split_merged(target, layout, target.heads[:2])
     # Parts of a merged tensor share its memory, which the writer would take for tied weights.
     save_torch_state_dict({name: value.clone() for name, value in tensors.items()}, folder, metadata={"format": "pt"})
+
+
+def write_with(source: Path, folder: Path, replaced: Mapping[str, Tensor]) -> None:
+    """Write a copy of the checkpoint folder `source` into the empty `folder`, with other values of some tensors.
+
+    These have the dtypes and shapes of the old ones, so that an index of shards stays true. Shards without any of them
+    are hard links where the file system allows it.
+    """
+    shards = shard_files(source)
+    others = (path for path in source.rglob("*") if path.is_file() and path not in shards)
+    for path in others:
+        destination = folder / path.relative_to(source)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, destination)
+    for path in shards:
+        with safe_open(path, "pt") as shard:
+            names, metadata = shard.keys(), shard.metadata()
+            if not replaced.keys().isdisjoint(names):
+                values = {name: replaced[name] if name in replaced else shard.get_tensor(name) for name in names}
+                save_file(values, folder / path.name, metadata=metadata)
+                continue
+        with suppress(OSError):
+            (folder / path.name).hardlink_to(path.resolve())
+        if not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)

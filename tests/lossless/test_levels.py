@@ -27,6 +27,9 @@ KINDS = {
     "eagle": ("eagle", {}),
     "eagle, fc with bias": ("eagle, fc with bias", {}),
     "eagle, the target's embedding": ("eagle, the target's embedding", {}),
+    "mtp": ("mtp", {}),
+    "mtp, hidden first, centered norms": ("mtp, hidden first, centered norms", {}),
+    "mtp, states before norms": ("mtp, states before norms", {"centered_norms": True, "zero_first": True}),
 }
 TREES = {
     "beam": {"tree": "beam:3x4:12"},

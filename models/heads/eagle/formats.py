@@ -28,7 +28,7 @@ Q_BIAS, O_BIAS = (f"layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    foreign = (*EAGLE3_KEYS, "speculators_model_type", "medusa_num_heads")
+    foreign = (*EAGLE3_KEYS, "speculators_model_type", "medusa_num_heads", "num_nextn_predict_layers")
     return (
         config.get("num_hidden_layers") == 1
         and config.get("model_type") in FAMILIES
