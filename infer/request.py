@@ -14,7 +14,7 @@ from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import MAX_SEED, SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
 from infer.sampling.token_counts import TokenCounts
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 
 __all__ = [
     "MAX_SEED",

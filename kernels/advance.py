@@ -25,9 +25,9 @@ def advance(
         from kernels.triton import advance as gpu
 
         return gpu.advance(nodes, choice, progress, table, page_size, width=width, is_chain=is_chain)
-    token, parent, depth, ancestors, length = nodes
+    token, _, depth, ancestors, length = nodes
     slots, roots, limit, ids, first, last, results = progress
-    deepest = accept(token, parent, depth, ancestors, length, choice)
+    deepest = accept(nodes, choice)
     accepted = accepted_path(token, None if is_chain else ancestors, deepest, choice, width)
     index = torch.arange(width, device=choice.device)
     moves = None

@@ -69,7 +69,13 @@ def choose(
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
-    return _tokens(_best_columns(logits, parameters, positions, token_ids)[:, None], token_ids)[:, 0]
+    if (native := _native_arguments(logits, parameters, positions, token_ids)) is None:
+        columns = choice_keys(logits, parameters, positions, token_ids).argmax(-1)
+    else:
+        lib, leading, trailing = native
+        columns = torch.empty(len(logits), dtype=torch.int64)
+        lib.choose(*map(address, leading), columns.data_ptr(), *trailing)
+    return _tokens(columns[:, None], token_ids)[:, 0]
 
 
 def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -77,18 +83,6 @@ def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
     if token_ids is None:
         return columns
     return token_ids[columns] if token_ids.ndim == 1 else token_ids.gather(1, columns)
-
-
-def _best_columns(
-    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None
-) -> Tensor:
-    native = _native_arguments(logits, parameters, positions, token_ids)
-    if native is not None:
-        lib, leading, trailing = native
-        out = torch.empty(len(logits), dtype=torch.int64)
-        lib.choose(*map(address, leading), out.data_ptr(), *trailing)
-        return out
-    return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
 
 
 def _native_arguments(

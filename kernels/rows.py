@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.copies import upload
+from kernels.copies import upload, upload_lists
 from kernels.dispatch import uses_triton
 
 WORD_BITS = 64  # of a tree mask
@@ -64,15 +64,12 @@ class AttentionRows:
         `requests`: the requests' rows of `table`, by default 0, 1, ...
         """
         blocks = list(zip(range(len(counts)) if requests is None else requests, committed, counts, strict=True))
-        total = sum(counts)
-        padding = [0] * (total % 2)  # padding: Triton kernels are compiled for addresses that are multiples of 16 bytes
-        fields = [
-            [row for row, _, count in blocks for _ in range(count)] + padding,
-            [start for _, start, count in blocks for _ in range(count)] + padding,
-            [j for count in counts for j in range(count)] + padding,
-        ]
-        # a single tensor, since creating each one takes time
-        request, start, offset = upload(fields, table.device)[:, :total]
+        fields = (
+            [row for row, _, count in blocks for _ in range(count)],
+            [start for _, start, count in blocks for _ in range(count)],
+            [j for count in counts for j in range(count)],
+        )
+        request, start, offset = upload_lists(fields, table.device)
         longest = max(start + count for _, start, count in blocks)
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, tree_mask, page_size, longest, rows, first)

@@ -23,12 +23,12 @@ from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
 from infer.processes.comm import Ranks
 from infer.processes.launch import ranks_of
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers import build_proposers, pack_draft_model, pack_head
 from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.tree import NOTHING, Budget
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.draft_model.head import DraftModelHead

@@ -29,11 +29,10 @@ from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
 from infer.processes.target_worker import Shard
 from infer.request import Request
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.head import HeadProposer
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import NOTHING, Budget, DraftTree
 from kernels.copies import gather_rows
 from kernels.dispatch import uses_triton
 from kernels.operands import LEADING, NO_LIMITS, Limits

@@ -16,13 +16,12 @@ from infer.engine.runner import Rows, Runner
 from infer.kvcache.pool import KVPool
 from infer.request import Request
 from infer.sampling.choose import choice_parameters
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.draft_loops.base import Unread
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 from kernels.advance import advance
 from kernels.choose import choose
 from kernels.copies import sent, upload
-from kernels.operands import LEADING, NO_LIMITS, ChoiceParameters, Limits, Nodes, Progress
+from kernels.operands import LEADING, NO_LIMITS, ChoiceParameters, Limits, Progress
 from kernels.rows import AttentionRows
 from kernels.verify import Accepted
 
@@ -83,10 +82,9 @@ class GraphBatch(NamedTuple):
 
     def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
         """Also writes the results, and the next step's inputs in place."""
-        nodes = Nodes(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length)
         progress = Progress(self.slots, self.roots, self.limit, self.ids, self.first, self.last, self.results)
         shape = {"width": tree.path_width, "is_chain": tree.is_chain}
-        return advance(nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
+        return advance(tree.nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
 
     def _grid(
         self,

@@ -22,7 +22,7 @@ from infer.engine.stats import EngineStats
 from infer.kvcache.memory import EngineSizes
 from infer.kvcache.pool import KVPool
 from infer.sampling.params import MAX_LOGPROBS, SamplingParams
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 from kernels.dispatch import uses_triton
 from kernels.triton import INTERPRETED
 

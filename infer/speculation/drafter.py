@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from infer.request import DrafterState, DrafterView, Request
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.proposers.base import Proposer, Tracker
+from infer.speculation.tree import NOTHING, Budget
 
 log = logging.getLogger(__name__)
 

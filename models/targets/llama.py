@@ -70,9 +70,8 @@ class LlamaTarget(nn.Module):
         for layer in aux_layers:
             if not LAST <= layer <= end:
                 raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
-        x = self.embed(ids)
+        x, streams = self.embed(ids), dict[int, Tensor]()
         rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
-        streams: dict[int, Tensor] = {}
         decode = self._fused_decoder.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
         if decode:
             entering = [index for index in range(end) if index in aux_layers]

@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
+from infer.speculation.tree import Budget, VerifiedDraft, candidate_budgets
 
 SELF_LIMITING = ("suffix",)  # drafters that end a chain where it becomes unlikely
 # Conditional acceptance rate of a drafter without evidence: as likely right as wrong.

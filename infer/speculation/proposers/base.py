@@ -9,8 +9,7 @@ from torch import Tensor
 
 from infer.kvcache.tensors import LayerShape
 from infer.request import Request
-from infer.speculation.budget import Budget
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 
 
 class Needs(NamedTuple):

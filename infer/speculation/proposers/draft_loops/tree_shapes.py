@@ -22,8 +22,7 @@ from torch import Tensor
 
 from infer.config import ProposerConfig
 from infer.options.draft_tree import Beam, Measured
-from infer.speculation.budget import Budget
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 from kernels.copies import upload, upload_lists
 from kernels.operands import Candidates, Frontier, Level, Nodes, Picked
 from kernels.tree import best_nodes, grow_level
