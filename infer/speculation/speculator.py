@@ -2,7 +2,7 @@
 
 A request gets its drafter from `assign`. A step calls, in this order, `plan` (what would pay), `track` (whose state
 drafters keep, and what they can draft), `sync` (who was admitted and pre-empted), `propose`, `verified` for each draft,
-`commit`, and `observe` (what the step took).
+`commit`, and the planner's `record_step` (what the step took).
 """
 
 from __future__ import annotations
@@ -242,7 +242,3 @@ class Speculator:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
         name, sampled = drafter_of(request).name, request.params.temperature > 0
         self.planner.record_draft(request.request_id, name, sampled, draft)
-
-    def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record what a step without prefill took; see `Planner.record_step`."""
-        self.planner.record_step(batch, rows, drafting, seconds)
