@@ -17,12 +17,14 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads, uses_triton
 from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE, TiledAttention
+
+AttentionArguments = structure("attention_args")  # of attention.h
 
 
 class PagedAttention(Protocol):
@@ -130,13 +132,6 @@ def assert_rows_independent(
             "row other bits in other company; engine.exact=false serves without the promise"
         )
     return alone
-
-
-class AttentionArguments(ctypes.Structure):
-    """attention_args of attention.h."""
-
-    __slots__ = ()
-    _fields_ = fields("attention_args")
 
 
 def runs_in_c(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

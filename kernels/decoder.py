@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from kernels import attention
-from kernels.attention import AttentionArguments
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads
-from kernels.linear import LinearArguments, PackedLinear, scratch_rows
+from kernels.linear import PackedLinear, scratch_rows
 from kernels.operands import QKNorm
+
+Layer = structure("decoder_layer")  # of decoder.h
+Convolved = structure("convolution")  # of decoder.h
+DecoderArguments = structure("decoder_args")  # of decoder.h
 
 
 class Convolution(NamedTuple):
@@ -77,27 +80,6 @@ def fuse_layers(
 ALIGNED = 64  # bytes, a cache line
 
 
-class Layer(ctypes.Structure):
-    """decoder_layer of decoder.h."""
-
-    __slots__ = ()
-    _fields_ = fields("decoder_layer")
-
-
-class Convolved(ctypes.Structure):
-    """convolution of decoder.h."""
-
-    __slots__ = ()
-    _fields_ = fields("convolution")
-
-
-class DecoderArguments(ctypes.Structure):
-    """decoder_args of decoder.h."""
-
-    __slots__ = ()
-    _fields_ = fields("decoder_args")
-
-
 def runs_in_c(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim: int) -> bool:
     """Return whether decoder.c supports these: linears that linear.c reads directly, whole vectors, one dtype."""
     dtype = layers[0].post_norm.dtype
@@ -135,7 +117,7 @@ class NativeDecoder:
         self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
         self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
         self._layers = (Layer * self.layers)()
-        self._convolutions = list[tuple[Convolved, LinearArguments]]()
+        self._convolutions = list[tuple[ctypes.Structure, ctypes.Structure]]()
         for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
             assert layer.token_norm is None or layer.input_norm is not None
             for name in ("input_norm", "post_norm", "token_norm", "attended_norm", "mlp_norm"):
@@ -186,7 +168,7 @@ class NativeDecoder:
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        attention: AttentionArguments,
+        attention: ctypes.Structure,
         caches: Sequence[Tensor],
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
@@ -212,8 +194,8 @@ class NativeDecoder:
         return hidden, tuple(streams[layer] for layer in entering)
 
     def begin(
-        self, rows: int, attention: AttentionArguments, caches: Sequence[Tensor], streams: Mapping[int, Tensor]
-    ) -> tuple[DecoderArguments, tuple[object, ...]]:
+        self, rows: int, attention: ctypes.Structure, caches: Sequence[Tensor], streams: Mapping[int, Tensor]
+    ) -> tuple[ctypes.Structure, tuple[object, ...]]:
         """Return a call's arguments without x, hidden, tokens, cos and sin, and the objects to keep alive meanwhile.
 
         They can be reused for calls with at most `rows` rows, if rows and threads are set for each.
@@ -246,7 +228,7 @@ def allocate_aligned(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     return buffer, [base + start for start in starts[:-1]]
 
 
-def convolved(conv: Convolution) -> tuple[Convolved, LinearArguments]:
+def convolved(conv: Convolution) -> tuple[ctypes.Structure, ctypes.Structure]:
     """Return what C reads of a convolution, and the weights that it points to."""
     projection, size = linear_arguments(conv.projection), conv.base.shape[-1]
     group = 4 * size // conv.projection.out_features
@@ -254,6 +236,6 @@ def convolved(conv: Convolution) -> tuple[Convolved, LinearArguments]:
     return Convolved(**pointers, group=group), projection
 
 
-def linear_arguments(linear: PackedLinear) -> LinearArguments:
+def linear_arguments(linear: PackedLinear) -> ctypes.Structure:
     assert linear.native is not None, "runs_in_c() has asked"
     return linear.native.arguments

@@ -16,13 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import AttentionArguments
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.decoder import NativeDecoder, allocate_aligned, linear_arguments
 from kernels.dispatch import LANES, address, uses_triton
 from kernels.linear import PackedLinear
 from kernels.operands import ChoiceParameters
 from kernels.rows import AttentionRows
+
+DraftArguments = structure("draft_args")  # of draft.c
+Branch = structure("branch_args")  # of draft.c
 
 
 class DraftParts(NamedTuple):
@@ -55,20 +58,6 @@ def fuse_draft(parts: DraftParts) -> NativeDraft | None:
 
 
 NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of each row
-
-
-class DraftArguments(ctypes.Structure):
-    """draft_args of draft.c."""
-
-    __slots__ = ()
-    _fields_ = fields("draft_args")
-
-
-class Branch(ctypes.Structure):
-    """branch_args of draft.c."""
-
-    __slots__ = ()
-    _fields_ = fields("branch_args")
 
 
 def runs_in_c(parts: DraftParts) -> bool:

@@ -20,7 +20,7 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.cpu.memory import zeros
 from kernels.cpu.segments import PANEL, Segment
@@ -31,6 +31,7 @@ FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
 GGML_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 GGML_FORMATS: tuple[GgmlFormat, ...] = get_args(GgmlFormat)
+GgmlArguments = structure("blocks_args")  # of blocks.c
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,6 @@ def damage(part: GgmlRows, block: int) -> ValueError:
         f"{part.source}: damaged: the {part.ggml_format} block at byte {place:,} has a scale that is no finite "
         "number; copy or download the file again"
     )
-
-
-class GgmlArguments(ctypes.Structure):
-    """blocks_args of blocks.c."""
-
-    __slots__ = ()
-    _fields_ = fields("blocks_args")
 
 
 class Storage(NamedTuple):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.capabilities import multiply, onednn_multiplies, prepack, product_dtype
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.cpu.segments import FORMATS, SCALES, WIDE, Segment, dense_segment, panels, quantized_segment
 from kernels.dispatch import KINDS, address, threads, uses_triton
@@ -38,6 +38,7 @@ ROW_BLOCK = 64
 INTEGERS = {"int4": 32, "uint4": 32, "int5": 32, "uint5": 32, "int6": 16, "int8": 32}
 QUANTIZED = 32  # inputs of a row that share a scale there
 PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
+LinearArguments = structure("linear_args")  # of linear.h
 
 
 class PackedLinear:
@@ -266,13 +267,6 @@ def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch
     return expected
 
 
-class LinearArguments(ctypes.Structure):
-    """linear_args of linear.h."""
-
-    __slots__ = ()
-    _fields_ = fields("linear_args")
-
-
 def runs_in_c(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     lib = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
     return lib is not None
@@ -316,7 +310,7 @@ class NativeLinear:
             }
             for segment, bias_panels, column in zip(segments, self._biases, ends, strict=False)
         )
-        self._others, after = list[LinearArguments](), 0
+        self._others, after = list[ctypes.Structure](), 0
         for other in reversed(others):
             self._others.append(LinearArguments(**other, next=after))
             after = ctypes.addressof(self._others[-1])
@@ -349,7 +343,7 @@ class NativeLinear:
         return True
 
     @property
-    def arguments(self) -> LinearArguments:
+    def arguments(self) -> ctypes.Structure:
         """Arguments for C callers, without x, out, rows, scratch and threads."""
         return LinearArguments(**self._fixed)
 
@@ -381,8 +375,9 @@ class NativeLinear:
         rows = rows.to(self.dtype).contiguous()
         count = rows.shape[0]
         out = torch.empty(count, self._outputs, dtype=self.dtype)
-        args, scratch = self._arguments, torch.empty(self.room(count), dtype=torch.int32)
-        args.x, args.out, args.rows, args.threads = rows.data_ptr(), out.data_ptr(), count, self.threads(count)
+        team, args = self.threads(count), self._arguments
+        scratch = torch.empty(team * scratch_rows(count) * self.scratch, dtype=torch.int32)
+        args.x, args.out, args.rows, args.threads = rows.data_ptr(), out.data_ptr(), count, team
         args.scratch = scratch.data_ptr()
         self._call(ctypes.addressof(args))
         return out

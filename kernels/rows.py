@@ -114,9 +114,8 @@ class AttentionRows:
         if uses_triton(self.table.device):
             from kernels.triton import rows as gpu
 
-            return Addresses(
-                *gpu.addresses(self.table, self.request, self.committed, self.offset, self.tree_mask, self.page_size)
-            )
+            where = self.request, self.committed, self.offset, self.tree_mask
+            return Addresses(*gpu.addresses(self.table, *where, self.page_size))
         places = self.committed + self.offset
         page = self.table[self.request, places // self.page_size]
         slots = page * self.page_size + places % self.page_size

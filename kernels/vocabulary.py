@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address
 
 BLOCK_ELEMENTS = 2**23  # logits per block: 16 MB in bf16
 KEPT_ELEMENTS = 2**26  # logit gradients kept for one product into the LM head's gradient: 128 MB in bf16
+LossArguments = structure("vocabulary_loss_args")  # of vocabulary.c
+TeachArguments = structure("vocabulary_teach_args")  # of vocabulary.c
 
 
 class TeacherLogits(NamedTuple):
@@ -165,20 +167,6 @@ def spans(count: int, size: int) -> list[slice]:
     """Split 0 .. count into equal parts of at most max(1, `size`): a short last part costs as much as a full one."""
     parts = max(1, -(-count // max(1, size)))
     return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]
-
-
-class LossArguments(ctypes.Structure):
-    """vocabulary_loss_args of vocabulary.c."""
-
-    __slots__ = ()
-    _fields_ = fields("vocabulary_loss_args")
-
-
-class TeachArguments(ctypes.Structure):
-    """vocabulary_teach_args of vocabulary.c."""
-
-    __slots__ = ()
-    _fields_ = fields("vocabulary_teach_args")
 
 
 class Statistics(NamedTuple):

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.choose import best_columns, choose_best
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, uses_triton
 from kernels.operands import ChoiceParameters, Lattice, Transition
+
+WalkArguments = structure("walk_args")  # of walk.c
 
 
 def make_lattice(
@@ -107,13 +109,6 @@ def rank_candidates(
 
 
 MOST_CANDIDATES = 64  # as in walk.c
-
-
-class WalkArguments(ctypes.Structure):
-    """walk_args of walk.c."""
-
-    __slots__ = ()
-    _fields_ = fields("walk_args")
 
 
 def runs_in_c(lattice: Lattice, transition: Transition) -> bool:

@@ -170,14 +170,16 @@ class FusedDecoder:
     def decoder(self, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool) -> NativeDecoder | None:
         """Return the decoder of `layers`, followed by `norm`; None before they are `packed` or if no kernel fits."""
         if packed and not self._built:
-            modules: list[Any] = list(layers)
-            parts = [layer_parts for layer in modules if (layer_parts := layer.parts()) is not None]
-            if len(parts) == len(modules):
-                weight = None if norm is None else norm.weight
-                eps, head_dim = modules[0].post_attention_layernorm.eps, modules[0].self_attn.head_dim
-                self._decoder = fuse_layers(parts, weight, eps, head_dim)
-            self._built = True
+            self._decoder, self._built = self._build(list(layers), norm), True
         return self._decoder
+
+    @staticmethod
+    def _build(layers: list[Any], norm: RMSNorm | None) -> NativeDecoder | None:
+        parts = [layer_parts for layer in layers if (layer_parts := layer.parts()) is not None]
+        if len(parts) < len(layers):
+            return None
+        eps, head_dim = layers[0].post_attention_layernorm.eps, layers[0].self_attn.head_dim
+        return fuse_layers(parts, None if norm is None else norm.weight, eps, head_dim)
 
     def over(
         self, attention: Attention, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool

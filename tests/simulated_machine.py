@@ -209,7 +209,7 @@ class Simulation:
             self.seen.tokens += 1
             self.running.append(request)
         if decoding and not new:
-            spec.observe(len(decoding), rows, drafting_s if self.split else None, step_s)
+            spec.planner.record_step(len(decoding), rows, drafting_s if self.split else None, step_s)
         self.seen.planning += time.perf_counter() - begin
         self.seen.seconds += step_s
         self.now += step_s

@@ -223,6 +223,8 @@ class Engine(EngineCore):
 
     def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
         limits = {name: limit for name, (_, limit) in self._proposers.items()}
+        limiting = (name for name, (proposer, _) in self._proposers.items() if proposer.self_limiting)
+        self._controller_state.acceptance.self_limiting = frozenset(limiting)
         return make_controller(
             self, self.profiled(), limits, self._controller_state, self._head, self._timer, profile=profile, check=check
         )

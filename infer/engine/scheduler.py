@@ -38,7 +38,7 @@ class Step:
     def drop_preempted(self) -> None:
         """Leave out the decodes that were pre-empted for another after they had been scheduled."""
         kept = [index for index, request in enumerate(self.decodes) if request.phase is Phase.DECODE]
-        self.decodes, self.budgets = ([part[index] for index in kept] for part in (self.decodes, self.budgets))
+        self.decodes, self.budgets = [self.decodes[index] for index in kept], [self.budgets[index] for index in kept]
 
 
 class Scheduler:

@@ -77,11 +77,12 @@ class StepRunner:
         admissible = self._scheduler.admissible()
         budgets = self._speculator.track(decoding, planned, admissible, load)
         step = self._scheduler.schedule(decoding, budgets, admissible)
-        self._speculator.sync(step.admitted, step.preempted)
-        outputs, drafting = list[StepOutput](), self._speculator.seconds
-        with cpu_threads(self._threads.plan.count(step.rows)):
+        if step.admitted or step.preempted:
+            self._speculator.sync(step.admitted, step.preempted)
+        outputs, drafting, rows = list[StepOutput](), self._speculator.seconds, step.rows
+        with cpu_threads(self._threads.plan.count(rows)):
             if step.decodes:
-                self.activity = ("decode", len(step.decodes), step.rows - sum(step.chunks))
+                self.activity = ("decode", len(step.decodes), rows - sum(step.chunks))
                 outputs += self.decode(step.decodes, step.budgets)
             if step.prefills:
                 self.activity = ("prefill", len(step.prefills), sum(step.chunks))
@@ -107,7 +108,7 @@ class StepRunner:
             steps.drafted, steps.drafted_s = steps.drafted + 1, steps.drafted_s + seconds
             steps.drafting_s, steps.drafted_rows = steps.drafting_s + (drafting or 0.0), steps.drafted_rows + rows
         self._threads.record_step(rows, seconds)
-        self._speculator.observe(batch, rows, drafting, seconds)
+        self._speculator.planner.record_step(batch, rows, drafting, seconds)
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._speculator.propose(requests, budgets), requests)

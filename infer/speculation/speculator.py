@@ -2,7 +2,7 @@
 
 A request gets its drafter from `assign`. A step calls, in this order, `plan` (what would pay), `track` (whose state
 drafters keep, and what they can draft), `sync` (who was admitted and pre-empted), `propose`, `verified` for each draft,
-`commit`, and `observe` (what the step took).
+`commit`, and the planner's `record_step` (what the step took).
 """
 
 from __future__ import annotations
@@ -183,9 +183,12 @@ class Speculator:
         pieces = features.split(taken) if len(groups) > 1 else ()
         for tracker, group in groups.items():
             batch = [requests[i] for i in group]
-            with self._or_give_up(*batch):  # its state of any of them can no longer be trusted
-                rows = torch.cat([pieces[i] for i in group]) if pieces else features
+            rows = torch.cat([pieces[i] for i in group]) if pieces else features
+            try:
                 tracker.commit(batch, [counts[i] for i in group], rows)
+            except Exception as error:  # its state of any of them can no longer be trusted
+                for request in batch:
+                    self._give_up(request, error)
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
@@ -193,13 +196,12 @@ class Speculator:
         self.planner.forget(request.request_id)
 
     @contextmanager
-    def _or_give_up(self, *requests: Request) -> Iterator[None]:
-        """If the block raises, nothing is drafted for these requests any more."""
+    def _or_give_up(self, request: Request) -> Iterator[None]:
+        """If the block raises, nothing is drafted for the request any more."""
         try:
             yield
         except Exception as error:
-            for request in requests:
-                self._give_up(request, error)
+            self._give_up(request, error)
 
     def _give_up(self, request: Request, error: Exception) -> None:
         drafter = drafter_of(request)
@@ -242,7 +244,3 @@ class Speculator:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
         name, sampled = drafter_of(request).name, request.params.temperature > 0
         self.planner.record_draft(request.request_id, name, sampled, draft)
-
-    def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record what a step without prefill took; see `Planner.record_step`."""
-        self.planner.record_step(batch, rows, drafting, seconds)

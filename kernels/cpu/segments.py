@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.declarations import fields
+from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.cpu.memory import zeros
 from kernels.dispatch import address, threads
@@ -22,13 +22,7 @@ SCALES = {"float_scale": 0, "half_scale": 1, "half_offset": 2, "super_offset": 3
 SCALES |= {"bf16_scale": 5, "float_zero": 6, "half_zero": 7, "bf16_zero": 8}
 PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantized weights
 CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
-
-
-class PackArguments(ctypes.Structure):
-    """pack_args of pack.c."""
-
-    __slots__ = ()
-    _fields_ = fields("pack_args")
+PackArguments = structure("pack_args")  # of pack.c
 
 
 class Segment(NamedTuple):

@@ -140,7 +140,7 @@ def test_files_stay_within_their_budgets() -> None:
 
 
 MOST_SPINE_LINES = 4_000
-MOST_PRODUCT_LINES = 52_410  # 44,000 are meant: lower it with every change that saves lines
+MOST_PRODUCT_LINES = 52_370  # 44,000 are meant: lower it with every change that saves lines
 
 
 def test_the_engine_stays_small() -> None:

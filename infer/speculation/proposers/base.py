@@ -60,6 +60,7 @@ class Proposer:
 
     name: str
     needs: Needs = Needs()
+    self_limiting = False  # whether it ends a chain where that becomes unlikely
 
     @property
     def tracker(self) -> Tracker | None:

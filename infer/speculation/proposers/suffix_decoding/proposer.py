@@ -52,6 +52,7 @@ class SuffixProposer(EstimatingProposer):
     """
 
     name = "suffix"
+    self_limiting = True
 
     def __init__(
         self,
