@@ -51,6 +51,20 @@ def check_layer_ids(ids: Sequence[int] | None, target: TargetConfig | None = Non
         raise ValueError(f"head.aux_layers={list(ids)}: ids of this target are 0..{target.num_layers - 1}")
 
 
+def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
+    """Return `count` layers of a target of `num_layers`, evenly spread, as HF hidden_states indices.
+
+    The published heads read the outputs of layers between 1 and L - 3, and a head of one layer that of L // 2. The
+    output of layer i is hidden state i + 1. Raises ValueError where they collide.
+    """
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    outputs = [round(1 + index * (num_layers - 4) / (count - 1)) for index in range(count)]
+    if len(set(outputs)) < count or num_layers < 4:
+        raise ValueError(f"head.aux_layers: {count} layers collide on a target of {num_layers}; name them")
+    return tuple(output + 1 for output in outputs)
+
+
 def draft_vocabulary(size: int | None, target: TargetConfig) -> int:
     """Return the size of the draft vocabulary for `head.draft_vocab_size`; None or too large means all tokens."""
     return min(size or target.vocab_size, target.vocab_size)
@@ -93,6 +107,19 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
     }
 
 
+def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
+    """Return the layer under the keys of Hugging Face's Qwen3Config."""
+    window = next((window for window in layer.windows if window is not None), None)
+    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
+    return layer_json(layer) | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": kinds,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+
+
 def speculators_json(shape: Any, layer: dict[str, Any], facts: Facts, **proposal: Any) -> dict[str, Any]:
     """Return the keys that all heads have in the speculators format, which vLLM reads."""
     tokens = {"proposal_type": "greedy", "speculative_tokens": facts.speculative_tokens}
@@ -121,16 +148,3 @@ def reaching(config: Shape, positions: int) -> Shape:
         numbers.setdefault("original_max_position_embeddings", float(layer.max_position_embeddings))
     rope = replace(rope, parameters=tuple(sorted(numbers.items())))
     return replace(cast(Any, config), layer=replace(layer, max_position_embeddings=positions, rope=rope))
-
-
-def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
-    """Return the layer under the keys of Hugging Face's Qwen3Config."""
-    window = next((window for window in layer.windows if window is not None), None)
-    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
-    return layer_json(layer) | {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }

@@ -7,27 +7,23 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.chat import TEMPLATE_FOLDER
+from models.chat import DEFAULT, TEMPLATE_FOLDER
 from models.config import read_json
 from models.gguf import is_gguf
-from models.gguf.folder import write_beside
 from models.quantized.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
 from models.weights import shard_files, split_merged
 
-BESIDE = (
-    "*.json",
-    "*.jinja",
-    f"{TEMPLATE_FOLDER}/*.jinja",
-    "tokenizer.model",
-)  # files of a checkpoint folder other than weights and their index
+# files of a checkpoint folder other than weights and their index
+BESIDE = ("*.json", "*.jinja", f"{TEMPLATE_FOLDER}/*.jinja", "tokenizer.model")
 
 
 def copy_beside(target: LlamaTarget, folder: Path) -> None:
@@ -42,6 +38,30 @@ def copy_beside(target: LlamaTarget, folder: Path) -> None:
                 destination = folder / path.relative_to(source)
                 destination.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, destination)
+
+
+def write_beside(checkpoint: Path, folder: Path, end_tokens: tuple[int, ...]) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files. Raises ValueError if not supported."""
+    from models.gguf.config import config_json
+    from models.gguf.file import open_gguf
+    from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
+
+    file = open_gguf(checkpoint)
+    templates = chat_templates(file)
+    tokenizer: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens(file)}
+    tokenizer |= {"clean_up_tokenization_spaces": False}
+    if list(templates) == [DEFAULT]:
+        tokenizer["chat_template"] = templates[DEFAULT]
+    elif templates:
+        tokenizer["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    contents = {
+        "config.json": config_json(file) | {"dtype": "float32"},
+        "generation_config.json": {"eos_token_id": list(end_tokens)},
+        "tokenizer_config.json": tokenizer,
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    build_tokenizer(file).save(str(folder / "tokenizer.json"))
 
 
 def save_target(target: LlamaTarget, folder: Path) -> None:

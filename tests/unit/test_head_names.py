@@ -21,7 +21,6 @@ PRODUCT = ("kernels", "models", "infer", "train", "scripts")
 EXCEPTIONS = {
     "models/formats/speculators.py": "a format that several heads share",
     "models/formats/dflash.py": "what the formats of block drafters share",
-    "models/formats/dspark.py": "what the formats of DSpark share",
     "models/gguf/head.py": "GGUF files of heads, whose one architecture is eagle3",
     "train/objectives/eagle.py": "an objective",
     "train/objectives/dspark.py": "an objective",

@@ -12,7 +12,7 @@ from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.heads.config import EMBEDDING
 from models.heads.eagle.config import ARCHITECTURE, EagleConfig
-from models.heads.eagle3.formats.safeailab import KEYS as EAGLE3_KEYS
+from models.heads.eagle3.formats import KEYS as EAGLE3_KEYS
 from models.heads.layer_config import layer_json
 
 MIXTRAL = "MixtralForCausalLM"
