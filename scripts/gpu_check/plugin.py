@@ -3,7 +3,7 @@ begins none for which its time does not suffice, and keeps a report that is whol
 
 A test states `@pytest.mark.gpu(seconds=..., served=...)`: what it takes at most with its kernels compiled, and whether
 it is about serving an 8B model in bf16, which comes first. Tests of one `subject`, a parameter, run in one process,
-one after another. What a test hands to `record_property` is a line of the report, under the name it gives.
+one after another. What a test hands to `record_property` stands in the report, under the name it gives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import pytest
 import torch
 
 from scripts.gpu_check import report as reports
-from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms
 
 SPOILT = 75  # exit code of a process whose GPU context no longer works
 SECONDS = 2.0  # that a test takes which does not say
@@ -71,13 +70,13 @@ def share(units: Sequence[str], index: int, count: int) -> list[int]:
 
 class Worker:
     """`orders`: the file of its `report`, `index` and `count` of its share, `until` when it may begin tests, whether
-    it launches kernels only (`compiles`), under which name comparisons are listed (`ptxas`), whether it measures a
-    copy first (`times`). Tests read from it `head`, `minutes` and `work`.
+    it launches kernels only (`compiles`), under which name comparisons are listed (`ptxas`). Tests read from it `head`,
+    `minutes` and `work`.
     """
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self.path = Path(orders["report"])
-        self.compiles, self.ptxas, self.times = (orders.get(key) for key in ("compiles", "ptxas", "times"))
+        self.compiles, self.ptxas = orders.get("compiles"), orders.get("ptxas")
         self.until = orders.get("until") or math.inf
         self.index, self.count = orders.get("index", 0), orders.get("count", 1)
         self.document = reports.read(self.path)
@@ -120,11 +119,6 @@ class Worker:
 
     # ---- a test --------------------------------------------------------------------------------------------------
 
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        if self.times and "copy_gb_s" not in self.document and not session.config.option.collectonly:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.document |= {"copy_gb_s": round(copy_bandwidth(device), 1), "shortest_ms": shortest_ms(device)}
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         seconds, left = stated(item).get("seconds", SECONDS), self.until - time.monotonic()
@@ -161,9 +155,8 @@ class Worker:
             self._unmade |= {text} if outcome.when == "setup" else set()
             self.save()
         if outcome.when == "teardown":
-            for place, line in item.user_properties:
-                assert isinstance(line, dict)
-                self.add(place, line)
+            for place, result in item.user_properties:
+                self.add(place, result)
             if not self._left_out:
                 self.document["done"][label] = round(time.monotonic() - self._begun, 2)
             self.document["running"] = None
@@ -175,12 +168,11 @@ class Worker:
                     os._exit(SPOILT)
         return outcome
 
-    def add(self, place: str, line: dict[str, Any]) -> None:
-        if place == "kernels/timings":
-            line = rated(line, self.document["copy_gb_s"])
-        elif place == "kernels/correctness" and self.ptxas:
+    def add(self, place: str, result: object) -> None:
+        """Add a line of results to those at `place`, keys joined by slashes; a number stands there alone."""
+        if place == "kernels/correctness" and self.ptxas:
             place = f"kernels/{self.ptxas}"
-        inner: Any = [line]
+        inner: Any = [result] if isinstance(result, dict) else result
         for key in reversed(place.split("/")):
             inner = {key: inner}
         reports.add_to(self.document, inner)

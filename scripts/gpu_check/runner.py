@@ -41,7 +41,6 @@ class Part(NamedTuple):
     files: Sequence[str]
     processes: int = 1
     compiled: bool = False  # in processes of their own, before the tests run
-    times: bool = False  # measures a copy first
 
 
 def marked_files(folder: str) -> list[str]:
@@ -56,7 +55,7 @@ PARTS = {
     "exact": Part([EXACT], 6),
     "train": Part([TRAIN]),
     "bench": Part([f"{TRITON}/measure_engines.py"]),
-    "timings": Part([f"{TRITON}/measure_kernels.py"], compiled=True, times=True),
+    "timings": Part([f"{TRITON}/measure_kernels.py"], compiled=True),
     "tiles": Part([f"{TRITON}/measure_tiles.py"], compiled=True),
 }
 # The parts of the first stage only ask whether results are right, so they run side by side; what is timed runs alone.
@@ -238,8 +237,7 @@ class Jobs:
                 continue
             count = PARTS[part].processes if self._on_gpu else 1
             for index in range(count):
-                orders = {"index": index, "count": count, "times": PARTS[part].times}
-                made.append((part if count == 1 else f"{part} {index + 1}", part, orders))
+                made.append((part if count == 1 else f"{part} {index + 1}", part, {"index": index, "count": count}))
         if "kernels" in parts:
             made += [(f"kernels, {name}", "kernels", {"ptxas": name}) for name in self._assemblers]
         threads = max(1, self._cores // max(1, len(made)))

@@ -18,8 +18,8 @@ from infer.options.paths import REPO_ROOT
 from models.heads import HEADS
 from scripts.gpu_check import ptxas, report, runner
 from scripts.gpu_check.command import main, parse
-from scripts.gpu_check.measure import rated, timing
 from tests.kernels.comparing import Comparisons
+from tests.kernels.timing import rated, timing
 from tests.kernels.triton.measure_engines import union_length
 
 EXACT = f"{runner.TRITON}/test_engine.py"
