@@ -60,7 +60,7 @@ def eagle(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, id
 
 
 def mtp(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
-    """A projection of both normed inputs, a layer, a norm. Step k uses module k of n; all keep rows of every step."""
+    """A projection of both normed inputs, a layer, a norm. Step k is module k of n, over rows of all steps."""
     layer, n = config["transformer_layer_config"], config["num_nextn_predict_layers"]
     theta, less = layer["rope_theta"], float(config.get("centered_norms", False))
     tokens = ids[1:]

@@ -48,7 +48,7 @@ def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return write_family(kind, tmp_path_factory.mktemp(request.param.replace(" ", "-")), **options)
 
 
-@pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3"])
+@pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3", "mtp"])
 def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> None:
     head = make_head(load_target(str(family_folder)), variant)
     limits = EngineConfig(max_tokens_in_cache=2048, max_batch=8)

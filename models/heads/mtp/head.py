@@ -62,7 +62,7 @@ class MtpHead(FeatureHead):
         if self.config.zero_first:
             embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
         rotary = self.rotary.rows(positions, state.dtype)
-        for other in self.mtp_layers:
+        for other in map(self.module, range(len(self.mtp_layers))):
             if other is not module:
                 other.self_attn(other.input_layernorm(other.join(embedded, state)), rotary, attention)
         x = module.join(embedded, state)
@@ -125,7 +125,7 @@ def initialize(head: MtpHead, target: LlamaTarget, *, from_target: bool, seed: i
                 parameter.copy_(weights[name])
         norms = (layer.input_layernorm, donor.input_layernorm), (layer.post_attention_layernorm, donor.forward_norm)
         for norm, like in (*norms, (layer.final_layernorm, target.norm)):
-            norm.weight.copy_(like.scale - norm.centered)
+            norm.weight.copy_(like.scale - int(norm.centered))
         states = layer.input_proj.weight[:, :size] if head.config.hidden_first else layer.input_proj.weight[:, size:]
         states.copy_(torch.eye(size))
 
