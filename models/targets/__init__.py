@@ -117,6 +117,8 @@ def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
             "its text model alone (Gemma3ForCausalLM), or a .gguf file, which holds no more than that"
         )
     if architecture not in ARCHITECTURES:
+        if "speculators_config" in raw_config:
+            raise ValueError(f"{folder}: holds a head, no target; say head= for it, and model= for its target")
         raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[architecture]
 
