@@ -13,8 +13,8 @@ from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.train.conftest import STEPS
-from train.acceptance import simulate
 from train.data.sequences import Sequences
+from train.evaluation import simulate
 from train.features.online import compute_features
 
 
