@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.train.launching import two_ranks
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import find_checkpoint
 from train.publishing.trackers import read_metrics
 
 BOUND_S = 300
@@ -38,7 +38,7 @@ def wait_for(file: Path, ranks: list[subprocess.Popen[str]]) -> None:
 
 
 def complete_checkpoint(folder: Path) -> Path:
-    checkpoint = latest_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     assert checkpoint is not None
     for name in ("module", "optimizer", "random"):
         assert load_file(checkpoint / f"{name}.safetensors")

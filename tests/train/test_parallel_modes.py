@@ -14,7 +14,7 @@ from infer.options.cli import compose
 from tests.train.launching import on_two_processes
 from tests.train.modes_worker import HEADS, TORN, poisoned
 from tests.train.running import leave_out_plots
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import find_checkpoint
 from train.config import TrainConfig
 from train.distributed.collectives import zero_settings
 from train.loop import Run, train
@@ -89,7 +89,7 @@ def test_a_step_that_is_bad_in_one_process_is_left_out_by_all(mode: str, outputs
 
 
 def last(run: Path, file: str, step: int = 5) -> dict:
-    path = latest_checkpoint(run / "checkpoints")
+    path = find_checkpoint(run / "checkpoints")
     assert path is not None
     assert path.name == f"step-{step:06d}"
     return load_file(path / f"{file}.safetensors")
