@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.console.prompts import prompt_ids
+from infer.console.show import prompt_ids
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, CONVERSATIONS, LOOK, RESULT, TEMPLATES, USER, calling, with_templates
 from tests.server.harness import MODEL, Server
