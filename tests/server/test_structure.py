@@ -358,13 +358,15 @@ def test_a_number_ends(server: Server, kind: str, bounds: dict[str, Any]) -> Non
     schema["additionalProperties"] = False
     if kind == "integer" and "maximum" in bounds:
         schema["properties"]["n"]["maximum"] = 9
-    for response in send_everywhere(server, schema, logit_bias=digits, temperature=0):
-        text = text_of(response)
-        assert re.fullmatch(r"\{\s*\"n\"\s*:\s*\S{1,50}\s*\}", text), text
-        jsonschema.validate(json.loads(text), schema)
     drafted = {"logit_bias": digits, "temperature": 0, "max_tokens": 120, "response_format": format_of(schema)}
     on, off = (server.complete(**drafted, speculative={"enabled": drafts}).json() for drafts in (True, False))
     assert on["choices"] == off["choices"]
+    texts = [on["choices"][0]["text"]]
+    if kind == "number" and not bounds:
+        texts += map(text_of, send_everywhere(server, schema, logit_bias=digits, temperature=0))
+    for text in texts:
+        assert re.fullmatch(r"\{\s*\"n\"\s*:\s*\S{1,50}\s*\}", text), text
+        jsonschema.validate(json.loads(text), schema)
     if kind == "number" or not bounds:
         assert len(on["choices"][0]["text"]) > 40
 
