@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from infer.sampling.grammar import Grammar
-from infer.server.parsing.grammar_check import GrammarCheck, GrammarRefused
+from infer.server.parsing.grammar_check import GrammarCheck
 from models.json_text import depth
 from tests.server import patient
 from tests.server.harness import MODEL, Server
@@ -216,7 +216,7 @@ def test_the_cpu_time_of_a_grammar_is_limited(tiny_tokenizer: Any) -> None:
 
     async def main() -> None:
         check = GrammarCheck(settings, cpu_s=0.2)
-        with pytest.raises(GrammarRefused, match=r"takes more than 0\.2 s of CPU time to compile"):
+        with pytest.raises(ValueError, match=r"takes more than 0\.2 s of CPU time to compile"):
             await check.check(Grammar("regex", "(a{1000}){1000}"))
         await check.check(Grammar("regex", "a+"))
         await check.close()
@@ -233,11 +233,11 @@ def test_a_process_that_bursts_or_hangs_is_replaced(tiny_tokenizer: Any) -> None
         assert check._process is not None
         first = check._process.pid
         check._process.kill()  # as the kernel would
-        with pytest.raises(GrammarRefused, match="more memory"):
+        with pytest.raises(ValueError, match="more memory"):
             await check.check(Grammar("regex", "b+"))
         await check.check(Grammar("regex", "b+"))
         assert check._process.pid != first
-        with pytest.raises(GrammarRefused, match="json_schema: Invalid type"):
+        with pytest.raises(ValueError, match="json_schema: Invalid type"):
             await check.check(Grammar("json_schema", '{"type": "wibble"}'))
         await check.close()
         await check.check(Grammar("regex", "a+"))  # cached as valid, so no process is started
