@@ -25,7 +25,6 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 GROUPS = [("int4", 32, torch.float16, True, True), ("int8", 64, torch.bfloat16, True, False)]
-FAST_BUILD = ("-O1", "-fexpensive-optimizations")  # the second: fused multiply-adds as with -O3
 LARGEST = 1.04  # of the file's size: K scales of 6 bits become bytes
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
@@ -173,22 +172,6 @@ def other_layers(dtype):
         yield PackedLinear(GgmlMatrix([rows], dtype)), weight
     for groups in (make_groups(70, 256, *kind) for kind in GROUPS):
         yield PackedLinear(GroupedMatrix([groups], dtype)), groups.widened()
-
-
-@pytest.mark.sources("kernels", "tests/kernels")
-@pytest.mark.parametrize("processor", ["x86-64-v3", "x86-64"])
-def test_other_processors_give_the_same_weights_and_match_float64(processor, compiled):
-    """AVX2 and no more than SSE2, compiled for them and run here."""
-    compiled(f"-march={processor}", *FAST_BUILD)
-    for dtype in DTYPES:
-        x = states(9, 256, dtype)
-        for linear, weight in other_layers(dtype):
-            assert error(linear(x), x, weight) < TOLERANCE[dtype]
-            assert torch.equal(linear(x[:1]), linear(x)[:1])
-        for name in FORMATS:
-            rows, weight = make(name, 70, 256)
-            linear = PackedLinear(GgmlMatrix([rows], dtype))
-            assert torch.equal(linear.weight_rows(torch.arange(70)), weight.to(dtype))
 
 
 @pytest.mark.sources("kernels", "tests/kernels")

@@ -1,6 +1,7 @@
 """The tests that face the CPU, again at every level of processor below this one's (kernels/cpu/level.py).
 
-Each group runs in a pytest of its own: torch, oneDNN and the C compiler are restricted before they start.
+Each level runs in a pytest of its own: torch, oneDNN and the C compiler are restricted before they start. Whole models,
+with kernels that passed, run at the lowest level.
 """
 
 from __future__ import annotations
@@ -18,24 +19,22 @@ from kernels.cpu.library import library
 
 ROOT = Path(__file__).resolve().parents[2]
 LOWER = LEVELS[: LEVELS.index(level())]
-GROUPS = {
-    "layers": (
-        "tests/kernels/test_linear.py", "tests/kernels/test_elementwise.py", "tests/kernels/test_declarations.py",
-        "tests/kernels/test_groups.py", "tests/kernels/test_vocabulary.py",
-        "tests/kernels/test_blocks.py", "-k", "not other_processors and not tiles",
-    ),
-    "integers": ("tests/kernels/test_integer_linear.py", "-k", "not other_processors"),
-    "attention": ("tests/kernels/test_attention.py", "tests/kernels/test_decoder.py", "tests/kernels/test_walk.py"),
-    "heads": ("tests/unit/test_eagle3_head.py", "tests/lossless/test_head_parity.py"),
-    "packing": ("tests/unit/test_native_weights.py", "tests/unit/test_native_groups.py"),
-    "doctor": ("tests/unit/test_layer_checks.py",),
-}  # fmt: skip
-LOSSLESS = ("tests/lossless/test_demo_target.py",)
-TESTS = {name for names in (*GROUPS.values(), LOSSLESS) for name in names if name.endswith(".py")}
+KERNELS = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "kernels/test_linear", "kernels/test_elementwise", "kernels/test_groups", "kernels/test_vocabulary",
+        "kernels/test_blocks", "kernels/test_integer_linear", "kernels/test_attention", "kernels/test_decoder",
+        "kernels/test_walk", "unit/test_native_weights", "unit/test_native_groups",
+    )
+)  # fmt: skip
+MODELS = (
+    "tests/kernels/test_declarations.py", "tests/unit/test_eagle3_head.py", "tests/unit/test_layer_checks.py",
+    "tests/lossless/test_head_parity.py", "tests/lossless/test_demo_target.py",
+)  # fmt: skip
 # what differs between levels: kernels, and the layouts of weights that models choose
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.sources("kernels", "models", "tests/kernels", "tests/heads.py", "tests/drafts.py", *TESTS),
+    pytest.mark.sources("kernels", "models", "tests/kernels", "tests/heads.py", "tests/drafts.py", *KERNELS, *MODELS),
     pytest.mark.skipif(SWITCH in os.environ, reason="this is the run at a lower level"),
     pytest.mark.skipif(library() is None, reason="no C compiler on this machine"),
 ]
@@ -57,13 +56,13 @@ def run(command: list[str], chosen: str, **environment: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", LOWER)
-@pytest.mark.parametrize("group", [*GROUPS, "lossless"])
-def test_the_tests_pass(group: str, chosen: str) -> None:
-    ids = GROUPS.get(group, LOSSLESS)
-    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *ids], chosen)
+def test_the_tests_pass(chosen: str) -> None:
+    files = KERNELS + MODELS if chosen == LOWER[0] else KERNELS
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not other_processors and not tiles"]
+    run([sys.executable, "-m", "pytest", *options, *files], chosen)
 
 
-@pytest.mark.parametrize("chosen", LOWER)
+@pytest.mark.parametrize("chosen", LOWER[:1])
 def test_quickstart_in_miniature(chosen: str, tmp_path: Path) -> None:
     """Train a head for the demo for two updates, publish it, and generate with it."""
     folder = f"output_dir={tmp_path}"
