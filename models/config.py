@@ -117,7 +117,7 @@ class TargetConfig:
     learned_positions: bool = False  # in place of the rotary embedding, which only heads have then
     embedding_size: int | None = None  # of the embedding and the LM head's input; None: hidden_size
     norm_after: bool = False  # norms follow attention and MLP, and none is left to precede the LM head
-    mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/targets/mtp.py)
+    mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/mtp_names.py)
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:

@@ -21,6 +21,7 @@ from models.end_tokens import read_end_tokens
 from models.gguf import is_gguf
 from models.hub import fetch_snapshot, is_hub_id
 from models.layers import Linear, PackedEmbedding
+from models.mtp_names import layout_of
 from models.quantized import SECTION, read_scheme
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
@@ -30,7 +31,6 @@ from models.targets.granite import GraniteTarget
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.mixtral import MixtralTarget
-from models.targets.mtp import layout_of
 from models.targets.opt import OPTTarget
 from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target

@@ -50,6 +50,7 @@ def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3", "mtp"])
 def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> None:
+    torch.manual_seed(1)  # torch draws the first biases of some heads
     head = make_head(load_target(str(family_folder)), variant)
     limits = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
     drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
@@ -60,7 +61,7 @@ def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> N
     plain = engine.generate(prompts, params)
     rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in plain]
     responses = Sequences.of(rows)
-    memorise(head, engine.target, responses, STEPS, rounds=80)
+    memorise(head, engine.target, responses, STEPS, rounds=100)
     batch = responses.batch(range(len(rows)))
     simulated = simulate(head, batch, compute_features(engine.target, batch, head.config.aux_layers), STEPS)
     engine.set_proposer("head", head)

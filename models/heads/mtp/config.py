@@ -13,7 +13,7 @@ from models.config import LAST, UNNORMED, TargetConfig
 from models.heads.config import DecoderShape, Facts, NewHeadConfig
 from models.heads.layer_config import head_layer, layer_json, speculators_json
 from models.heads.objectives import LOSSES, ObjectiveConfig, TttConfig
-from models.targets.mtp import layout_of
+from models.mtp_names import layout_of
 
 FLAGS = ("hidden_first", "pre_norm", "norm_recycled", "zero_first")
 

@@ -16,8 +16,8 @@ from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.speculators import read_proposal
 from models.heads.mtp.config import FLAGS, MtpConfig, MtpOptions
+from models.mtp_names import QWEN_NEXT, layout_of
 from models.targets import ARCHITECTURES
-from models.targets.mtp import QWEN_NEXT, layout_of
 from models.weights import NamedTensors
 
 MODULES = "num_nextn_predict_layers"
