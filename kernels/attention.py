@@ -27,11 +27,13 @@ from kernels.triton import in_use
 
 class PagedAttention(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`.
 
-        With `window` a row sees only the last `window` of its keys.
+        With `window` a row sees only the last `window` of its keys. `sinks` `[nh]` are scores that take part in the
+        softmax of each head beside those of its keys, with a value of zero.
         """
         ...
 
@@ -48,6 +50,7 @@ class ProjectedAttention(PagedAttention, Protocol):
         cache: Tensor,
         scale: float,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """qkv `[R, nh + 2 nkv, D]`, rotary: cos and sin `[R, 1, D]` -> `[R, nh * D]`; the rest as in the call."""
         ...

@@ -78,12 +78,15 @@ class NativeAttention:
         return decoder(x, rotary, self._arguments, caches, entering, tokens, block)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         out = torch.empty(self._shape, dtype=cache.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
         a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
+        sinks = None if sinks is None else sinks.float().contiguous()
+        a.sinks = address(sinks)
         self._call(self._address)
         return out

@@ -46,6 +46,7 @@ class SelfAttention(nn.Module):
         self.scale = config.attention_scale
         self.rotary_dim = config.rotary_dim
         self.rotary_table = int(config.local_rope is not None and self.window is not None)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
@@ -65,8 +66,9 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        scoring: Any = {"window": self.window, "scale": self.scale, "sinks": self.sinks}
         if self.rotary_dim is None and (project := project_of(attention)):
-            return project(self.layer, qkv, rotary, self.head_norm, window=self.window, scale=self.scale)
+            return project(self.layer, qkv, rotary, self.head_norm, **scoring)
         num_rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :num_rotated, :]
         if self.qk_norm:
@@ -75,7 +77,7 @@ class SelfAttention(nn.Module):
         qk = rotate(qk, *rotary)
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
         v = qkv[..., num_rotated:, :]
-        return attention(self.layer, q, k, v, window=self.window, scale=self.scale)
+        return attention(self.layer, q, k, v, **scoring)
 
 
 class DecoderLayer(nn.Module):
