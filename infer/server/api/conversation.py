@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import Request
 
+from infer.server.parsing.harmony import CHANNEL, FINAL, HarmonyParser
 from infer.server.parsing.schema_check import fits
 from infer.server.parsing.stream import END_THINK, THINK, ChatParser
 from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, Call
@@ -81,7 +82,7 @@ class Conversation:
     async def start(self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest) -> Session:
         style = self._service.tool_style
         marks = [] if style is None or not self._tools else list(style.marks)
-        marks += [THINK, END_THINK] if self.thinks else []
+        marks += [CHANNEL, THINK, END_THINK] if self.thinks else []
         return await self._service.start(
             request,
             body,
@@ -99,12 +100,19 @@ class Conversation:
     @property
     def thinks(self) -> bool:
         """Whether this model's output may begin with a reasoning span."""
-        return self._service.thinks
+        return self._service.reasoning_parser != "none"
+
+    @property
+    def _in_harmony(self) -> bool:
+        style = self._service.tool_style
+        return self._service.reasoning_parser == "harmony" or bool(self._tools and style is not None and style.route)
 
     def parser(self) -> ChatParser:
         """Return a parser for one choice. Output bound to a grammar has no reasoning span, and JSON no calls."""
         thinking = self.thinks and self._structure is None
         names = [tool.name for tool in self._tools]
+        if self._in_harmony:
+            return HarmonyParser(names, inside=self._bound, forced=self._forced, max_calls=self._most_calls)
         return ChatParser(
             None if self._bound_to_json else self._service.tool_style,
             names,
@@ -114,6 +122,11 @@ class Conversation:
             max_calls=self._most_calls,
             fits=None if self._forced else self._fits,
         )
+
+    @property
+    def _bound(self) -> bool:
+        """Whether the output is of a given form that is no call."""
+        return self._structure is not None and not self._forced
 
     def _fits(self, call: Call) -> bool:
         """Return whether the arguments of a call fit the parameters of its tool."""
@@ -127,4 +140,5 @@ class Conversation:
     def _encode(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         text = self._service.render_chat(messages, [tool.for_template() for tool in self._tools], self._options)
         self._begun_thinking = text.rstrip().endswith(THINK)
+        text += FINAL if self._in_harmony and self._bound else ""
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them
