@@ -141,6 +141,11 @@ class ProposerConfig(Schema):
             )
 
     @property
+    def merges(self) -> bool:
+        """Whether several proposers draft for a request: chains may then be longer than one of them can draft."""
+        return self.name == "combined"
+
+    @property
     def lookup_sizes(self) -> tuple[int, int]:
         """The fewest and most tokens that n-gram lookup looks up: one matches too often, more than four too rarely."""
         shortest = min(2, self.prompt_lookup_max) if self.prompt_lookup_min is None else self.prompt_lookup_min

@@ -14,7 +14,7 @@ from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import MAX_SEED, SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
 from infer.sampling.token_counts import TokenCounts
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 
 __all__ = [
     "MAX_SEED",
@@ -58,14 +58,10 @@ class SpeculationStats:
         self.emitted += emitted
         self.drafted += drafted
         self.accepted += accepted
-        missing = depth - len(self.drafted_by_position)
-        if missing > 0:
-            self.drafted_by_position += [0] * missing
-            self.accepted_by_position += [0] * missing
-        for position in range(depth):
-            self.drafted_by_position[position] += 1
-        for position in range(accepted):
-            self.accepted_by_position[position] += 1
+        for counts, reached in ((self.drafted_by_position, depth), (self.accepted_by_position, accepted)):
+            counts += [0] * (depth - len(counts))
+            for position in range(reached):
+                counts[position] += 1
 
     def merge(self, other: SpeculationStats) -> None:
         self.steps += other.steps

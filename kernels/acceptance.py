@@ -22,19 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.noise import MASK32, exact_log, gumbel_noise, mix32
-from kernels.triton import in_use
-
-# Streams of noise: of the coins, and of drafts whose noise must be independent of the target's. Both depend on the
-# position of the step's root, since noise that a rejected draft has revealed must not be used again.
-COINS, DRAFTS = 0x2545F491, 0x5BD1E995
-GOLDEN = 0x9E3779B1
-LEAST = 2.0**-126  # the smallest normal fp32 number; smaller weights count as zero
-
-
-def stream(purpose: int, root: int) -> int:
-    """Return what to xor a seed's upper half with, for noise of one purpose in a step with its root at `root`."""
-    return (purpose + root * GOLDEN) & MASK32
+from kernels.dispatch import uses_triton
+from kernels.noise import COINS, LEAST, MASK32, exact_log, gumbel_noise, mix32, stream
 
 
 def coin(seed: int, root: int, index: int) -> float:
@@ -81,7 +70,7 @@ def block(
     were chosen deterministically. roots: their positions. The drafts' noise must be independent of the coins and of the
     target's noise. Returns, per request, the number of accepted drafted tokens and the token after them.
     """
-    if in_use(probs.device):
+    if uses_triton(probs.device):
         from kernels.triton import acceptance as gpu
 
         return gpu.block(probs, tokens, draft_probs, seeds, roots)
@@ -122,7 +111,7 @@ def typical_mask(probs: Tensor, parents: Tensor, tokens: Tensor, thresholds: Ten
     token is accepted if its probability in that row exceeds min(threshold, alpha * exp(-entropy of the row)).
     """
     probability = probs[parents, tokens].double()
-    if in_use(probs.device):
+    if uses_triton(probs.device):
         from kernels.triton import acceptance as gpu
 
         entropy = gpu.entropy(probs)

@@ -11,18 +11,20 @@ implementation (kernels/tiles.py) is for machines without a C compiler and for s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kernels.cpu import attention as cpu
-from kernels.decoder import NativeDecoder
-from kernels.rotary import QKNorm
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, address, threads, uses_triton
+from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE, TiledAttention
-from kernels.triton import in_use
+
+AttentionArguments = structure("attention_args")  # of attention.h
 
 
 class PagedAttention(Protocol):
@@ -56,24 +58,6 @@ class ProjectedAttention(PagedAttention, Protocol):
         ...
 
 
-@runtime_checkable
-class DecodingAttention(PagedAttention, Protocol):
-    """An implementation with which all layers of a decoder run in one call (kernels/decoder.py)."""
-
-    def decode(
-        self,
-        decoder: NativeDecoder,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        caches: Sequence[Tensor],
-        entering: Sequence[int],
-        tokens: Tensor | None,
-        block: int,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Run all layers. caches: one per layer; the rest as in the decoder's call."""
-        ...
-
-
 def plan_attention(
     rows: AttentionRows,
     num_heads: int,
@@ -84,15 +68,15 @@ def plan_attention(
 ) -> PagedAttention:
     """Return the attention plan of a step.
 
-    `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/move.py).
+    `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/copies.py).
     """
-    if in_use(rows.table.device):
+    if uses_triton(rows.table.device):
         from kernels.triton import attention as gpu
 
         if gpu.supported(num_heads, num_kv_heads, head_dim, dtype):
             return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype)
-    if cache_dtype in (None, dtype) and cpu.supported(head_dim, dtype, rows.table.device):
-        return cpu.NativeAttention(rows, num_heads, num_kv_heads, head_dim)
+    if cache_dtype in (None, dtype) and runs_in_c(head_dim, dtype, rows.table.device):
+        return NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)
 
 
@@ -151,3 +135,62 @@ def assert_rows_independent(
             "row other bits in other company; engine.exact=false serves without the promise"
         )
     return alone
+
+
+def runs_in_c(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    lib = library() if device.type == "cpu" and dtype in KINDS else None
+    return lib is not None and bool(lib.attention_takes(head_dim))
+
+
+class NativeAttention:
+    """The plan of one step in C: addresses are computed once, then there is one call per layer.
+
+    `arguments` are for a decoder that runs all layers in one call (kernels/decoder.py).
+    """
+
+    def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        lib = library()
+        assert lib is not None
+        self._call = lib.paged_attention
+        longest = -(-rows.longest // LANES) * LANES
+        table = rows.table
+        assert table.stride(1) == 1, "a request's pages lie beside each other"
+        request, committed, offset = (tensor.contiguous() for tensor in (rows.request, rows.committed, rows.offset))
+        mask = None if rows.tree_mask is None else rows.tree_mask.contiguous()
+        count = rows.request.shape[0]
+        team = threads(count * num_heads * rows.longest * head_dim)
+        scratch = torch.empty(team * lib.attention_scratch(longest))
+        self._keep = (table, request, committed, offset, mask, scratch)  # keeps them alive: C holds pointers to them
+        self._shape = count, num_heads * head_dim
+        self.arguments = AttentionArguments(
+            table=table.data_ptr(),
+            request=request.data_ptr(),
+            committed=committed.data_ptr(),
+            offset=offset.data_ptr(),
+            words=address(mask),
+            scratch=scratch.data_ptr(),
+            rows=count,
+            heads=num_heads,
+            kv_heads=num_kv_heads,
+            dim=head_dim,
+            pages=table.stride(0),
+            page_size=rows.page_size,
+            longest=longest,
+            first=rows.first,
+            threads=team,
+        )
+        self._address = ctypes.addressof(self.arguments)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        out = torch.empty(self._shape, dtype=cache.dtype)
+        a = self.arguments
+        a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
+        a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
+        sinks = None if sinks is None else sinks.float().contiguous()
+        a.sinks = address(sinks)
+        self._call(self._address)
+        return out

@@ -12,68 +12,18 @@ kernels/fixed_point.py), so a GPU and a CPU choose the same token from the same 
 from __future__ import annotations
 
 from ctypes import CDLL
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, address, library
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, address, uses_triton
 from kernels.fixed_point import exp_weights, share_of
 from kernels.noise import exact_log, gumbel_noise
-from kernels.triton import in_use
+from kernels.operands import NO_LIMITS, ChoiceParameters
 
 MAX_BEST = 64  # most columns per row that the kernels rank; torch ranks larger counts, which drafts rarely need
-
-
-class Limits(NamedTuple):
-    """Which limits any row may use: a GPU searches no threshold for the others, and need not inspect the tensors."""
-
-    top_k: bool = True
-    top_p: bool = True
-    min_p: bool = True
-
-
-ALL_LIMITS, NO_LIMITS = Limits(), Limits(top_k=False, top_p=False, min_p=False)
-
-
-@dataclass
-class ChoiceParameters:
-    """temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves: `[R / repeat]` each.
-
-    Every entry is for `repeat` consecutive rows, as those of a request in a padded batch.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed_low: Tensor
-    seed_high: Tensor
-    limits: Limits = ALL_LIMITS
-    repeat: int = 1
-
-    @property
-    def restricts(self) -> bool:
-        return any(self.limits)
-
-    def repeated(self, count: int) -> ChoiceParameters:
-        """Return the same parameters for `count` rows in place of each."""
-        return replace(self, repeat=self.repeat * count)
-
-    def rows(self, index: Tensor) -> ChoiceParameters:
-        """Return the parameters of the rows `index` `[n]`."""
-        if self.repeat > 1:
-            index = index // self.repeat
-        fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed_low, self.seed_high)
-        return ChoiceParameters(*(value[index] for value in fields), limits=self.limits)
-
-    def by_row(self) -> ChoiceParameters:
-        """Return the same with an entry for every row."""
-        if self.repeat == 1:
-            return self
-        count = len(self.temperature) * self.repeat
-        return self.rows(torch.arange(count, device=self.temperature.device))
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -115,11 +65,17 @@ def choose(
     target's noise: `[V]` for a draft vocabulary, `[R, V]` where each row has its own candidates; by default columns are
     target ids.
     """
-    if in_use(logits.device):
+    if uses_triton(logits.device):
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
-    return _tokens(_best_columns(logits, parameters, positions, token_ids)[:, None], token_ids)[:, 0]
+    if (native := _native_arguments(logits, parameters, positions, token_ids)) is None:
+        columns = choice_keys(logits, parameters, positions, token_ids).argmax(-1)
+    else:
+        lib, leading, trailing = native
+        columns = torch.empty(len(logits), dtype=torch.int64)
+        lib.choose(*map(address, leading), columns.data_ptr(), *trailing)
+    return _tokens(columns[:, None], token_ids)[:, 0]
 
 
 def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
@@ -127,18 +83,6 @@ def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
     if token_ids is None:
         return columns
     return token_ids[columns] if token_ids.ndim == 1 else token_ids.gather(1, columns)
-
-
-def _best_columns(
-    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None
-) -> Tensor:
-    native = _native_arguments(logits, parameters, positions, token_ids)
-    if native is not None:
-        lib, leading, trailing = native
-        out = torch.empty(len(logits), dtype=torch.int64)
-        lib.choose(*map(address, leading), out.data_ptr(), *trailing)
-        return out
-    return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
 
 
 def _native_arguments(
@@ -174,7 +118,7 @@ def choose_best(
 
     Also returns their log-probabilities under a softmax of the rule's keys, `[R, count]`. Arguments as for `choose`.
     """
-    if in_use(logits.device) and count <= MAX_BEST:
+    if uses_triton(logits.device) and count <= MAX_BEST:
         from kernels.triton import choose as gpu
 
         values, tokens, _ = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
@@ -191,7 +135,7 @@ def best_columns(
     Arguments as for `choose`, with token_ids `[V]`; top-k, top-p and min-p are ignored.
     """
     parameters = parameters and replace(parameters, limits=NO_LIMITS)
-    if in_use(logits.device) and count <= MAX_BEST:
+    if uses_triton(logits.device) and count <= MAX_BEST:
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, count, as_columns=True)[1].sort(dim=1).values
@@ -254,7 +198,7 @@ def warped_log_probs(logits: Tensor, parameters: ChoiceParameters | None) -> Ten
     if parameters is None:
         return warped
     parameters = parameters.by_row()
-    if in_use(logits.device):
+    if uses_triton(logits.device):
         from kernels.triton import choose as gpu
 
         warped /= torch.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
@@ -275,7 +219,7 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, 
     Returns each token's log-probability `[R]`, its rank counted from 1 `[R]`, and the ids and values of the largest,
     `[R, top]` each, ties by lowest id.
     """
-    if in_use(logits.device):
+    if uses_triton(logits.device):
         from kernels.triton import choose as gpu
 
         return gpu.logprobs(logits, tokens, top)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.triton import in_use
+from kernels.dispatch import uses_triton
 
 INPUT, OUTPUT = 0, 1  # sides of a sublayer
 
@@ -21,7 +21,7 @@ def two_taps(z: Tensor, base: Tensor, deltas: Tensor, side: int, rows: int) -> T
 
     base `[2, 2, H]`: by side and tap; deltas `[..., 4 H / group]`: by side, tap and group of channels.
     """
-    if in_use(z.device) and not torch.is_grad_enabled() and z.dtype == base.dtype == deltas.dtype:
+    if uses_triton(z.device) and not torch.is_grad_enabled() and z.dtype == base.dtype == deltas.dtype:
         from kernels.triton import convolution as gpu
 
         size = z.shape[-1]

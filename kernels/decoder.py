@@ -6,16 +6,24 @@ it does not support (experts, tensor-parallel shards, other sizes and dtypes) ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kernels.cpu.decoder import NativeDecoder, supported
-from kernels.linear import PackedLinear
-from kernels.rotary import QKNorm
+from kernels import attention
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, address, threads
+from kernels.linear import PackedLinear, scratch_rows
+from kernels.operands import QKNorm
 
-__all__ = ["Convolution", "LayerParts", "NativeDecoder", "fuse_layers"]
+Layer = structure("decoder_layer")  # of decoder.h
+Convolved = structure("convolution")  # of decoder.h
+DecoderArguments = structure("decoder_args")  # of decoder.h
 
 
 class Convolution(NamedTuple):
@@ -64,6 +72,170 @@ def fuse_layers(
     layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int
 ) -> NativeDecoder | None:
     """Return the fused decoder, None if no kernel supports these layers. `eps` is of all norms, `final_norm` `[H]`."""
-    if layers[0].post_norm.device.type != "cpu" or not supported(layers, final_norm, head_dim):
+    if layers[0].post_norm.device.type != "cpu" or not runs_in_c(layers, final_norm, head_dim):
         return None
     return NativeDecoder(layers, final_norm, eps, head_dim)
+
+
+ALIGNED = 64  # bytes, a cache line
+
+
+def runs_in_c(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim: int) -> bool:
+    """Return whether decoder.c supports these: linears that linear.c reads directly, whole vectors, one dtype."""
+    dtype = layers[0].post_norm.dtype
+    if final_norm is not None and final_norm.dtype is not dtype:
+        return False
+    if not attention.runs_in_c(head_dim, dtype, layers[0].post_norm.device) or head_dim % (2 * LANES):
+        return False
+    for layer in layers:
+        convolutions = layer.convolutions
+        packed = (*layer.linears, *(conv.projection for conv in convolutions))
+        halves = (layer.input_norm, layer.post_norm, layer.token_norm, layer.attended_norm, layer.mlp_norm)
+        norms = (*halves, *((layer.qk_norm.q, layer.qk_norm.k) if layer.qk_norm else ()))
+        if any(linear.native is None or linear.native.dtype is not dtype for linear in packed):
+            return False
+        if any(norm is not None and norm.dtype is not dtype for norm in norms):
+            return False
+        if any(conv.base.dtype is not dtype for conv in convolutions):
+            return False
+        if layer.post_norm.shape[0] % LANES or layer.down.in_features % LANES:
+            return False
+    return True
+
+
+class NativeDecoder:
+    """A decoder of `runs_in_c` layers, all of one shape except for the input of attention.
+
+    Their tensors must not move in memory.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int) -> None:
+        lib = library()
+        assert lib is not None
+        self._call, self._attention_scratch = lib.decoder, lib.attention_scratch
+        self._parts, self.final_norm = list(layers), final_norm
+        self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
+        self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
+        self._layers = (Layer * self.layers)()
+        self._convolutions = list[tuple[ctypes.Structure, ctypes.Structure]]()
+        for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
+            assert layer.token_norm is None or layer.input_norm is not None
+            for name in ("input_norm", "post_norm", "token_norm", "attended_norm", "mlp_norm"):
+                setattr(entry, name, address(getattr(layer, name)))
+            entry.residual_normed = layer.residual_normed
+            if layer.qk_norm is not None:
+                assert (layer.qk_norm.eps, layer.qk_norm.centered) == (eps, layer.centered)
+                entry.q_norm, entry.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
+            entry.qkv, entry.output, entry.gate_up, entry.down = map(ctypes.addressof, packed)
+            entry.window, entry.rotary = layer.window or 0, layer.rotary
+            for name in ("attention_conv", "mlp_conv"):
+                if (conv := getattr(layer, name)) is not None:
+                    assert layer.attended_norm is None
+                    assert layer.mlp_norm is None
+                    self._convolutions.append(convolved(conv))
+                    setattr(entry, name, ctypes.addressof(self._convolutions[-1][0]))
+        first, convolutions = layers[0], [conv for layer in layers for conv in layer.convolutions]
+        assert all(
+            (entry.centered, entry.gelu, entry.scale) == (first.centered, first.gelu, first.scale) for entry in layers
+        )
+        sizes = (
+            max(layer.qkv.in_features for layer in layers),
+            first.qkv.out_features,
+            first.output.in_features,
+            first.gate_up.out_features,
+            first.down.in_features,
+            max((conv.projection.out_features for conv in convolutions), default=0),
+            len(first.post_norm) if convolutions else 0,
+        )
+        self._widths, self._work = sizes, sum(entry.in_features * entry.out_features for entry in first.linears)
+        natives = [entry.native for layer in layers for entry in layer.linears]
+        natives += [conv.projection.native for conv in convolutions]
+        self._scratch = max(entry.scratch for entry in natives if entry is not None)
+        self._arguments = DecoderArguments(
+            layers=ctypes.addressof(self._layers),
+            final_norm=address(final_norm),
+            count=len(layers),
+            hidden_size=len(first.post_norm),
+            inner_size=first.down.in_features,
+            kind=KINDS[self.dtype],
+            centered=first.centered,
+            gelu=first.gelu,
+            eps=eps,
+            scale=head_dim**-0.5 if first.scale is None else first.scale,
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: ctypes.Structure,
+        caches: Sequence[Tensor],
+        entering: Sequence[int] = (),
+        tokens: Tensor | None = None,
+        block: int = 0,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
+
+        rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several tables. tokens `[R, H]`: the token embeddings,
+        for a layer with a `token_norm`. `block`: the rows of each block, for layers with convolutions. Returns the
+        stream after the final norm, if there is one, and the streams before the layers `entering`, `[R, H]` each.
+        """
+        assert x.is_contiguous()
+        assert tokens is None or tokens.is_contiguous()
+        assert block or not self._convolutions
+        cos, sin = (table.contiguous() for table in rotary)
+        hidden = x if self.final_norm is None else torch.empty_like(x)
+        streams = {layer: torch.empty_like(x) for layer in entering}
+        a, keepalive = self.begin(x.shape[0], attention, caches, streams)
+        a.tokens, a.block = address(tokens), block
+        a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
+        self._call(ctypes.addressof(a))
+        del keepalive
+        return hidden, tuple(streams[layer] for layer in entering)
+
+    def begin(
+        self, rows: int, attention: ctypes.Structure, caches: Sequence[Tensor], streams: Mapping[int, Tensor]
+    ) -> tuple[ctypes.Structure, tuple[object, ...]]:
+        """Return a call's arguments without x, hidden, tokens, cos and sin, and the objects to keep alive meanwhile.
+
+        They can be reused for calls with at most `rows` rows, if rows and threads are set for each.
+        """
+        a, threads = DecoderArguments.from_buffer_copy(self._arguments), self.threads(rows)
+        sizes = [
+            *(rows * width * self.dtype.itemsize for width in self._widths),
+            threads * self._attention_scratch(attention.longest) * 4,
+            threads * scratch_rows(rows) * self._scratch * 4,
+        ]
+        buffer, starts = allocate_aligned(sizes)
+        a.normed, a.qkv, a.attended, a.inner, a.gated, a.deltas, a.mixed, a.scores, a.scratch = starts
+        cache_pointers = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
+        stream_pointers = (ctypes.c_void_p * self.layers)()
+        for layer, stream in streams.items():
+            stream_pointers[layer] = stream.data_ptr()
+        a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
+        a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
+        return a, (buffer, cache_pointers, stream_pointers, attention)
+
+    def threads(self, rows: int) -> int:
+        return threads(rows * self._work)
+
+
+def allocate_aligned(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Allocate parts of these sizes in bytes; return the memory and each part's address, aligned to cache lines."""
+    starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
+    buffer = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
+    base = buffer.data_ptr() + -buffer.data_ptr() % ALIGNED
+    return buffer, [base + start for start in starts[:-1]]
+
+
+def convolved(conv: Convolution) -> tuple[ctypes.Structure, ctypes.Structure]:
+    """Return what C reads of a convolution, and the weights that it points to."""
+    projection, size = linear_arguments(conv.projection), conv.base.shape[-1]
+    group = 4 * size // conv.projection.out_features
+    pointers = {"base": conv.base.data_ptr(), "projection": ctypes.addressof(projection)}
+    return Convolved(**pointers, group=group), projection
+
+
+def linear_arguments(linear: PackedLinear) -> ctypes.Structure:
+    assert linear.native is not None, "runs_in_c() has asked"
+    return linear.native.arguments

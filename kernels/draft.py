@@ -5,22 +5,34 @@ Elsewhere a level is three calls: the head's step, its logits and the choice.
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.draft import NativeChains, NativeDraft, NativeTrees, supported
-from kernels.decoder import NativeDecoder
+from kernels.attention import AttentionArguments
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.decoder import NativeDecoder, allocate_aligned, linear_arguments
+from kernels.dispatch import LANES, address, uses_triton
 from kernels.linear import PackedLinear
-from kernels.triton import in_use
+from kernels.operands import ChoiceParameters
+from kernels.rows import AttentionRows
 
-__all__ = ["DraftParts", "NativeChains", "NativeDraft", "NativeTrees", "fuse_draft"]
+DraftArguments = structure("draft_args")  # of draft.c
+Branch = structure("branch_args")  # of draft.c
 
 
 class DraftParts(NamedTuple):
     """A recurrent head: it computes each state from the previous token's embedding and the previous state.
 
-    Its layers read both concatenated, or with `joined` projected by a linear layer.
+    Its layers read both concatenated, or with `joined` projected by a linear layer, maybe each after a norm. All norms
+    are `centered` if those of the layers are.
     """
 
     decoder: NativeDecoder
@@ -28,14 +40,271 @@ class DraftParts(NamedTuple):
     num_kv_heads: int
     embedding: Tensor | PackedLinear  # [V, H]
     rotary: tuple[Tensor, Tensor]  # cos and sin [P, D]
-    joined: PackedLinear | None  # [H, 2 H]: embedding, then state
+    joined: PackedLinear | None  # [H, 2 H]: embedding, then state; with `state_first` the reverse
     norm: Tensor | None  # [H] between the state and the LM head
     lm_head: PackedLinear  # [Vd, H]
     draft_ids: Tensor  # [Vd] target ids
+    token_norm: Tensor | None = None  # [H]
+    state_norm: Tensor | None = None  # [H]
+    state_first: bool = False
+    zero_first: bool = False  # the embedding of a row at position 0 is zero
 
 
 def fuse_draft(parts: DraftParts) -> NativeDraft | None:
     """Return the fused draft of a head, None if no kernel supports these parts."""
-    if in_use(parts.draft_ids.device) or not supported(parts):
+    if uses_triton(parts.draft_ids.device) or not runs_in_c(parts):
         return None
     return NativeDraft(parts)
+
+
+NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of each row
+
+
+def runs_in_c(parts: DraftParts) -> bool:
+    """Return whether draft.c supports these parts: one dtype, on the CPU, linears that linear.c reads directly."""
+    dtype, (dense, blocks) = parts.decoder.dtype, stored_embedding(parts)
+    norms = parts.norm, parts.token_norm, parts.state_norm
+    linears = [part for part in (parts.joined, parts.lm_head, blocks) if part is not None]
+    if any(part.native is None or part.native.dtype is not dtype for part in linears):
+        return False
+    tensors = [part for part in (dense, *parts.rotary, *norms) if part is not None]
+    if any(part.dtype is not dtype or not part.is_contiguous() or part.device.type != "cpu" for part in tensors):
+        return False
+    return parts.lm_head.out_features % LANES == 0
+
+
+def stored_embedding(parts: DraftParts) -> tuple[Tensor | None, PackedLinear | None]:
+    """Return the embedding as a dense tensor or in blocks."""
+    embedding = parts.embedding
+    return (embedding, None) if isinstance(embedding, Tensor) else (None, embedding)
+
+
+def padded(tensor: Tensor, *pads: int) -> Tensor:
+    return F.pad(tensor, pads) if any(pads) else tensor
+
+
+class NativeDraft:
+    """A head of `runs_in_c` parts, whose tensors must not move in memory."""
+
+    def __init__(self, parts: DraftParts) -> None:
+        lib = library()
+        assert lib is not None
+        self.draft, self.read, self.branch, self.parts = lib.draft, lib.draft_read, lib.draft_branch, parts
+        self.ids, self._lm_head = parts.draft_ids.contiguous(), linear_arguments(parts.lm_head)
+        self._fused = None if parts.joined is None else linear_arguments(parts.joined)
+        assert parts.lm_head.native is not None, "runs_in_c() has asked"
+        self.lm_head, self.joined = parts.lm_head.native, parts.joined and parts.joined.native
+        dense, blocks = stored_embedding(parts)
+        self._blocks = None if blocks is None else linear_arguments(blocks)
+        cos, sin = parts.rotary
+        self.arguments = DraftArguments(
+            joined=None if self._fused is None else ctypes.addressof(self._fused),
+            lm_head=ctypes.addressof(self._lm_head),
+            embedding=address(dense),
+            blocks=None if self._blocks is None else ctypes.addressof(self._blocks),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            norm=address(parts.norm),
+            token_norm=address(parts.token_norm),
+            state_norm=address(parts.state_norm),
+            state_first=parts.state_first,
+            zero_first=parts.zero_first,
+            draft_ids=self.ids.data_ptr(),
+            dim=cos.shape[1],
+        )
+
+
+class Begun:
+    """A draft in progress for C requests, whose first level also prefills the unread rows.
+
+    Owns all of the draft's memory that C reads and writes.
+    """
+
+    def __init__(
+        self,
+        native: NativeDraft,
+        ids: Tensor,
+        state: Tensor,
+        positions: Tensor,
+        rows: AttentionRows,
+        caches: Sequence[Tensor],
+        parameters: ChoiceParameters | None,
+        levels: int,
+        *,
+        width: int = 1,
+        count: int = 1,
+        places: int = 0,
+    ) -> None:
+        """ids, positions `[R]`, state `[R, H]` and `rows`: the unread rows, at least one per request.
+
+        caches: of the head's layers. parameters `[C]` without top-k, top-p and min-p. `levels`: upper bound on the
+        levels drafted; the rotary table must cover that many more positions. Per request at most `width` rows continue
+        from a level, each with its `count` best tokens; keys take max(`levels`, `places`) places after the root's.
+        """
+        assert parameters is None or not parameters.restricts
+        self._native, parts, size = native, native.parts, state.element_size()
+        (num_unread, hidden), chains = state.shape, len(rows.counts)
+        max_next = width * chains  # most rows of a level after the first
+        max_rows = max(num_unread, max_next)
+        self._chains, self._rows = chains, num_unread
+        # Copies, with room for the rows of further levels.
+        self._state = padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, max_rows - num_unread)
+        row_numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
+        self._numbers = padded(row_numbers, 0, max_rows - num_unread)  # [5, max_rows]
+        last_rows = torch.tensor([end - 1 for end in accumulate(rows.counts)])
+        if parameters is None:
+            self._seeds, self._temperature = torch.zeros(2, max_next, dtype=torch.int64), torch.zeros(max_next)
+        else:
+            seeds = torch.stack([parameters.seed_low, parameters.seed_high])
+            self._seeds = padded(seeds, 0, max_next - chains)
+            self._temperature = padded(parameters.temperature.clone(), 0, max_next - chains)
+        self._columns, self._keys = torch.empty(max_next * count, dtype=torch.int64), torch.empty(max_next * count)
+        self._masses, self._table = torch.empty(max_next), rows.table
+        first, step = self._numbers.data_ptr(), max_rows * self._numbers.element_size()
+        numbers = {name: first + step * row for row, name in enumerate(NUMBERS)}
+        self._attention = AttentionArguments(
+            table=self._table.data_ptr(),
+            request=numbers["request"],
+            committed=numbers["committed"],
+            offset=numbers["offset"],
+            heads=parts.num_heads,
+            kv_heads=parts.num_kv_heads,
+            dim=native.arguments.dim,
+            pages=self._table.stride(0),
+            page_size=rows.page_size,
+            longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,
+            first=rows.first,
+        )
+        self._decoder, self._decoder_keepalive = parts.decoder.begin(max_rows, self._attention, caches, {})
+        # From the first level's rows, each request's last one continues.
+        self._last_rows, self._ends = last_rows, self._numbers[:, last_rows]
+        self._kept_attention = AttentionArguments.from_buffer_copy(self._attention)
+        self._kept_attention.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
+        for row, name in enumerate(NUMBERS):
+            if name in ("committed", "offset", "request"):
+                setattr(self._kept_attention, name, first + step * row)
+        self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept_attention), last_rows.data_ptr()
+        sizes = (
+            max_rows * hidden * size * (1 if parts.joined is None else 2),
+            2 * max_rows * native.arguments.dim * size,
+            max_next * hidden * size,
+            max_next * parts.lm_head.out_features * size,
+            4 * max(native.lm_head.room(max_next), native.joined.room(max_rows) if native.joined else 0),
+            0 if parts.decoder.final_norm is None else max_rows * hidden * size,
+        )
+        self._buffer, starts = allocate_aligned(sizes)
+        self._decoder.x = self._state.data_ptr()
+        self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else starts[-1]
+        a = self._arguments = DraftArguments.from_buffer_copy(native.arguments)
+        a.tokens, a.turned, a.normed, a.logits, a.scratch = starts[:-1]
+        a.columns, a.keys, a.masses = (tensor.data_ptr() for tensor in (self._columns, self._keys, self._masses))
+        for name, pointer in numbers.items():
+            setattr(a, name, pointer)
+        a.low, a.high = (row.data_ptr() for row in self._seeds)
+        a.decoder = ctypes.addressof(self._decoder)
+        a.temperature = self._temperature.data_ptr()
+
+    def read(self) -> None:
+        """Prefill the unread rows without drafting: compute only what later rows need of them."""
+        self._kept_attention.rows = 0
+        self._native.read(self._prepare(0))
+
+    def _first(self, count: int) -> None:
+        """Prefill the unread rows and find the `count` best tokens of each request's last row; 0: only its choice."""
+        self._native.draft(self._prepare(count))
+        self._rows, self._decoder.kept = self._chains, None
+
+    def _prepare(self, count: int) -> int:
+        """Set the arguments for the current number of rows and return their address."""
+        a, native = self._arguments, self._native
+        a.chains, a.count, a.rows = self._chains, count, self._rows
+        self._attention.rows = self._rows
+        a.threads = native.lm_head.threads(self._chains)
+        a.joined_threads = native.joined.threads(self._rows) if native.joined else 1
+        self._decoder.threads = native.parts.decoder.threads(self._rows)
+        return ctypes.addressof(a)
+
+
+class NativeChains(Begun):
+    """A draft of C chains."""
+
+    def draft(self, *, return_log_probs: bool) -> tuple[list[int], list[float] | None]:
+        """Draft one more token of each chain (target ids); with `return_log_probs` also return its log-probability."""
+        self._first(1 if return_log_probs else 0)
+        tokens = self._numbers[0, : self._chains].tolist()
+        if not return_log_probs:
+            return tokens, None
+        return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Continue only the chains at `indices`, which are ascending."""
+        index, count = torch.tensor(indices), len(indices)
+        for tensor in (self._numbers, self._seeds):
+            tensor[:, :count] = tensor[:, index]
+        for tensor in (self._state, self._temperature):
+            tensor[:count] = tensor[index]
+        self._rows = self._chains = count
+
+
+class NativeTrees(Begun):
+    """A draft of C trees, grown as in infer/speculation/proposers/draft_loops/tree_shapes.py.
+
+    At most `width` nodes of a level are run through the head, `places` in total.
+    """
+
+    def children(self, level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+        """Return the best children of the M nodes per request that were run last (at level 1, the root).
+
+        They are ranked with the target's noise: target ids and log-probabilities `[C, M, R]`, R being `fan_out` or the
+        size of the draft vocabulary if that is smaller.
+        """
+        count = min(fan_out, self._native.parts.lm_head.out_features)
+        if level == 1:
+            self._roots, self._used = self._chains, 0
+            self._first(count)
+            self._root_numbers = self._numbers[1:, : self._roots].clone()
+            self._states, self._tree_mask = self._state, None
+            self._root_sampling = self._seeds[:, : self._roots].clone(), self._temperature[: self._roots].clone()
+        else:
+            self._run(count)
+        nodes = self._chains
+        shape = self._roots, nodes // self._roots, count
+        keys = self._keys[: nodes * count].view(shape)
+        values = keys - keys[..., :1] - self._masses[:nodes].log().view(*shape[:2], 1)
+        return self._native.ids[self._columns[: nodes * count]].view(shape), values
+
+    def run(self, level: int, parent: Tensor, token: Tensor) -> None:
+        """Set the nodes `[C, M']` to grow from, which `children` runs; `parent` is each one's index among the M."""
+        self._next = level, parent.contiguous(), token.contiguous()
+
+    def _run(self, count: int) -> None:
+        level, parent, tokens = self._next
+        (roots, width), before = parent.shape, self._chains // self._roots
+        if width != before:
+            for tensor, root_values in zip((self._seeds, self._temperature), self._root_sampling, strict=True):
+                tensor[..., : roots * width] = root_values.repeat_interleave(width, dim=-1)
+        states, tree_mask, self._states = self._states, self._tree_mask, torch.empty_like(self._state)
+        self._tree_mask = torch.empty(roots, width, dtype=torch.int64)
+        self._rows = self._chains = roots * width
+        self._decoder.x, self._attention.words = self._states.data_ptr(), self._tree_mask.data_ptr()
+        if self._native.parts.decoder.final_norm is None:
+            self._decoder.hidden = self._decoder.x
+        positions, committed, _, request = (tensor.data_ptr() for tensor in self._root_numbers)
+        branch = Branch(
+            draft=self._prepare(count),
+            parent=parent.data_ptr(),
+            tokens=tokens.data_ptr(),
+            states=states.data_ptr(),
+            words=address(tree_mask),
+            own_words=self._tree_mask.data_ptr(),
+            positions=positions,
+            committed=committed,
+            request=request,
+            roots=roots,
+            before=before,
+            width=width,
+            used=self._used,
+            level=level - 1,
+        )
+        self._native.branch(ctypes.addressof(branch))
+        self._used += width

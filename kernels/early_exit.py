@@ -10,29 +10,12 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from kernels.triton import in_use
-
-FIELDS = 4  # columns of a row of terms: slope and prices; then two per depth
-Values = Any  # a tensor [B], or on the host a list of B numbers
-
-
-class Drafting(NamedTuple):
-    """B chains that are being drafted."""
-
-    active: Values  # bool, which have reached the level
-    length: Values  # int64
-    chance: Values  # fp32, the probability that all tokens before the level are accepted
-
-    @classmethod
-    def begin(cls, depths: Values) -> Drafting:
-        if isinstance(depths, list):
-            return cls([depth > 0 for depth in depths], [0] * len(depths), [1.0] * len(depths))
-        return cls(depths > 0, torch.zeros_like(depths), torch.ones_like(depths, dtype=torch.float32))
-
+from kernels.dispatch import uses_triton
+from kernels.operands import SHARED, Drafting, Values
 
 # the operations of torch that the rule uses, on numbers
 NUMBERS = SimpleNamespace(exp=math.exp, log=math.log, clip=lambda value, low, high: min(max(value, low), high))
@@ -49,19 +32,19 @@ def exit_level(
 ) -> Drafting:
     """Return the chains after a level whose tokens have these log-probabilities.
 
-    terms `[B, FIELDS + 2 D]`: of each chain, slope, the prices of a row, of a step and of a level, then an offset and
+    terms `[B, SHARED + 2 D]`: of each chain, slope, the prices of a row, of a step and of a level, then an offset and
     what follows, per depth. Infinite ones stand for a chain that is not scored. depths: no chain is longer. A chain's
     first token is always kept. Probabilities of a token are taken to be at least `least` away from 0 and 1.
     """
     if isinstance(terms, list):
         return exit_level_on_host(chains, terms, depths, log_probs, level, least)
-    if in_use(terms.device):
+    if uses_triton(terms.device):
         from kernels.triton import early_exit as gpu
 
         return gpu.exit_level(chains, terms, depths, log_probs, level, least)
     active, length, chance = chains
-    slope, row, step, level_price = terms[:, :FIELDS].T
-    offsets, following = terms[:, FIELDS:].chunk(2, dim=1)
+    slope, row, step, level_price = terms[:, :SHARED].T
+    offsets, following = terms[:, SHARED:].chunk(2, dim=1)
     chance = expect(torch, chance, log_probs, slope, offsets[:, level], least)
     keep = active if level == 0 else active & (chance >= row)
     gain = torch.where(keep, chance * following[:, level] - row - step, 0.0).clamp(min=0.0)
@@ -81,7 +64,7 @@ def exit_level_on_host(
                 gains[chain] = max(chance[chain] * rest[len(rest) // 2 + level] - row - step, 0.0)
     surplus = sum(gains)
     goes_on = [
-        gain > 0 and surplus >= prices[FIELDS - 1] and depth > level + 1
+        gain > 0 and surplus >= prices[SHARED - 1] and depth > level + 1
         for gain, prices, depth in zip(gains, terms, depths, strict=True)
     ]
     return Drafting(goes_on, length, chance)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, library
-from kernels.triton import INTERPRETED, in_use
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, uses_triton
+from kernels.triton import INTERPRETED
 
 Gate = Literal["silu", "gelu"]
 Activation = Literal["relu", "gelu", "gelu_pytorch_tanh"]  # as Hugging Face names them; "gelu" is exact, by erf
@@ -29,21 +30,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -
     With `centered` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
     """
     size = x.shape[-1]
-    native = _native(size, x, weight)
-    if native is None:
-        if _in_triton(x, weight):
-            from kernels.triton import elementwise as gpu
-
-            return gpu.rms_norm(_rows(x), weight, eps, centered=centered).view(x.shape)
-        if centered:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)  # autocast leaves the weight in fp32
-    rows = _rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    if (native := _native(size, x, weight)) is None:
+        return _norm_without_c(x, weight, eps, centered=centered)
+    rows, out = _rows(x), torch.empty(x.shape, dtype=x.dtype)
     pointers = (rows.data_ptr(), weight.data_ptr(), out.data_ptr())
     native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype], centered)
     return out
+
+
+def _norm_without_c(x: Tensor, weight: Tensor, eps: float, *, centered: bool) -> Tensor:
+    if _in_triton(x, weight):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.rms_norm(_rows(x), weight, eps, centered=centered).view(x.shape)
+    if centered:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)  # autocast leaves the weight in fp32
 
 
 def add_rms_norm(
@@ -108,21 +111,24 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
     """As `silu_mul` or `gelu_mul`."""
     gelu, size = gate == "gelu", gate_up.shape[-1] // 2
-    native = _native(size, gate_up)
-    if native is None:
-        if _in_triton(gate_up):
-            from kernels.triton import elementwise as gpu
-
-            return gpu.gate_mul(_rows(gate_up), gelu=gelu).view(*gate_up.shape[:-1], size)
-        if gate_up.device.type != "cpu" or torch.is_grad_enabled():
-            return _gated(gate_up, gelu)
-        blocks = _rows(gate_up).split(max(1, SERIAL // size))
-        return torch.cat([_gated(block, gelu) for block in blocks]).view(*gate_up.shape[:-1], size)
+    if (native := _native(size, gate_up)) is None:
+        return _gated_without_c(gate_up, gelu, size)
     gate_up = gate_up.contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
     call = native.gelu_mul if gelu else native.silu_mul
     call(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, KINDS[gate_up.dtype])
     return out
+
+
+def _gated_without_c(gate_up: Tensor, gelu: bool, size: int) -> Tensor:
+    if _in_triton(gate_up):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.gate_mul(_rows(gate_up), gelu=gelu).view(*gate_up.shape[:-1], size)
+    if gate_up.device.type != "cpu" or torch.is_grad_enabled():
+        return _gated(gate_up, gelu)
+    blocks = _rows(gate_up).split(max(1, SERIAL // size))
+    return torch.cat([_gated(block, gelu) for block in blocks]).view(*gate_up.shape[:-1], size)
 
 
 def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
@@ -177,7 +183,7 @@ def _in_triton(*tensors: Tensor) -> bool:
     if first.device.type == "cpu" and not INTERPRETED:  # a fast exit: called some seventy times per step
         return False
     plain = first.is_floating_point() and all(tensor.dtype is first.dtype for tensor in tensors)
-    return plain and not torch.is_grad_enabled() and in_use(first.device)
+    return plain and not torch.is_grad_enabled() and uses_triton(first.device)
 
 
 def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
@@ -188,4 +194,4 @@ def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
     for tensor in tensors:
         if tensor.dtype is not first.dtype:
             return None
-    return None if INTERPRETED and in_use(first.device) else library()
+    return None if INTERPRETED and uses_triton(first.device) else library()

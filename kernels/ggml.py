@@ -11,21 +11,27 @@ A head's weights can be quantized into such blocks, with the rounding of ggml's 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
+from itertools import groupby
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, library
-from kernels.quantize import GgmlFormat
-from kernels.triton import in_use
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.cpu.memory import zeros
+from kernels.cpu.segments import PANEL, Segment
+from kernels.dispatch import KINDS, address, threads, uses_triton
+from kernels.quantize import GgmlFormat, StoredMatrix
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
 GGML_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 GGML_FORMATS: tuple[GgmlFormat, ...] = get_args(GgmlFormat)
+GgmlArguments = structure("blocks_args")  # of blocks.c
 
 
 @dataclass(frozen=True)
@@ -51,28 +57,15 @@ class GgmlRows:
         return self.data.shape[1] // GGML_BLOCK_BYTES[self.ggml_format] * BLOCK[self.ggml_format]
 
 
-@dataclass(frozen=True)
-class GgmlMatrix:
-    """A matrix `[N, K]` of several parts below one another, for rows of `dtype` on `device`, where it is packed.
-
-    Parts may differ in their format.
-    """
-
-    parts: Sequence[GgmlRows]
-    dtype: torch.dtype
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        (inputs,) = {part.inputs for part in self.parts}
-        return sum(part.count for part in self.parts), inputs
+class GgmlMatrix(StoredMatrix[GgmlRows]):
+    """A matrix whose parts are in blocks."""
 
 
 def reads_ggml(ggml_format: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads this format for rows of `dtype`."""
     if ggml_format not in FORMATS:
         return False
-    return in_use(device) or (dtype in KINDS and device.type == "cpu" and library() is not None)
+    return uses_triton(device) or (dtype in KINDS and device.type == "cpu" and library() is not None)
 
 
 def in_blocks(weight: Tensor, ggml_format: GgmlFormat) -> GgmlMatrix | Tensor:
@@ -121,3 +114,69 @@ def damage(part: GgmlRows, block: int) -> ValueError:
         f"{part.source}: damaged: the {part.ggml_format} block at byte {place:,} has a scale that is no finite "
         "number; copy or download the file again"
     )
+
+
+class Storage(NamedTuple):
+    """How linear.c stores a format, exactly."""
+
+    weight_format: str
+    scales: str
+    group: int  # weights that share a scale
+    word_bits: int  # per weight
+    scale_bytes: int  # per output and block
+
+
+STORAGE = {
+    "Q4_0": Storage("int4", "half_scale", 32, 4, 2),
+    "Q4_1": Storage("uint4", "half_offset", 32, 4, 4),
+    "Q5_0": Storage("int5", "half_scale", 32, 5, 2),
+    "Q5_1": Storage("uint5", "half_offset", 32, 5, 4),
+    "Q8_0": Storage("int8", "half_scale", 32, 8, 2),
+    "Q4_K": Storage("uint4", "super_offset", 32, 4, 20),
+    "Q5_K": Storage("uint5", "super_offset", 32, 5, 20),
+    "Q6_K": Storage("int6", "super_scale", 16, 6, 18),
+}
+
+
+def ggml_segments(matrix: GgmlMatrix) -> list[Segment]:
+    """Pack a matrix, neighbouring parts of one format together.
+
+    Raises ValueError naming part and file offset for a block whose scale is not finite.
+    """
+    return [_segment(list(parts)) for _, parts in groupby(matrix.parts, key=lambda part: part.ggml_format)]
+
+
+def _segment(parts: Sequence[GgmlRows]) -> Segment:
+    lib = library()
+    assert lib is not None
+    name, inputs, outputs = parts[0].ggml_format, parts[0].inputs, sum(part.count for part in parts)
+    storage, panels, blocks = STORAGE[name], -(-outputs // PANEL), inputs // BLOCK[name]
+    words = zeros((panels, inputs * storage.word_bits // 32, PANEL), torch.int32)
+    scale = zeros((panels, blocks, storage.scale_bytes * PANEL), torch.uint8)
+    first = 0
+    for part in parts:
+        count = threads(part.count * inputs)
+        damaged = torch.full((count,), -1, dtype=torch.int64)
+        order = None if part.order is None else part.order.contiguous()
+        assert part.data.is_contiguous()
+        lib.blocks_pack(
+            ctypes.byref(
+                GgmlArguments(
+                    data=part.data.data_ptr(),
+                    order=address(order),
+                    words=words.data_ptr(),
+                    scale=scale.data_ptr(),
+                    damaged=damaged.data_ptr(),
+                    kind=FORMATS.index(name),
+                    inputs=inputs,
+                    outputs=part.count,
+                    first=first,
+                    row_bytes=part.data.shape[1],
+                    threads=count,
+                )
+            )
+        )
+        if (worst := int(damaged.max())) >= 0:
+            raise damage(part, worst)
+        first += part.count
+    return Segment(words, scale, outputs, storage.group, storage.weight_format, storage.scales)

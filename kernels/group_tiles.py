@@ -1,4 +1,4 @@
-"""Packs matrices in groups (kernels/groups.py) for Triton, into the tiles of block_tiles.py."""
+"""Packs matrices in groups (kernels/groups.py) for Triton, into the tiles of ggml_tiles.py."""
 
 from __future__ import annotations
 

@@ -9,18 +9,19 @@ it once to fp32. Where `why_unread` names a reason, the caller dequantizes the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, LANES, library
+from kernels.cpu.library import library
+from kernels.cpu.segments import Segment, packed, panels
+from kernels.dispatch import KINDS, LANES, uses_triton
 from kernels.ggml_tiles import WIDTH
-from kernels.quantize import NarrowFormat, quantize
-from kernels.triton import in_use
+from kernels.quantize import NarrowFormat, StoredMatrix, quantize
 
-SCALES = (torch.float32, torch.float16, torch.bfloat16)
+SCALES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}  # as in cpu/segments.py
 NAN = 0x7F  # of float8_e4m3fn, without its sign
 
 
@@ -65,21 +66,8 @@ class GroupedRows:
         return self.scales.float()[:, groups] * centered
 
 
-@dataclass(frozen=True)
-class GroupedMatrix:
-    """A matrix `[N, K]` of several parts below one another, for rows of `dtype` on `device`, where it is packed.
-
-    Parts may differ in their format.
-    """
-
-    parts: Sequence[GroupedRows]
-    dtype: torch.dtype
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        (inputs,) = {part.inputs for part in self.parts}
-        return sum(part.count for part in self.parts), inputs
+class GroupedMatrix(StoredMatrix[GroupedRows]):
+    """A matrix whose parts are in groups."""
 
 
 def in_groups(weight: Tensor, weight_format: NarrowFormat) -> GroupedMatrix:
@@ -99,7 +87,7 @@ def sound_integers(rows: GroupedRows) -> tuple[Tensor, Tensor | None]:
 
 def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why no kernel reads a matrix for rows of `dtype`; None if one does."""
-    gpu = in_use(device)
+    gpu = uses_triton(device)
     if not gpu and (dtype not in KINDS or device.type != "cpu" or library() is None):
         name = str(dtype).removeprefix("torch.")
         return f"no kernel reads {rows.ggml_format} ({rows.source}) for {name} on {device.type}"
@@ -119,3 +107,24 @@ def why_unread(rows: GroupedRows, dtype: torch.dtype, device: torch.device) -> s
     elif rows.group % LANES:
         return f"no kernel reads groups of {rows.group}, which is no multiple of {LANES} ({rows.source})"
     return None
+
+
+def grouped_segments(matrix: GroupedMatrix) -> list[Segment]:
+    """Pack a matrix, each part separately. Raises ValueError naming the part for a weight that is not a number."""
+    return [_segment(rows) for rows in matrix.parts]
+
+
+def _segment(rows: GroupedRows) -> Segment:
+    (values, zeros), order = sound_integers(rows), rows.order()
+    order = None if order is None else order.int()
+    words = packed(values, rows.weight_format, order)
+    scale, kind = panels(rows.scales), SCALES[rows.scales.dtype]
+    if zeros is not None:
+        scale = torch.cat([_bytes(scale), _bytes(panels(zeros))], dim=-1)
+    scales = f"{kind}_scale" if zeros is None else f"{kind}_zero"
+    return Segment(words, scale, rows.count, rows.group, rows.weight_format, scales, order)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """`[panels, groups, 64]` -> uint8 `[panels, groups, 64 * bytes of a number]`."""
+    return values.contiguous().view(torch.uint8)

@@ -13,25 +13,32 @@ separate operations; on a CUDA device they take no launch of their own.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.capabilities import multiply, onednn_multiplies, prepack, product_dtype
-from kernels.cpu.ggml import ggml_segments
-from kernels.cpu.groups import grouped_segments
-from kernels.cpu.linear import NativeLinear, Segment, dense_segment, quantized_segment, supported
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.cpu.segments import FORMATS, SCALES, WIDE, Segment, dense_segment, panels, quantized_segment
+from kernels.dispatch import KINDS, address, threads, uses_triton
 from kernels.elementwise import Gate, gate_mul
-from kernels.ggml import GGML_FORMATS, GgmlMatrix, in_blocks
+from kernels.ggml import GGML_FORMATS, GgmlMatrix, ggml_segments, in_blocks
 from kernels.ggml_tiles import GgmlTiles, pack_tiles
 from kernels.group_tiles import pack_group_tiles
-from kernels.groups import GroupedMatrix, in_groups
+from kernels.groups import GroupedMatrix, grouped_segments, in_groups
 from kernels.quantize import NARROW_FORMATS, WeightFormat, quantize, widen
-from kernels.triton import in_use
 
 ROW_BLOCK = 64
+# formats that linear_integer.c multiplies: the weights of a sum of integers, a divisor of their groups
+INTEGERS = {"int4": 32, "uint4": 32, "int5": 32, "uint5": 32, "int6": 16, "int8": 32}
+QUANTIZED = 32  # inputs of a row that share a scale there
+PACKED_ROWS, FILLED_ROWS = 96, 24  # rows that a thread processes at once; a multiple of every tile's rows
+LinearArguments = structure("linear_args")  # of linear.h
 
 
 class PackedLinear:
@@ -62,7 +69,7 @@ class PackedLinear:
         if weight_format in GGML_FORMATS:
             assert isinstance(weight, Tensor)
             weight = in_blocks(weight, weight_format)
-        self._triton = in_use(weight.device) and (exact or self.narrow)
+        self._triton = uses_triton(weight.device) and (exact or self.narrow)
         narrow = weight_format if weight_format in NARROW_FORMATS else None
         if narrow is not None and self._triton:
             assert isinstance(weight, Tensor)
@@ -71,7 +78,7 @@ class PackedLinear:
             self._pack_stored(weight, bias)
             return
         dtype, device = weight.dtype, weight.device
-        native = not self._triton and supported(self.in_features, dtype, device)
+        native = not self._triton and runs_in_c(self.in_features, dtype, device)
         scale = None
         if narrow is not None:
             weight, scale = quantize(weight, narrow)
@@ -240,7 +247,7 @@ def adjacent(rows: Tensor) -> Tensor:
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads 8- and 4-bit weights directly for rows of `dtype`; if not, they are dequantized."""
-    return in_use(device) or supported(inputs, dtype, device)
+    return uses_triton(device) or runs_in_c(inputs, dtype, device)
 
 
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -258,3 +265,134 @@ def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch
                 f"({dtype}) gives other bits for {count} rows than for 200; engine.exact=false serves without it"
             )
     return expected
+
+
+def runs_in_c(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    lib = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
+    return lib is not None
+
+
+class NativeLinear:
+    """A linear layer of `inputs` for rows of `dtype`, whose outputs are those of its segments in order."""
+
+    def __init__(self, segments: Sequence[Segment], inputs: int, bias: Tensor | None, dtype: torch.dtype) -> None:
+        lib = library()
+        assert lib is not None
+        self._call = lib.linear
+        self.segments, self.dtype, self._inputs = segments, dtype, inputs
+        self._outputs = sum(segment.outputs for segment in segments)
+        narrow = segments[0].weight_format != "same"
+        ends = list(accumulate((segment.outputs for segment in segments), initial=0))
+        self._biases = [
+            None if bias is None else panels(bias[first:end, None].float()) for first, end in pairwise(ends)
+        ]
+        # words per row and thread: x, perhaps once more reordered or widened, and with scales its sum over each group
+        widened = dtype is torch.bfloat16 and not lib.linear_takes_bf16()
+        copied = widened or any(each.order is not None for each in segments)
+        words = inputs * (4 if widened else dtype.itemsize) // 4 * (1 + copied)
+        self.scratch = words + max(inputs // each.group if narrow else 0 for each in segments)
+        first, *others = (
+            {
+                "words": segment.words.data_ptr(),
+                "scale": address(segment.scale),
+                "bias": address(bias_panels),
+                "order": address(segment.order),
+                "inputs": inputs,
+                "outputs": segment.outputs,
+                "group": segment.group,
+                "format": FORMATS.get(segment.weight_format, WIDE[dtype]),
+                "scales": SCALES[segment.scales],
+                "x_kind": KINDS[dtype],
+                "out_kind": KINDS[dtype],
+                "stride": self._outputs,
+                "column": column,
+                "scratch_words": self.scratch,
+            }
+            for segment, bias_panels, column in zip(segments, self._biases, ends, strict=False)
+        )
+        self._others, after = list[ctypes.Structure](), 0
+        for other in reversed(others):
+            self._others.append(LinearArguments(**other, next=after))
+            after = ctypes.addressof(self._others[-1])
+        self._fixed = {**first, "next": after}
+        self._arguments = LinearArguments(**self._fixed)  # of `__call__`, which adds x, out, rows, scratch and threads
+        stored = (tensor for each in segments for tensor in (each.words, each.scale, each.order))
+        self.bytes = sum(tensor.nbytes for tensor in stored if tensor is not None)
+
+    def quantize_rows(self) -> bool:
+        """From now on quantize rows to 8 bits and multiply integers (linear_integer.c), if the weights allow it.
+
+        Returns whether they do: all are integers, and 32 divides the inputs and each group, or 16 those of int6. Not
+        after `arguments` has been read.
+        """
+        spans = [INTEGERS.get(segment.weight_format) for segment in self.segments]
+        if self._inputs % QUANTIZED or any(
+            span is None or segment.group % span for span, segment in zip(spans, self.segments, strict=True)
+        ):
+            return False
+        # words per row and thread: four inputs each, a scale for every 32 and sums for every 16 or twice for every 32,
+        # and x once more if it is reordered
+        reordered = any(segment.order is not None for segment in self.segments)
+        self.scratch = self._inputs // 4 + self._inputs // 32 + self._inputs // 16
+        self.scratch += self._inputs * self.dtype.itemsize // 4 * reordered
+        changed = {"integer": 1, "scratch_words": self.scratch}
+        self._fixed |= changed
+        for arguments in (self._arguments, *self._others):
+            for field, value in changed.items():
+                setattr(arguments, field, value)
+        return True
+
+    @property
+    def arguments(self) -> ctypes.Structure:
+        """Arguments for C callers, without x, out, rows, scratch and threads."""
+        return LinearArguments(**self._fixed)
+
+    def copy_(self, other: NativeLinear) -> None:
+        """Overwrite the weights by those of a layer of the same shape and format. Addresses stay."""
+        pairs = list(zip(self._biases, other._biases, strict=True))
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            pairs += [(mine.words, theirs.words), (mine.scale, theirs.scale), (mine.order, theirs.order)]
+        for to, source in pairs:
+            if to is not None and source is not None:
+                to.copy_(source)
+
+    def unpacked_weight(self) -> Tensor:
+        """Return the weight `[N, K]` as it was passed in; only for weights without a scale."""
+        (segment,) = self.segments
+        assert segment.scale is None
+        words = segment.words.transpose(1, 2).flatten(0, 1)[: self._outputs]
+        return words.contiguous().view(self.dtype)
+
+    def threads(self, rows: int) -> int:
+        return threads(rows * self._inputs * self._outputs)
+
+    def room(self, rows: int) -> int:
+        """Return the number of scratch words that a call with this many rows needs."""
+        return self.threads(rows) * scratch_rows(rows) * self.scratch
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Apply the layer: `[R, K]` -> `[R, N]`."""
+        rows = rows.to(self.dtype).contiguous()
+        count = rows.shape[0]
+        out = torch.empty(count, self._outputs, dtype=self.dtype)
+        team, args = self.threads(count), self._arguments
+        scratch = torch.empty(team * scratch_rows(count) * self.scratch, dtype=torch.int32)
+        args.x, args.out, args.rows, args.threads = rows.data_ptr(), out.data_ptr(), count, team
+        args.scratch = scratch.data_ptr()
+        self._call(ctypes.addressof(args))
+        return out
+
+    def weight_rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` int64 `[R]` of a weight in blocks, `[R, K]`, each value rounded once. One segment only."""
+        lib, (segment,) = library(), self.segments
+        assert lib is not None
+        assert segment.scales != "float_scale"
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self._inputs, dtype=self.dtype)
+        lib.blocks_gather(ctypes.addressof(self._arguments), ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+
+def scratch_rows(rows: int) -> int:
+    """Return for how many rows a thread needs scratch: tiles are filled up."""
+    return min(rows + -rows % FILLED_ROWS, PACKED_ROWS)

@@ -27,6 +27,11 @@ LOG_POLYNOMIAL = (
 )
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4  # the first has so few bits that its products are exact
 ROOT_HALF_BITS = 0x3F3504F3  # of sqrt(1/2)
+# Streams of noise: of the coins, and of drafts whose noise must be independent of the target's. Both depend on the
+# position of the step's root, since noise that a rejected draft has revealed must not be used again.
+COINS, DRAFTS = 0x2545F491, 0x5BD1E995
+GOLDEN = 0x9E3779B1
+LEAST = 2.0**-126  # the smallest normal fp32 number; smaller weights count as zero
 
 
 def mix32(x: Tensor) -> Tensor:
@@ -36,6 +41,11 @@ def mix32(x: Tensor) -> Tensor:
     x = x ^ (x >> 13)
     x = (x * 0xC2B2AE35) & MASK32
     return x ^ (x >> 16)
+
+
+def stream(purpose: int, root: int) -> int:
+    """Return what to xor a seed's upper half with, for noise of one purpose in a step with its root at `root`."""
+    return (purpose + root * GOLDEN) & MASK32
 
 
 def row_keys(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> Tensor:
@@ -62,7 +72,7 @@ def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_i
 def noise_words(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Return 32 random bits per row and token: keys `[R]`, token_ids `[V]` or `[R, V]` -> `[R, V]` int64."""
     keys = keys[:, None]
-    return mix32(((mix32(token_ids & MASK32) + keys * 0x9E3779B1) & MASK32) ^ keys)
+    return mix32(((mix32(token_ids & MASK32) + keys * GOLDEN) & MASK32) ^ keys)
 
 
 def gumbel_of(words: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Quantized weights in 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
+"""Matrices in few bits, and weights quantized to 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
 
 Scales are per output feature (int8, fp8) or, for int4, which is too coarse for one scale per row, per group of
 neighbouring weights in a row. ggml's blocks of 32 weights, the other formats of WeightFormat, are quantized in
@@ -7,7 +7,9 @@ kernels/ggml.py.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -59,3 +61,32 @@ def widen(stored: Tensor, scale: Tensor) -> Tensor:
     """Dequantize the output of `quantize` to fp32 `[N, K]`."""
     groups = stored.view(*scale.shape, -1) if scale.ndim == 2 else stored
     return (groups.float() * scale[..., None]).view(stored.shape)
+
+
+class StoredRows(Protocol):
+    """Rows of a matrix as they are stored in one format."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def inputs(self) -> int: ...
+
+
+Rows = TypeVar("Rows", bound=StoredRows)
+
+
+@dataclass(frozen=True)
+class StoredMatrix(Generic[Rows]):
+    """A matrix `[N, K]` of several parts below one another, for rows of `dtype` on `device`, where it is packed.
+
+    Parts may differ in their format.
+    """
+
+    parts: Sequence[Rows]
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        (inputs,) = {part.inputs for part in self.parts}
+        return sum(part.count for part in self.parts), inputs

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.triton import in_use
+from kernels.dispatch import uses_triton
 
 
 def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x `[G, R, H]`, or `[1, R, H]` for all heads, weight `[G, H, H]`, bias `[G, H]` -> `[G, R, H]`. No gradients."""
-    if in_use(x.device):
+    if uses_triton(x.device):
         from kernels.triton.residual import residual_silu as fused
 
         return fused(x, weight, bias)

@@ -5,23 +5,13 @@ Contract: a row's bits depend on that row alone; its keys and values go to its o
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from kernels.copies import write_slots
+from kernels.dispatch import uses_triton
 from kernels.elementwise import rms_norm, rotate
-from kernels.move import write_slots
-from kernels.triton import in_use
-
-
-class QKNorm(NamedTuple):
-    """RMSNorm of each query and each key head before the rotation (Qwen3), scales `[D]`; `centered` as in rms_norm."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-    centered: bool = False
+from kernels.operands import QKNorm
 
 
 def rotate_and_write(
@@ -31,7 +21,7 @@ def rotate_and_write(
 
     On a GPU cos, sin and slots must not come from the kernel launched last (kernels/triton/dependent.py).
     """
-    if in_use(qkv.device):
+    if uses_triton(qkv.device):
         from kernels.triton.rotary import rotate_and_write as fused
 
         return fused(qkv, cos, sin, norm, slots, cache, num_heads)

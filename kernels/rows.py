@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.triton import in_use
-from kernels.upload import upload
+from kernels.copies import upload, upload_lists
+from kernels.dispatch import uses_triton
 
 WORD_BITS = 64  # of a tree mask
 
@@ -64,15 +64,12 @@ class AttentionRows:
         `requests`: the requests' rows of `table`, by default 0, 1, ...
         """
         blocks = list(zip(range(len(counts)) if requests is None else requests, committed, counts, strict=True))
-        total = sum(counts)
-        padding = [0] * (total % 2)  # padding: Triton kernels are compiled for addresses that are multiples of 16 bytes
-        fields = [
-            [row for row, _, count in blocks for _ in range(count)] + padding,
-            [start for _, start, count in blocks for _ in range(count)] + padding,
-            [j for count in counts for j in range(count)] + padding,
-        ]
-        # a single tensor, since creating each one takes time
-        request, start, offset = upload(fields, table.device)[:, :total]
+        fields = (
+            [row for row, _, count in blocks for _ in range(count)],
+            [start for _, start, count in blocks for _ in range(count)],
+            [j for count in counts for j in range(count)],
+        )
+        request, start, offset = upload_lists(fields, table.device)
         longest = max(start + count for _, start, count in blocks)
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, tree_mask, page_size, longest, rows, first)
@@ -99,13 +96,13 @@ class AttentionRows:
         """
         words = None if tree_mask is None else tree_mask.flatten()
         fixed = words, page_size, longest, (width,) * len(start), first
-        if in_use(table.device):
+        if uses_triton(table.device):
             from kernels.triton import rows as gpu
 
             request, committed, offsets, computed = gpu.grid(
                 table, requests, start, width, shift, offset, words, page_size
             )
-            return cls(table, request, committed, offsets, *fixed, computed)
+            return cls(table, request, committed, offsets, *fixed, Addresses(*computed))
         index = torch.arange(len(start) * width, device=start.device)
         owner = index // width
         return cls(table, requests[owner], start[owner] + shift, index % width + offset, *fixed)
@@ -114,10 +111,11 @@ class AttentionRows:
     def addresses(self) -> Addresses:
         if self.computed is not None:
             return self.computed
-        if in_use(self.table.device):
+        if uses_triton(self.table.device):
             from kernels.triton import rows as gpu
 
-            return gpu.addresses(self)
+            where = self.request, self.committed, self.offset, self.tree_mask
+            return Addresses(*gpu.addresses(self.table, *where, self.page_size))
         places = self.committed + self.offset
         page = self.table[self.request, places // self.page_size]
         slots = page * self.page_size + places % self.page_size
@@ -138,10 +136,10 @@ class AttentionRows:
         `[R, tile + 64]`, in order of position: committed keys, then the row's ancestors.
         """
         assert self.tree_mask is not None
-        if in_use(self.table.device):
+        if uses_triton(self.table.device):
             from kernels.triton import rows as gpu
 
-            return gpu.tails(self, tile)
+            return gpu.tails(self.table, self.request, self.committed, self.tree_mask, self.page_size, tile)
         nth, _ = set_bit_positions(self.tree_mask)
         begin = self.committed // tile * tile
         position = begin[:, None] + torch.arange(tile + WORD_BITS, device=begin.device)

@@ -6,42 +6,18 @@ fp32, each operation rounded by itself, with the same bits in every implementati
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from kernels.triton import in_use
+from kernels.dispatch import uses_triton
+from kernels.operands import WORD, Shaping
 
 FORBIDDEN = float("-inf")
-WORD = 32  # columns per word of a mask
-
-
-@dataclass
-class Shaping:
-    """Logits processing of n rows over V columns; None for what is not used. Penalties need `output`.
-
-    Repetition is CTRL's (arXiv 1909.05858): for tokens in prompt or output, positive logits are divided by it, others
-    multiplied.
-    """
-
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    prompt: Tensor | None = None  # [V] bool, tokens in the prompt
-    output: Tensor | None = None  # [V] fp32, counts of tokens in the output
-    drafted: Tensor | None = None  # [n, D] int64 drafted tokens on the path to each row, padded with -1
-    bias: Tensor | None = None  # [V] fp32
-    allowed: Tensor | None = None  # [n, ceil(V / 32)] int32: bit c % 32 of word c // 32 for column c
-
-    @property
-    def penalizes(self) -> bool:
-        return self.repetition != 1 or bool(self.presence) or bool(self.frequency)
 
 
 def shape(logits: Tensor, shaping: Shaping) -> Tensor:
     """Apply `shaping` to logits `[n, V]` -> `[n, V]`, fp32 in new memory."""
-    if in_use(logits.device):
+    if uses_triton(logits.device):
         from kernels.triton.shape import shape as fused
 
         return fused(logits, shaping)

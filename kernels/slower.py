@@ -12,10 +12,10 @@ from functools import cache
 
 import torch
 
-from kernels.cpu import attention
-from kernels.cpu.library import KINDS, SWITCH, compiler, library
+from kernels.attention import runs_in_c
+from kernels.cpu.library import SWITCH, compiler, library
+from kernels.dispatch import KINDS, uses_triton
 from kernels.linear import PackedLinear
-from kernels.triton import in_use
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ def slower_attention(
     head_dim: int, dtype: torch.dtype, device: torch.device, cache_dtype: torch.dtype | None = None
 ) -> list[str]:
     """Return a line if no kernel computes attention for this head size and these dtypes on a CPU."""
-    if device.type != "cpu" or in_use(device):
+    if device.type != "cpu" or uses_triton(device):
         return []
     if cache_dtype in (None, dtype):
-        if attention.supported(head_dim, dtype, device):
+        if runs_in_c(head_dim, dtype, device):
             return []
         advice = cure(dtype)
     else:

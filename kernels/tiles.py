@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.move import read_slots, write_slots
+from kernels.copies import read_slots, write_slots
 from kernels.rows import WORD_BITS, AttentionRows, set_bit_positions
 
 KV_TILE = 256

@@ -6,51 +6,11 @@ all levels; the root is -1. One launch each on a GPU (kernels/triton/tree.py), w
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kernels.triton import in_use
-
-
-class Frontier(NamedTuple):
-    """The nodes of a level that are run, `[B, M]` each."""
-
-    log_prob: Tensor  # cumulative
-    index: Tensor  # int64, the candidate's number
-    tree_mask: Tensor  # int64, bit j for the j-th node that was run: ancestors and the node itself; 0 for the root
-
-    @classmethod
-    def root(cls, batch: int, device: torch.device) -> Frontier:
-        zeros = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        return cls(torch.zeros(batch, 1, device=device), zeros - 1, zeros)
-
-
-class Picked(NamedTuple):
-    """The candidates of a level that are run next."""
-
-    parent: Tensor  # [B, M'] index of each one's parent among the M nodes that were run before
-    token: Tensor  # [B, M']
-    frontier: Frontier
-
-
-class Level(NamedTuple):
-    """The candidates of a level, in the order of their parents."""
-
-    token: Tensor  # [B, M * R] int64
-    parent: Tensor  # [B, M * R] int64, -1 for the root
-    score: Tensor  # [B, M * R]; -inf for one that must not be proposed
-    picked: Picked
-
-
-class Candidates(NamedTuple):
-    """The candidates of all levels."""
-
-    token: Tensor  # [B, C] int64
-    parent: Tensor  # [B, C] int64
-    level: Tensor  # [C] from 1
-    score: Tensor  # [B, C]
+from kernels.dispatch import uses_triton
+from kernels.operands import Candidates, Frontier, Level, Nodes, Picked
 
 
 def grow_level(
@@ -72,7 +32,7 @@ def grow_level(
     batch, nodes = frontier.index.shape
     fan_out = token.shape[2]
     width = min(width, nodes * fan_out) if fixed is None else len(fixed[1])
-    if in_use(token.device):
+    if uses_triton(token.device):
         from kernels.triton import tree as gpu
 
         return gpu.grow_level(frontier, token, value, fixed, width, first=first, ran=ran)
@@ -90,27 +50,16 @@ def grow_level(
     return Level(tokens, parents, scores, Picked(parent, tokens.gather(1, picked), following))
 
 
-class BestNodes(NamedTuple):
-    """Fields of a DraftTree. Entries past `length` are children of the root with token 0."""
-
-    token: Tensor  # [B, 1 + W] int64
-    parent: Tensor  # [B, 1 + W] int32
-    depth: Tensor  # [B, 1 + W] int32
-    ancestors: Tensor  # [B, 1 + W] int64
-    length: Tensor  # [B]
-
-
-def best_nodes(
-    roots: Tensor, candidates: Candidates, nodes: Tensor, depth: Tensor, width: int, deepest: int
-) -> BestNodes:
+def best_nodes(roots: Tensor, candidates: Candidates, nodes: Tensor, depth: Tensor, width: int, deepest: int) -> Nodes:
     """Return the trees of the best candidates, best first, the earlier of equals.
 
     A tree has the root `roots[b]` and at most `nodes[b]` <= `width` < 64 candidates, none deeper than `depth[b]`; those
     of score -inf are left out. No level is below `deepest`. No candidate may score higher than its parent or precede
-    it, so parents come first. The host does not wait for the device.
+    it, so parents come first. Entries past
+    a tree's length are children of the root with token 0. The host does not wait for the device.
     """
     width = min(width, candidates.token.shape[1])
-    if in_use(roots.device):
+    if uses_triton(roots.device):
         from kernels.triton import tree as gpu
 
         return gpu.best_nodes(roots, candidates, nodes, depth, width)
@@ -124,7 +73,7 @@ def best_nodes(
     above = torch.where(inside & (above >= 0), node_of.gather(1, above.clamp(min=0)), 0)
     root, token = roots[:, None], torch.where(inside, token.gather(1, chosen), 0)
     token, above = torch.cat([root, token], dim=1), torch.cat([torch.full_like(root, -1), above], dim=1)
-    return BestNodes(token, above.int(), *depths_and_masks(above.clamp(min=0), deepest), inside.sum(1) + 1)
+    return Nodes(token, above.int(), *depths_and_masks(above.clamp(min=0), deepest), inside.sum(1) + 1)
 
 
 def depths_and_masks(above: Tensor, deepest: int) -> tuple[Tensor, Tensor]:

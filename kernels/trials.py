@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import plan_attention
+from kernels.attention import runs_in_c as takes_head
 from kernels.capabilities import multiply, onednn_multiplies, prepack
-from kernels.cpu.attention import supported as takes_head
 from kernels.decoder import LayerParts, fuse_layers
 from kernels.draft import DraftParts, fuse_draft
 from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, dequantize_ggml, reads_ggml

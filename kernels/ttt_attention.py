@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.triton import in_use
+from kernels.dispatch import uses_triton
 
 
 def ttt_attention(
@@ -46,7 +46,7 @@ def ttt_attention(
 
 def kernel_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype in which the Triton kernel takes x `[..., D]`; None where torch runs instead."""
-    if not in_use(x.device):
+    if not uses_triton(x.device):
         return None
     from kernels.triton.key_ranges import supported
 

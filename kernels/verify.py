@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import address, library
-from kernels.triton import in_use
+from kernels.cpu.library import library
+from kernels.dispatch import address, uses_triton
+from kernels.operands import Nodes
 
 NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # dtypes of the C kernel
 
@@ -44,40 +45,38 @@ def accepted_path(token: Tensor, ancestors: Tensor | None, last: Tensor, choice:
     return Accepted(torch.where(kept, emitted, 0), path, depth)
 
 
-def accept(
-    token: Tensor,
-    parent: Tensor,
-    depth: Tensor,
-    ancestors: Tensor,
-    length: Tensor,
-    choice: Tensor,
-    typical_mask: Tensor | None = None,
-) -> Tensor:
+def accept(nodes: Nodes, choice: Tensor, typical_mask: Tensor | None = None) -> Tensor:
     """Return the index of the last accepted node of each request, `[B]` (0 if no drafted token was accepted).
 
-    All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`. Nodes
-    in `typical_mask` `[B, N]` bool are ok as well (typical acceptance); of equally long paths, the one that ends at the
-    lowest node is taken.
+    `choice` `[B, N]`: the target's, at every node. Nodes in `typical_mask` `[B, N]` bool are ok as well (typical
+    acceptance); of equally long paths, the one that ends at the lowest node is taken.
     """
-    if in_use(token.device):
+    device = choice.device
+    if uses_triton(device):
         from kernels.triton import verify
 
-        return verify.accept(token, parent, depth, ancestors, length, choice, typical_mask)
-    native = library() if token.device.type == "cpu" else None
+        return verify.accept(*nodes, choice, typical_mask)
+    native = library() if device.type == "cpu" else None
     if native is not None:  # replaces some twenty torch operations on a few numbers each
-        fields = [x.contiguous() for x in (token, parent, depth, ancestors, length, choice)]
+        fields = [x.contiguous() for x in (*nodes, choice)]
         assert [x.dtype for x in fields] == NATIVE
         typical = None if typical_mask is None else typical_mask.contiguous()
-        last = torch.empty(len(token), dtype=torch.int64)
-        native.accept(*map(address, (*fields, typical, last)), *token.shape)
+        last = torch.empty(len(choice), dtype=torch.int64)
+        native.accept(*map(address, (*fields, typical, last)), *choice.shape)
         return last
-    nodes = torch.arange(token.shape[1], device=token.device)
+    return accept_in_torch(nodes, choice, typical_mask)
+
+
+def accept_in_torch(nodes: Nodes, choice: Tensor, typical_mask: Tensor | None = None) -> Tensor:
+    """The same as `accept` in plain torch: the reference for the kernels."""
+    token, parent, depth, ancestors, length = nodes
+    index = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())
     if typical_mask is not None:
         ok |= typical_mask
     ok[:, 0] = True
-    ok &= nodes < length[:, None]
-    ok_word = (ok.long() << nodes).sum(1)  # bit 63 makes the word negative, which does not affect the mask below
+    ok &= index < length[:, None]
+    ok_word = (ok.long() << index).sum(1)  # bit 63 makes the word negative, which does not affect the mask below
     alive = (ancestors & ~ok_word[:, None]) == 0
-    alive &= nodes < length[:, None]
+    alive &= index < length[:, None]
     return torch.where(alive, depth, -1).argmax(1)

@@ -13,41 +13,20 @@ apply to the corrected candidates, a slot is some ten operations of torch.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.choose import ChoiceParameters, best_columns, choose_best
-from kernels.cpu import walk as cpu
-from kernels.triton import in_use
+from kernels.choose import best_columns, choose_best
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, address, uses_triton
+from kernels.operands import ChoiceParameters, Lattice, Transition
 
-
-class Lattice(NamedTuple):
-    """K candidates of each of the D slots of B blocks, ascending."""
-
-    column: Tensor  # [B, D, K] draft ids
-    token: Tensor  # [B, D, K] their target ids
-    logit: Tensor  # [B, D, K] fp32, of the LM head
-
-
-class Transition(NamedTuple):
-    """What candidates are scored by after a token.
-
-    With `predecessor` the query of a slot after token t is row t, times the slot's `factor` if there is one.
-    """
-
-    successor: Tensor  # [Vd, r] by draft id
-    predecessor: Tensor | None = None  # [V, r] by target id
-    factor: Tensor | None = None  # [B, D, r]
-
-    def query(self, slot: int, before: Tensor) -> Tensor:
-        """Return the queries `[B, M, r]` of a slot after the tokens `before` `[B, M]`."""
-        assert self.predecessor is not None
-        rows = F.embedding(before, self.predecessor)
-        return rows if self.factor is None else rows * self.factor[:, slot, None]
+WalkArguments = structure("walk_args")  # of walk.c
 
 
 def make_lattice(
@@ -93,11 +72,11 @@ def fused_walk(
     """Return the function that walks in one call or launch; None where there is none, and where choices are limited."""
     if parameters is not None and parameters.restricts:
         return None
-    if in_use(lattice.logit.device):
+    if uses_triton(lattice.logit.device):
         from kernels.triton import walk as gpu
 
         return gpu.walk
-    return cpu.walk if cpu.supported(lattice, transition) else None
+    return walk_in_c if runs_in_c(lattice, transition) else None
 
 
 def rank_candidates(
@@ -127,3 +106,68 @@ def rank_candidates(
     at, parameters = positions.repeat_interleave(width), parameters and parameters.repeated(width)
     tokens, values = choose_best(logits, parameters, at, token_ids, count)
     return tokens.unflatten(0, (-1, width)), values.unflatten(0, (-1, width))
+
+
+MOST_CANDIDATES = 64  # as in walk.c
+
+
+def runs_in_c(lattice: Lattice, transition: Transition) -> bool:
+    """Return whether walk.c supports these: whole vectors in one dtype on the CPU, and no more candidates."""
+    table = transition.successor
+    if library() is None or table.device.type != "cpu" or table.dtype not in KINDS or table.shape[1] % LANES:
+        return False
+    others = [part for part in (transition.predecessor, transition.factor) if part is not None]
+    if any(part.dtype is not table.dtype for part in others):
+        return False
+    return lattice.logit.shape[-1] <= MOST_CANDIDATES
+
+
+def walk_in_c(
+    lattice: Lattice,
+    transition: Transition,
+    before: Tensor | None,
+    query: Tensor | None,
+    parameters: ChoiceParameters | None,
+    positions: Tensor,
+    *,
+    first: int,
+    levels: int,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    """Rank the candidates of `levels` slots from slot `first` on, for each of M nodes of B requests.
+
+    `before` `[B, M]`: the token before the first slot; then the best candidate of each slot is the next one's. Or
+    `query` `[B, M, r]`, for one slot. positions `[B]`: of the first slot. Returns the best tokens and their
+    log-probabilities, `[B, M, levels, count]`.
+    """
+    native, nodes = library(), before if query is None else query[..., 0]
+    assert native is not None
+    assert nodes is not None
+    (roots, width), (_, slots, size) = nodes.shape, lattice.column.shape
+    p = parameters and parameters.by_row()
+    zeros = torch.zeros(roots, dtype=torch.int64)
+    sampling = (torch.zeros(roots), zeros, zeros) if p is None else (p.temperature, p.seed_low, p.seed_high)
+    tokens = torch.empty(roots, width, levels, count, dtype=torch.int64)
+    keys, masses = torch.empty(tokens.shape), torch.empty(roots, width, levels)
+    tensors = {
+        "columns": lattice.column, "ids": lattice.token, "logits": lattice.logit, "successor": transition.successor,
+        "predecessor": None if query is not None else transition.predecessor, "factor": transition.factor,
+        "query": query, "before": before, "positions": positions,
+        **dict(zip(("temperature", "low", "high"), sampling, strict=True)),
+    }  # fmt: skip
+    tensors = {name: value if value is None else value.contiguous() for name, value in tensors.items()}
+    outputs = {"tokens": tokens, "keys": keys, "masses": masses}
+    arguments = WalkArguments(
+        **{name: address(value) for name, value in (tensors | outputs).items()},
+        roots=roots,
+        width=width,
+        slots=slots,
+        first=first,
+        levels=levels,
+        size=size,
+        rank=transition.successor.shape[1],
+        count=count,
+        kind=KINDS[transition.successor.dtype],
+    )
+    native.walk(ctypes.addressof(arguments))
+    return tokens, keys - keys[..., :1] - masses.log()[..., None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.block_attention import block_attention
 from kernels.decoder import NativeDecoder
-from kernels.rotary import QKNorm
+from kernels.operands import QKNorm
 from kernels.ttt_attention import operand, repeat_kv, ttt_attention, visible
 
 
@@ -40,7 +40,7 @@ class WriteKeys(Protocol):
 
 
 class Project(Protocol):
-    """`attention.project`, for attentions that norm, rotate and store keys and values in one call.
+    """`attention.project`, if there is one, norms, rotates and stores keys and values in one call.
 
     qkv `[R, nh + 2 nkv, D]` as projected, cos and sin `[R, 1, D]`; returns `[R, nh * D]`.
     """
@@ -58,13 +58,8 @@ class Project(Protocol):
     ) -> Tensor: ...
 
 
-def project_of(attention: Attention) -> Project | None:
-    """Return `attention.project`; None where the layer must norm and rotate first (most attentions, all training)."""
-    return getattr(attention, "project", None)
-
-
 class Decode(Protocol):
-    """`attention.decode`, for attentions that can run all layers of a packed decoder in one call.
+    """`attention.decode`, if there is one, runs all layers of a packed decoder in one call.
 
     x `[R, H]` is overwritten with the residual stream after the last layer; tokens `[R, H]` are the token embeddings
     that a head's layer reads beside it; `block` is the number of rows of each block, for layers with convolutions.
@@ -80,10 +75,6 @@ class Decode(Protocol):
         tokens: Tensor | None = None,
         block: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
-
-
-def decode_of(attention: Attention) -> Decode | None:
-    return getattr(attention, "decode", None)
 
 
 def no_attention(

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.fields import asks_for_nothing
+from models.fields import Fields, asks_for_nothing
 
 LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
+UNNORMED = -2  # layer id of the final norm's input
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
@@ -119,6 +120,7 @@ class TargetConfig:
     learned_positions: bool = False  # in place of the rotary embedding, which only heads have then
     embedding_size: int | None = None  # of the embedding and the LM head's input; None: hidden_size
     norm_after: bool = False  # norms follow attention and MLP, and none is left to precede the LM head
+    mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/targets/mtp.py)
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
@@ -164,6 +166,7 @@ class TargetConfig:
             activation=activation,
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=token_ids("config.json: eos_token_id", config.get("eos_token_id")),
+            mtp_modules=Fields(config).take("num_nextn_predict_layers", int, 0),
         )
 
     def extended(self) -> TargetConfig:

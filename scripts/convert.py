@@ -4,7 +4,9 @@
     python scripts/convert.py --from medusa --to vllm-medusa IN OUT
     python scripts/convert.py --from auto --to speculators --dry-run IN OUT
     python scripts/convert.py --from auto --to llama.cpp --dtype q8_0 --verifier TARGET.gguf IN OUT.gguf
+    python scripts/convert.py --from auto --stitch --verifier TARGET IN OUT
 
+With --stitch OUT is a copy of the target, whose own MTP modules are replaced by those of IN.
 OUT must not exist yet and is written atomically, after the written files have been read back and compared.
 """
 
@@ -25,8 +27,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kernels.ggml import GGML_FORMATS
 from models.checkpoint import fingerprint
+from models.config import read_json
 from models.formats.conversion import (
     FORMATS,
     Checkpoint,
@@ -40,7 +45,9 @@ from models.formats.conversion import (
 from models.formats.verifier import find_verifier, weights_of
 from models.gguf import SUFFIX, is_gguf
 from models.heads.files import fetch_head
+from models.heads.mtp.formats import NATIVE, find_shipped, open_shipped, ships_modules
 from models.hub import is_hub_id
+from models.targets.writing import write_with
 from scripts.errors import command_line, reports_errors
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
@@ -52,7 +59,9 @@ def parser() -> argparse.ArgumentParser:
     heads = "\n".join(f"  {form.name:<18}{', '.join(form.heads)}" for form in FORMATS.values())
     options = command_line("convert.py", __doc__, f"formats and the heads that they hold:\n{heads}")
     options.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
-    options.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
+    result = options.add_mutually_exclusive_group(required=True)
+    result.add_argument("--to", dest="target", choices=list(FORMATS), metavar="FORMAT")
+    result.add_argument("--stitch", action="store_true", help="write the head back into a copy of --verifier")
     options.add_argument(
         "folder", metavar="IN", type=Path, help="a folder with config.json and weights; a .gguf file; a hub id"
     )
@@ -89,6 +98,8 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
         atomic.free_disk(args.out)  # refuses a place that cannot be written
     if args.speculative_tokens is not None and args.speculative_tokens < 1:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: must be at least 1")
+    if args.stitch:
+        args.target = NATIVE.name  # which refuses what has no place in a target
     if args.speculative_tokens is not None and not FORMATS[args.target].states_tokens:
         raise ValueError(f"--speculative-tokens {args.speculative_tokens}: {args.target} does not say how many")
     if args.dtype is not None and not FORMATS[args.target].gguf:
@@ -110,6 +121,8 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
     trained_for = (checkpoint.provenance or {}).get("target_fingerprint")
     if folder and trained_for and trained_for != fingerprint(folder):
         raise ValueError(f"{args.folder}: this head was trained for another target than --verifier {args.verifier}")
+    if args.stitch:
+        return checkpoint, stitch(args, checkpoint, folder)
     if args.target == "headway" and checkpoint.provenance is None:
         checkpoint = replace(checkpoint, provenance=record(args, checkpoint, folder))
     target = FORMATS[args.target]
@@ -122,6 +135,27 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
     with destination(args.out, dry_run=args.dry_run) as staging:
         save(target, checkpoint, written, staging)
     return checkpoint, written
+
+
+def stitch(args: argparse.Namespace, checkpoint: Checkpoint, target: Path | None) -> RenderedCheckpoint:
+    """Write a copy of the target to OUT, with the tensors of `checkpoint` in place of its modules', in their dtype."""
+    if target is None or is_gguf(target) or checkpoint.head not in NATIVE.heads:
+        raise ValueError("--stitch: needs a head of MTP modules, and --verifier with the folder of their target")
+    if not ships_modules(read_json(target / "config.json")):
+        raise ValueError(f"--stitch: {target} ships no MTP modules; serve the head beside it, with head.path=")
+    tensors, names = find_shipped(target)
+    shapes = {name: list(tensors.shape(stored)) for name, stored in names.items()}
+    other = [name for name, value in checkpoint.tensors.items() if shapes.get(name) != list(value.shape)]
+    if other := [*other, *(names.keys() - checkpoint.tensors.keys())]:
+        raise ValueError(
+            f"--stitch: {target}: its modules and the head's differ in {min(other)}, of {len(other)} tensors"
+        )
+    values = {name: value.to(tensors[names[name]].dtype) for name, value in checkpoint.tensors.items()}
+    with destination(args.out, dry_run=args.dry_run) as staging:
+        write_with(target, staging, {names[name]: value for name, value in values.items()})
+        assert all(torch.equal(value, values[name]) for name, value in open_shipped(staging).items())
+    dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in values.items()}
+    return RenderedCheckpoint({}, values, names, dtypes, [])
 
 
 @contextmanager

@@ -32,9 +32,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
+from kernels.cpu.library import library
 from models.heads.weights import initialize, set_vocabulary
 from tests import forking
-from tests.interpreted import INTERPRETED, scaled
+from tests.interpreted import INTERPRETED, patching_once, scaled
 from tests.unchanged import Unchanged
 
 # No deadline: other processes may use the machine, so an example may take any time.
@@ -57,6 +58,18 @@ def probe_nothing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             patch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def build_once() -> None:
+    """Build the C kernels before a test moves the cache folder, in which they would be built anew."""
+    library()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpret_faster() -> Iterator[None]:
+    with patching_once() if os.environ.get("TRITON_INTERPRET") == "1" else contextlib.nullcontext():
         yield
 
 

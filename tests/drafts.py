@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from infer.request import Request, SamplingParams
-from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.speculation.tree import MAX_NODES, Budget, DraftTree, VerifiedDraft
 
 
 def chain(depth: int, accepted: int) -> VerifiedDraft:

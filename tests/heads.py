@@ -12,7 +12,7 @@ import torch
 from models.config import RopeConfig, TargetConfig
 from models.heads import HEADS
 from models.heads.base import Head
-from models.heads.weights import initialize, set_vocabulary
+from models.heads.weights import initialize, module_of, set_vocabulary
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from train.config import SCHEMAS
@@ -41,6 +41,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 48, "intermediate_size": 80, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8},
     ),
     "eagle3, trained embedding": ("eagle3", {"embed_requires_grad": True}),
+    "mtp": ("mtp", {}),
+    "mtp, hidden first, centered norms": ("mtp", {"hidden_first": True, "centered_norms": True}),
+    "mtp, states before norms": ("mtp", {"pre_norm": True, "norm_recycled": False, "zero_first": False}),
+    "mtp, three modules": ("mtp", {"num_modules": 3, "norm_recycled": False, "centered_norms": True}),
     "medusa": ("medusa", {"num_heads": 5}),
     "medusa, two layers": ("medusa", {"num_heads": 5, "num_layers": 2}),
     "medusa, no bias": ("medusa", {"num_heads": 5, "bias": False}),
@@ -112,7 +116,7 @@ TINY = TargetConfig(
 
 
 def kind_of(variant: str) -> type[Head]:
-    return HEADS[VARIANTS[variant][0]].module().kind
+    return module_of(VARIANTS[variant][0]).kind
 
 
 def keeps_kv(variant: str) -> bool:

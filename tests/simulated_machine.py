@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer.request import DrafterState, Phase, Request, SamplingParams
-from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
@@ -24,7 +23,7 @@ from infer.speculation.control.planner import Controller
 from infer.speculation.proposers.base import Needs, Proposer, Tracker
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree, VerifiedDraft
 
 PROMPT, WARM_UP = 64, 24  # tokens of a prompt, and that a head must see before it drafts
 MAX_CHAIN = 5
@@ -210,7 +209,7 @@ class Simulation:
             self.seen.tokens += 1
             self.running.append(request)
         if decoding and not new:
-            spec.observe(len(decoding), rows, drafting_s if self.split else None, step_s)
+            spec.planner.record_step(len(decoding), rows, drafting_s if self.split else None, step_s)
         self.seen.planning += time.perf_counter() - begin
         self.seen.seconds += step_s
         self.now += step_s

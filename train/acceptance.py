@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from infer.request import SpeculationStats
-from kernels.choose import NO_LIMITS, ChoiceParameters, choose_best
+from kernels.choose import choose_best
 from kernels.noise import MASK32
+from kernels.operands import NO_LIMITS, ChoiceParameters
 from kernels.walk import make_lattice, rank_candidates
 from models.heads.base import Head
 from models.heads.block import BlockHead, base_logits

@@ -34,12 +34,12 @@ from infer.sampling.emission import check_first_row
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import as_ids, seed_source
 from infer.sampling.stopping import StopText
-from infer.speculation.budget import Budget
 from infer.speculation.drafter import drafter_of
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.speculator import Speculator
+from infer.speculation.tree import Budget
 from infer.speculation.verify import rule_for
 from models.end_tokens import within
 from models.heads.base import Head

@@ -23,12 +23,12 @@ from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
 from infer.processes.comm import Ranks
 from infer.processes.launch import ranks_of
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers import build_proposers, pack_draft_model, pack_head
 from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.tree import NOTHING, Budget
 from models.heads.base import Head
 from models.heads.config import HeadConfig
 from models.heads.draft_model.head import DraftModelHead
@@ -223,6 +223,8 @@ class Engine(EngineCore):
 
     def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
         limits = {name: limit for name, (_, limit) in self._proposers.items()}
+        limiting = (name for name, (proposer, _) in self._proposers.items() if proposer.self_limiting)
+        self._controller_state.acceptance.self_limiting = frozenset(limiting)
         return make_controller(
             self, self.profiled(), limits, self._controller_state, self._head, self._timer, profile=profile, check=check
         )

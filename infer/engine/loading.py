@@ -83,7 +83,7 @@ def load_parts(
 
 def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
     """Return the folder of the head to load, if any; with `proposer=auto` a head that has a path or was exported."""
-    required = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
+    required = proposer.name == "head" or (proposer.merges and "head" in proposer.sources)
     if head is None or head.name == "none" or not (required or proposer.name == "auto"):
         return None
     folder = head_folder(head, output_dir, model.name)

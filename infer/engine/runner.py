@@ -13,10 +13,10 @@ from infer.processes.target_worker import Shard
 from infer.request import Request
 from infer.sampling.choose import Choices, choose_rows, row_parameters
 from infer.speculation.tree import DraftTree
-from infer.speculation.verify import verify
+from infer.speculation.verify import verify_by_rules
+from kernels.copies import sent, upload
 from kernels.rows import AttentionRows
-from kernels.upload import sent, upload
-from kernels.verify import Accepted, accepted_path
+from kernels.verify import Accepted, accept, accepted_path
 
 
 class Rows(NamedTuple):
@@ -74,7 +74,10 @@ class HostBatch:
         return choice
 
     def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
-        last = verify(self._requests, tree, self.choices, choice, self._rates)
+        if all(request.rule == "exact" for request in self._requests):
+            last = accept(tree.nodes, choice)
+        else:
+            last = verify_by_rules(self._requests, tree, self.choices, choice, self._rates)
         accepted = accepted_path(tree.token, None if tree.is_chain else tree.ancestors, last, choice, tree.path_width)
         if tree.is_chain:
             return accepted

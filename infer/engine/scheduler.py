@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request
-from infer.speculation.budget import NOTHING, Budget
+from infer.speculation.tree import NOTHING, Budget
 
 
 def order(request: Request) -> tuple[int, int]:
@@ -34,6 +34,11 @@ class Step:
     def rows(self) -> int:
         """Return the largest number of rows that its target forwards can have, together."""
         return len(self.decodes) + sum(budget.nodes for budget in self.budgets) + sum(self.chunks)
+
+    def drop_preempted(self) -> None:
+        """Leave out the decodes that were pre-empted for another after they had been scheduled."""
+        kept = [index for index, request in enumerate(self.decodes) if request.phase is Phase.DECODE]
+        self.decodes, self.budgets = [self.decodes[index] for index in kept], [self.budgets[index] for index in kept]
 
 
 class Scheduler:
@@ -89,9 +94,9 @@ class Scheduler:
         The `decodes` come first: they hold memory, and users are waiting for their tokens. Each is guaranteed its
         root's row; rows that are not set aside for prompts are shared among their drafts, up to each one's budget.
         """
-        step, rows = Step(), self._max_rows
+        step, rows = Step(), self._max_rows - len(decodes)
         prompts = self.waiting or len(decodes) < len(self.running)
-        spare = rows - len(decodes) - (min(self._chunk, (rows - len(decodes)) // 2) if prompts else 0)
+        spare = rows - (min(self._chunk, rows // 2) if prompts else 0)
         for index, (request, budget) in enumerate(zip(decodes, budgets, strict=True)):
             if request.phase is not Phase.DECODE:
                 continue  # pre-empted in this loop for an earlier request
@@ -102,9 +107,16 @@ class Scheduler:
                     continue
             step.decodes.append(request)
             step.budgets.append(budget)
-            rows -= 1 + budget.nodes
             spare -= budget.nodes
-        step.decodes, step.budgets = self._still_running(step.decodes, step.budgets)
+        rows = self._max_rows - step.rows
+        if step.preempted:
+            step.drop_preempted()
+        if self.waiting or len(step.decodes) < len(self.running):
+            self._schedule_prompts(step, rows, admissible)
+        return step
+
+    def _schedule_prompts(self, step: Step, rows: int, admissible: Sequence[Request]) -> None:
+        """Add to the step, within `rows`, the next chunks of prompts, and the requests that can be admitted."""
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
             chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
             if chunk > 0 and self._pool.reserve(request, request.computed + chunk):
@@ -131,7 +143,6 @@ class Scheduler:
             step.prefills.append(request)
             step.chunks.append(chunk)
             rows -= chunk
-        return step
 
     def _admit(self, request: Request, cached: list[int]) -> None:
         self.waiting.remove(request)
@@ -147,10 +158,6 @@ class Scheduler:
             self._pool.adopt(request, cached)
         if not request.output_length:  # after a pre-emption the cached pages may be its own
             request.cached = request.computed
-
-    def _still_running(self, requests: list[Request], budgets: list[Budget]) -> tuple[list[Request], list[Budget]]:
-        pairs = [(r, b) for r, b in zip(requests, budgets, strict=True) if r.phase is Phase.DECODE]
-        return [r for r, _ in pairs], [b for _, b in pairs]
 
     def _reserve_or_preempt(self, request: Request, positions: int, step: Step) -> bool:
         """Pre-empt the last in order until the pages are free; False if the request itself was pre-empted."""

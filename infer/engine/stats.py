@@ -19,16 +19,6 @@ class StepTimes:
     drafting_s: float = 0.0  # the part of `drafted_s` spent in the proposers, as far as it can be told from the rest
     drafted_rows: int = 0
 
-    def record(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        if rows == batch:
-            self.plain += 1
-            self.plain_s += seconds
-        else:
-            self.drafted += 1
-            self.drafted_s += seconds
-            self.drafting_s += drafting or 0.0
-            self.drafted_rows += rows
-
     def __sub__(self, before: StepTimes) -> StepTimes:
         return StepTimes(*(value - earlier for value, earlier in zip(astuple(self), astuple(before), strict=True)))
 

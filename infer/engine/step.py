@@ -19,11 +19,9 @@ from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
 from infer.sampling.emission import cut, without_forbidden
 from infer.sampling.isolation import INTERNAL, isolated, together
 from infer.sampling.logprobs import token_logprobs
-from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import DraftTree
-from kernels.gather import select_rows
-from kernels.upload import upload
+from infer.speculation.tree import Budget, DraftTree, VerifiedDraft
+from kernels.copies import select_rows, upload
 
 
 class StepsAhead(Protocol):
@@ -74,22 +72,17 @@ class StepRunner:
         decoding, load = self._scheduler.decoding, self._scheduler.load
         self.activity = ("scheduling", load, 0)
         planned = self._speculator.plan(decoding, load)
-        if self.overlap is not None:
-            self.activity = ("overlapped round", len(decoding), self.overlap.most_rows)
-            with cpu_threads(self._threads.count(self.overlap.most_rows)):
-                outputs = self.overlap.step()
-            if outputs is not None:
-                if self.overlap.timed is not None:
-                    self._observe(*self.overlap.timed)
-                return outputs
+        if self.overlap is not None and (outputs := self._step_ahead(self.overlap, len(decoding))) is not None:
+            return outputs
         admissible = self._scheduler.admissible()
         budgets = self._speculator.track(decoding, planned, admissible, load)
         step = self._scheduler.schedule(decoding, budgets, admissible)
-        self._speculator.sync(step.admitted, step.preempted)
-        outputs, drafting = list[StepOutput](), self._speculator.seconds
-        with cpu_threads(self._threads.count(step.rows)):
+        if step.admitted or step.preempted:
+            self._speculator.sync(step.admitted, step.preempted)
+        outputs, drafting, rows = list[StepOutput](), self._speculator.seconds, step.rows
+        with cpu_threads(self._threads.plan.count(rows)):
             if step.decodes:
-                self.activity = ("decode", len(step.decodes), step.rows - sum(step.chunks))
+                self.activity = ("decode", len(step.decodes), rows - sum(step.chunks))
                 outputs += self.decode(step.decodes, step.budgets)
             if step.prefills:
                 self.activity = ("prefill", len(step.prefills), sum(step.chunks))
@@ -99,10 +92,23 @@ class StepRunner:
             self._observe(len(step.decodes), self.rows, drafting, self._timer() - begin)
         return outputs
 
+    def _step_ahead(self, overlap: StepsAhead, decoding: int) -> list[StepOutput] | None:
+        self.activity = ("overlapped round", decoding, overlap.most_rows)
+        with cpu_threads(self._threads.plan.count(overlap.most_rows)):
+            outputs = overlap.step()
+        if outputs is not None and overlap.timed is not None:
+            self._observe(*overlap.timed)
+        return outputs
+
     def _observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        self._stats.steps.record(batch, rows, drafting, seconds)
+        steps = self._stats.steps
+        if rows == batch:
+            steps.plain, steps.plain_s = steps.plain + 1, steps.plain_s + seconds
+        else:
+            steps.drafted, steps.drafted_s = steps.drafted + 1, steps.drafted_s + seconds
+            steps.drafting_s, steps.drafted_rows = steps.drafting_s + (drafting or 0.0), steps.drafted_rows + rows
         self._threads.record_step(rows, seconds)
-        self._speculator.observe(batch, rows, drafting, seconds)
+        self._speculator.planner.record_step(batch, rows, drafting, seconds)
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._speculator.propose(requests, budgets), requests)
@@ -117,7 +123,8 @@ class StepRunner:
         for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
             draft = VerifiedDraft(budgets[b], lengths[b] - 1, depths[b], paths[b][1:count])
             outputs.append(self.advance(request, tokens[b][:count], draft))
-        outputs = self._scored(requests, choices, path_rows, outputs)
+        if any(request.params.logprobs is not None for request in requests):
+            self._score(requests, choices, path_rows, outputs)
         survivors = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if survivors:
             kept_rows = [row for b in survivors for row in path_rows[b]]
@@ -173,7 +180,8 @@ class StepRunner:
                 outputs.append(self.output(request, tokens, [False] * len(tokens)))
                 if request.output_length == len(tokens):
                     outputs[-1].prompt_logprobs = request.prompt_logprobs
-            outputs = self._scored(prefilled, choices, [[row] for row in range(len(prefilled))], outputs)
+            if any(request.params.logprobs is not None for request in prefilled):
+                self._score(prefilled, choices, [[row] for row in range(len(prefilled))], outputs)
         unfinished = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if unfinished:
             kept_rows = [row for b in unfinished for row in range(first[b], first[b + 1])]
@@ -220,12 +228,10 @@ class StepRunner:
                 tokens = upload(following[scored:], self._pool.device)
                 request.prompt_logprobs += token_logprobs([logits], tokens, [top] * len(tokens))
 
-    def _scored(
+    def _score(
         self, requests: Sequence[Request], choices: Choices, rows: Sequence[Sequence[int]], outputs: list[StepOutput]
-    ) -> list[StepOutput]:
-        """Return the outputs, with log-probabilities of their tokens, sampled at `rows`, for requests that want any."""
-        if all(request.params.logprobs is None for request in requests):
-            return outputs
+    ) -> None:
+        """Add log-probabilities of their tokens, sampled at `rows`, to the outputs of requests that want any."""
         emitted = [Emitted(r, at, output.token_ids) for r, at, output in zip(requests, rows, outputs, strict=True)]
         logprobs = together(requests, lambda group: choices.logprobs(emitted, set(group)))
         for b, (request, _, tokens) in enumerate(emitted):
@@ -234,17 +240,14 @@ class StepRunner:
                 outputs[b] = self.output(request, [], [])
             outputs[b].logprobs = logprobs.get(request.request_id, [])
             request.logprobs += outputs[b].logprobs
-        return outputs
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append and return the tokens up to the first that ends the request; later ones are discarded, uncounted."""
         if request.is_late(self._clock()):
             request.finish_reason = "deadline"
             return []
-        emitted, reason = [], None
-        with isolated(request):
-            room = min(request.remaining, self._context - len(request.tokens))
-            emitted, reason, request.stop_reason = cut(tokens, request, room=room)
+        room = min(request.remaining, self._context - len(request.tokens))
+        emitted, reason, request.stop_reason = cut(tokens, request, room=room)
         if request.failed:  # just now or earlier in this step
             request.finish_reason = "error"
             return []

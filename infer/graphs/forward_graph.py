@@ -20,10 +20,9 @@ from torch import Tensor
 from infer.engine.runner import Rows, Runner
 from infer.graphs.cuda_graph import Graph, GraphMemory, at_least
 from infer.request import Request
-from infer.speculation.budget import Budget
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
+from kernels.copies import upload
 from kernels.rows import AttentionRows
-from kernels.upload import upload
 
 
 class ForwardGraphs:

@@ -24,8 +24,8 @@ from infer.engine.step import StepRunner
 from infer.graphs.step_graph import Launched, Outcome, StepGraphs
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
-from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
+from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 
 
 class Batch(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import StepGraphs
 from infer.request import Request
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.cost_model import Curve
+from infer.speculation.tree import NOTHING, Budget
 
 
 class Replays:

@@ -29,16 +29,14 @@ from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
 from infer.processes.target_worker import Shard
 from infer.request import Request
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.head import HeadProposer
-from infer.speculation.tree import DraftTree
-from kernels.advance import FIELDS
-from kernels.choose import NO_LIMITS, Limits
-from kernels.gather import gather_rows
+from infer.speculation.tree import NOTHING, Budget, DraftTree
+from kernels.copies import gather_rows
+from kernels.dispatch import uses_triton
+from kernels.operands import LEADING, NO_LIMITS, Limits
 from kernels.tree import best_nodes
-from kernels.triton import in_use
 
 MAX_CONTEXT = 32768  # tokens of the longest request that graphs serve; attention is launched for as many keys
 SEARCHES = (NO_LIMITS, Limits(top_k=False), Limits())  # limits of the graphs of a batch size, in ascending order
@@ -64,7 +62,7 @@ class Drafted(NamedTuple):
 class Launched(NamedTuple):
     """Results of a step being copied to the host. Read them before the second step after it reuses the buffer."""
 
-    host: Tensor  # [B, FIELDS + 2 W] results (kernels/advance.py)
+    host: Tensor  # [B, LEADING + 2 W] results (kernels/advance.py)
     log_probs: Tensor  # [B, D], D = 0 without early exit
     arrived: torch.cuda.Event | None
     budgets: Sequence[Budget]  # of the requests, by row
@@ -73,10 +71,11 @@ class Launched(NamedTuple):
         """Wait for the step and return the outcome of each row."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        width, outcomes = (self.host.shape[1] - FIELDS) // 2, list[Outcome]()
+        width, outcomes = (self.host.shape[1] - LEADING) // 2, list[Outcome]()
         for row, values in zip(self.host.tolist(), self.log_probs.tolist(), strict=True):
-            drafted, deepest, accepted = row[:FIELDS]
-            tokens, path = row[FIELDS : FIELDS + accepted + 1], row[FIELDS + width + 1 : FIELDS + width + accepted + 1]
+            drafted, deepest, accepted = row[:LEADING]
+            tokens = row[LEADING : LEADING + accepted + 1]
+            path = row[LEADING + width + 1 : LEADING + width + accepted + 1]
             outcomes.append(Outcome(tokens, drafted, deepest, path, values[:drafted]))
         return outcomes
 
@@ -282,7 +281,7 @@ def unsupported_reason(shard: Shard) -> str | None:
         return "which experts this target runs is decided by the host"
     if shard.ranks > 1:
         return "the ranks of a divided target are led by the host"
-    if shard.device.type == "cuda" and not in_use(shard.device):
+    if shard.device.type == "cuda" and not uses_triton(shard.device):
         return "the torch forms of the kernels ask the host for sizes (HEADWAY_KERNELS)"
     if not has_kernel(shard, *shard.target.heads):
         return "attention of this target's sizes has no kernel"

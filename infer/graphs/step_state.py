@@ -16,13 +16,13 @@ from infer.engine.runner import Rows, Runner
 from infer.kvcache.pool import KVPool
 from infer.request import Request
 from infer.sampling.choose import choice_parameters
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.draft_loops.base import Unread
-from infer.speculation.tree import DraftTree
-from kernels.advance import FIELDS, Nodes, Progress, advance
-from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choose
+from infer.speculation.tree import Budget, DraftTree
+from kernels.advance import advance
+from kernels.choose import choose
+from kernels.copies import sent, upload
+from kernels.operands import LEADING, NO_LIMITS, ChoiceParameters, Limits, Progress
 from kernels.rows import AttentionRows
-from kernels.upload import sent, upload
 from kernels.verify import Accepted
 
 UNREAD = 2  # maximum number of launched, unread steps: one that may be running and the next one
@@ -51,7 +51,7 @@ class GraphBatch(NamedTuple):
     nodes: Tensor  # [B] the budget
     depth: Tensor  # [B] likewise
     exit_terms: Tensor  # [B, T] what decides on the early exit of a chain (early_exit.py)
-    results: Tensor  # [B, FIELDS + 2 W'] what the host reads of a step (kernels/advance.py), paths of at most W' nodes
+    results: Tensor  # [B, LEADING + 2 W'] what the host reads of a step (kernels/advance.py), paths of at most W' nodes
 
     @property
     def root_tokens(self) -> Tensor:
@@ -82,10 +82,9 @@ class GraphBatch(NamedTuple):
 
     def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
         """Also writes the results, and the next step's inputs in place."""
-        nodes = Nodes(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length)
         progress = Progress(self.slots, self.roots, self.limit, self.ids, self.first, self.last, self.results)
         shape = {"width": tree.path_width, "is_chain": tree.is_chain}
-        return advance(nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
+        return advance(tree.nodes, choice, progress, self.pool.table, self.pool.page_size, **shape)
 
     def _grid(
         self,
@@ -126,7 +125,7 @@ class StepState:
         self._terms = torch.zeros(batch, terms, device=device)
         self._budgets = torch.zeros(UNREAD, 2, batch, dtype=torch.int64, pin_memory=pinned)
         self._host_terms = torch.zeros(UNREAD, batch, terms, pin_memory=pinned)
-        self.results = torch.zeros(batch, FIELDS + 2 * width, dtype=torch.int64, device=device)
+        self.results = torch.zeros(batch, LEADING + 2 * width, dtype=torch.int64, device=device)
         self.features = torch.zeros(batch, width + spare, features, dtype=dtype, device=device)
         self.before = torch.zeros(batch, width, features, dtype=dtype, device=device)  # of the step before
 

@@ -22,8 +22,9 @@ from infer.engine.stats import EngineStats
 from infer.kvcache.memory import EngineSizes
 from infer.kvcache.pool import KVPool
 from infer.sampling.params import MAX_LOGPROBS, SamplingParams
-from infer.speculation.budget import Budget
-from kernels.triton import INTERPRETED, in_use
+from infer.speculation.tree import Budget
+from kernels.dispatch import uses_triton
+from kernels.triton import INTERPRETED
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Work(NamedTuple):
 
 def compiles(device: torch.device) -> bool:
     """Return whether kernels on this device are compiled when they are first launched."""
-    return device.type == "cuda" and in_use(device) and not INTERPRETED
+    return device.type == "cuda" and uses_triton(device) and not INTERPRETED
 
 
 class WarmUp:

@@ -15,8 +15,8 @@ from infer.kvcache.pages import PageKeys, Pages
 from infer.kvcache.tensors import KVLayers
 from infer.request import Request
 from infer.speculation.tree import MAX_NODES
+from kernels.copies import upload
 from kernels.rows import AttentionRows
-from kernels.upload import upload
 from kernels.verify import Accepted
 
 INLINE_WRITES = 4  # up to so many pages are written to a block table one by one

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import DecodingAttention, PagedAttention, ProjectedAttention, plan_attention
+from kernels.attention import NativeAttention, PagedAttention, ProjectedAttention, plan_attention
+from kernels.copies import move_slots, write_slots
 from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
-from kernels.move import move_slots, write_slots
-from kernels.rotary import QKNorm
+from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from models.attention import WriteKeys
 
@@ -135,7 +135,7 @@ class PooledProjections(PooledAttention):
 class PooledDecoding(PooledAttention):
     """Implements models.attention.Decode: attention that runs inside a fused decoder."""
 
-    _plan: DecodingAttention
+    _plan: NativeAttention
 
     def decode(
         self,
@@ -147,7 +147,7 @@ class PooledDecoding(PooledAttention):
         block: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.layers]
-        return self._plan.decode(decoder, x, rotary, caches, entering, tokens, block)
+        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block)
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer
@@ -155,4 +155,4 @@ def attention_class_for(plan: type[PagedAttention]) -> type[PooledAttention]:
     """Return the attention class that models get for plans of this type."""
     if issubclass(plan, ProjectedAttention):
         return PooledProjections
-    return PooledDecoding if issubclass(plan, DecodingAttention) else PooledAttention
+    return PooledDecoding if issubclass(plan, NativeAttention) else PooledAttention

@@ -39,6 +39,7 @@ USER_ERROR = 2
 T = TypeVar("T")
 
 OmegaConf.register_new_resolver("repo", lambda path: str(resolve_path(path)), replace=True)
+store_once = functools.cache(ConfigStore.instance().store)
 
 
 def to_config(config: DictConfig, schema: type[T]) -> T:
@@ -55,9 +56,8 @@ def to_config(config: DictConfig, schema: type[T]) -> T:
 
 def store_schemas() -> None:
     """Hand the schemas and resolvers registered so far to Hydra."""
-    store = ConfigStore.instance()
     for (group, name), schema in REGISTERED.items():
-        store.store(group=group, name=name, node=schema, provider=PROVIDER)
+        store_once(group=group, name=name, node=schema, provider=PROVIDER)
     for name, function in RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 

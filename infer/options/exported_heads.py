@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from infer.config import AUTO, ModelConfig, ProposerConfig, PublishedHeadConfig
 from infer.options.draft_tree import Measured
 from infer.options.paths import REPO_ROOT, resolve_path
-from models.heads import DEFAULT_HEAD, HEADS
+from models.config import read_json
+from models.heads import DEFAULT_HEAD, HEADS, SHIPPED_BY_TARGETS
 from models.heads.config import PROVENANCE, HeadConfig
 from models.heads.measured_tree import RANK_ACCURACY, best_paths, rank_accuracy
-from models.hub import is_hub_id
+from models.hub import fetch_snapshot, is_hub_id
 
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
@@ -62,10 +63,13 @@ def is_head(folder: Path) -> bool:
 def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadConfig:
     """Return `head=auto` as a head by name: the one at head.path, else the newest export, else the first shipped one.
 
-    `head=published` becomes the first known one. Raises ValueError if there is none at head.path, or none known.
+    `head=published` becomes the first known one, and `head=mtp`, if none was exported, what the target ships. Raises
+    ValueError if there is none at head.path, or none known.
     """
     if isinstance(head, PublishedHeadConfig):
         head = HeadConfig(AUTO, head.path or published_head(head.heads, model), head.revision, head.allow_mismatch)
+    if head.name == SHIPPED_BY_TARGETS and not (head.path or is_head(head_folder(head, output_dir, model.name))):
+        return replace(head, path=model.path_or_hub_id, revision=model.revision) if ships_modules(model) else head
     if head.name != AUTO:
         return head
     if head.path:
@@ -76,6 +80,15 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
         return replace(head, name=max(trained, key=lambda name: (exports / name / "config.json").stat().st_mtime))
     shipped = (name for name in HEADS if is_head(shipped_heads(model.name) / name))
     return replace(head, name=next(shipped, DEFAULT_HEAD))
+
+
+def ships_modules(model: ModelConfig) -> bool:
+    """Return whether the target ships MTP modules; its config is fetched if it is on the hub."""
+    folder = Path(model.path_or_hub_id)
+    if is_hub_id(model.path_or_hub_id) and not folder.exists():
+        folder = fetch_snapshot(model.path_or_hub_id, model.revision, ("*.json",), "model=")
+    config = folder / "config.json"
+    return config.is_file() and bool(read_json(config).get("num_nextn_predict_layers"))
 
 
 def published_head(heads: dict[str, list[str]], model: ModelConfig) -> str:

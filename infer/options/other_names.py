@@ -7,11 +7,20 @@ from collections.abc import Collection, Iterable
 # What other servers call it, vLLM's words mostly, fields of its speculative_config included, and what it is here.
 ELSEWHERE = {
     **dict.fromkeys(
-        ("num_speculative_tokens", "speculative_num_draft_tokens", "num_draft_tokens", "n_predict"),
+        (
+            *("num_speculative_tokens", "speculative_num_draft_tokens", "num_draft_tokens", "n_predict"),
+            *("num_spec_tokens", "spec_tokens", "speculative_tokens"),
+        ),
         "proposer.max_draft_tokens, in a request speculative.max_draft_tokens",
     ),
-    **dict.fromkeys(("speculative_config", "speculative_algorithm", "method"), "proposer=<name> and head=<name>"),
-    **dict.fromkeys(("speculative_model", "speculative_draft_model_path"), "head.path, or proposer.draft_model"),
+    **dict.fromkeys(
+        ("speculative_config", "speculative_algorithm", "spec_method", "method"), "proposer=<name> and head=<name>"
+    ),
+    **dict.fromkeys(
+        ("speculative_model", "spec_model", "speculative_draft_model_path"), "head.path, or proposer.draft_model"
+    ),
+    **{f"ngram_prompt_lookup_{end}": f"proposer.prompt_lookup_{end}" for end in ("max", "min")},
+    "suffix_decoding_corpus_tokens": "proposer.suffix_decoding_max_cached_requests",
     **dict.fromkeys(
         ("draft_tensor_parallel_size", "speculative_draft_tensor_parallel_size"),
         "engine.tensor_parallel, which is the target's; rank 0 drafts alone",
@@ -19,7 +28,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             *("disable_by_batch_size", "speculative_disable_by_batch_size", "num_speculative_tokens_per_batch_size"),
-            "enable_adaptive_verification",
+            *("enable_adaptive_verification", "adaptive_verification", "enable_adaptive_k"),
         ),
         "proposer.adaptive=true, which drafts at each batch size as far as that pays",
     ),
@@ -28,23 +37,29 @@ ELSEWHERE = {
     ),
     "typical_acceptance_sampler_posterior_threshold": "proposer.posterior_threshold",
     "typical_acceptance_sampler_posterior_alpha": "proposer.posterior_alpha",
-    "synthetic_acceptance_rates": "proposer=synthetic proposer.acceptance=[...]",
+    **dict.fromkeys(
+        ("synthetic_acceptance_rates", "synthetic_acceptance_rate", "synthetic_acceptance_length"),
+        "proposer=synthetic proposer.acceptance=[...]",
+    ),
     "use_heterogeneous_vocab": "nothing to set: proposer.draft_model compares the tokenizers",
     "draft_sample_method": "nothing to set: drafts are drawn with the target's noise",
     **dict.fromkeys(
-        ("speculative_token_tree", "speculative_num_steps", "speculative_eagle_topk"),
+        ("speculative_token_tree", "spec_token_tree", "speculative_num_steps", "speculative_eagle_topk"),
         "proposer.tree=beam:<width>x<depth>, or proposer.max_draft_tokens for a chain",
     ),
     "dspark_draft_topk": "proposer.candidates",
     **dict.fromkeys(
         (
             *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
-            *("draft_load_config", "index_share_for_mtp_iteration", "code_revision"),
+            *("draft_load_config", "index_share_for_mtp_iteration", "code_revision", "speculative_max_model_len"),
+            *("disable_logprobs", "disable_logprobs_during_spec_decoding", "speculative_disable_mqa_scorer"),
+            *("use_v2_block_manager", "async_scheduling", "per_request_spec_decode_metrics"),
+            *("disable_log_requests", "disable_log_stats", "enable_metrics"),
         ),
         "nothing to set",
     ),
     **dict.fromkeys(("attention_backend", "moe_backend"), "the environment variable HEADWAY_KERNELS"),
-    "tensor_parallel_size": "engine.tensor_parallel",
+    **dict.fromkeys(("tensor_parallel_size", "tp"), "engine.tensor_parallel"),
     "pipeline_parallel_size": "engine.tensor_parallel; layers are not spread over ranks",
     "data_parallel_size": "server.replicas",
     **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "engine.memory_share"),

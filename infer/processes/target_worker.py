@@ -48,7 +48,7 @@ class Shard:
         weight = target.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.kv_dtype = kv_dtype(kv, self.dtype)
-        _, kv_heads, head_dim = target.heads
+        self._heads = _, kv_heads, head_dim = target.heads
         say_slower(slower_layers(self.linears, "engine.weights"))
         say_slower(slower_attention(head_dim, self.dtype, self.device, self.kv_dtype))
         self.layer_shapes = [LayerShape(kv_heads, head_dim)] * target.config.num_layers
@@ -81,7 +81,7 @@ class Shard:
 
     def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
         """Run the target on rows with ids and positions `[R]`; `aux`: the hidden states to return as features."""
-        attention = self.kv.attention(rows, *self.target.heads)
+        attention = self.kv.attention(rows, *self._heads)
         return self.target(ids, positions, attention, aux_layers=aux)
 
     def logits(self, hidden: Tensor) -> Tensor:

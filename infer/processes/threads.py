@@ -109,9 +109,6 @@ class Threads:
         self._slow = 0  # slow steps, less the others, but at least 0
         self._since, self._wait = 0.0, FIRST_S  # seconds of steps since the last look; until the next
 
-    def count(self, rows: int) -> int:
-        return self.plan.count(rows)
-
     def record_step(self, rows: int, seconds: float) -> None:
         """Record a step; time the thread counts again if that is due."""
         if self._run is None or self._max_threads == 1:

@@ -15,10 +15,10 @@ from infer.sampling.logits_processors import shape_rows
 from infer.sampling.logprobs import TokenLogprob, token_logprobs
 from infer.sampling.params import SamplingParams
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import DRAFTS, stream
-from kernels.choose import ChoiceParameters, Limits, choose, warped_log_probs
-from kernels.noise import MASK32
-from kernels.upload import upload, upload_columns
+from kernels.choose import choose, warped_log_probs
+from kernels.copies import upload, upload_columns
+from kernels.noise import DRAFTS, MASK32, stream
+from kernels.operands import ChoiceParameters, Limits
 
 GREEDY = SamplingParams()
 MOST_ROWS = 64  # whose logits are copied at once, for log-probabilities
@@ -96,9 +96,17 @@ def choice_parameters(
     With `drafting` a drafter gets the target's noise, so that both sample alike; under block verification it must get
     other noise. A request that has failed is treated as greedy.
     """
+    return None if all_greedy(requests) else sampled_parameters(requests, device, counts, drafting=drafting)
+
+
+def all_greedy(requests: Sequence[Request]) -> bool:
+    return all(request.failed or request.params.temperature == 0 for request in requests)
+
+
+def sampled_parameters(
+    requests: Sequence[Request], device: torch.device, counts: Sequence[int] | None, *, drafting: bool
+) -> ChoiceParameters:
     params = [GREEDY if request.failed else request.params for request in requests]
-    if all(p.temperature == 0 for p in params):
-        return None
     integers = [(p.top_k, r.seed & MASK32, seed_high(r, drafting)) for p, r in zip(params, requests, strict=True)]
     fractions = [(p.temperature, p.top_p, p.min_p) for p in params]
     if counts is not None:
@@ -123,11 +131,9 @@ def seed_high(request: Request, drafting: bool) -> int:
 
 def row_parameters(requests: Sequence[Request], counts: Sequence[int], device: torch.device) -> ChoiceParameters | None:
     """Return the parameters of `counts[b]` rows of each request; to be called before a forward."""
-
-    def make(group: Sequence[Request]) -> ChoiceParameters | None:
-        return choice_parameters(group, device, counts if len(group) == len(requests) else None)
-
-    return together(requests, make)
+    if all_greedy(requests):
+        return None
+    return together(requests, lambda group: choice_parameters(group, device, counts if group is requests else None))
 
 
 def choose_rows(
@@ -142,20 +148,28 @@ def choose_rows(
 
     `counts[b]` is the number of rows of request b: its nodes in `tree`, or without a tree the one row after its tokens.
     """
-    processed: dict[int, Tensor] = {}
-    first = 0
+    choices = Choices(choose(logits, parameters, positions), logits, parameters, processed={})
+    if any(request.params.shapes_logits or request.constraint is not None for request in requests):
+        process_rows(choices, requests, counts, positions, tree)
+    return choices
+
+
+def process_rows(
+    choices: Choices, requests: Sequence[Request], counts: Sequence[int], positions: Tensor, tree: DraftTree | None
+) -> None:
+    """Process the logits of requests that ask for it, and sample from them anew."""
+    logits, parameters, first = choices.raw, choices.parameters, 0
     for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
         if request.params.shapes_logits or request.constraint is not None:
             paths = [[]] if tree is None else drafted_paths(tree, b, count)
             with isolated(request):
-                processed |= enumerate(shape_rows(request, logits[first : first + count], paths), start=first)
+                shaped = shape_rows(request, logits[first : first + count], paths)
+                choices.processed |= enumerate(shaped, start=first)
         first += count
-    token = choose(logits, parameters, positions)
-    if processed:
-        rows = upload(list(processed), logits.device)
-        shaped = torch.stack(list(processed.values()))
-        token[rows] = choose(shaped, parameters and parameters.rows(rows), positions[rows])
-    return Choices(token, logits, parameters, processed)
+    if choices.processed:
+        rows = upload(list(choices.processed), logits.device)
+        stacked = torch.stack(list(choices.processed.values()))
+        choices.token[rows] = choose(stacked, parameters and parameters.rows(rows), positions[rows])
 
 
 def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:

@@ -20,6 +20,10 @@ def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree
     """Return the tree without the drafted nodes that a request's grammar forbids, so that no row is spent on them."""
     if all(request.constraint is None for request in requests):
         return tree
+    return without_ungrammatical(tree, requests)
+
+
+def without_ungrammatical(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
     kept = [list(range(length)) for length in tree.length.tolist()]
     changed = False
     for b, request in enumerate(requests):
@@ -76,15 +80,32 @@ def check_first_row(request: Request, vocab_size: int) -> None:
         raise ValueError(f"{names.split(',')[0]}: no token can come first: {names} together allow none; relax one")
 
 
-def cut(
-    tokens: Sequence[int], request: Request, *, room: int
-) -> tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]:
+Cut = tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]
+
+
+def cut(tokens: Sequence[int], request: Request, *, room: int) -> Cut:
     """Return the tokens of `tokens` to emit, the finish reason or None, and the stop id or stop string that matched.
     For the stop id `eos_id`, and for a grammar after which nothing may follow, the latter is None, as in vLLM.
 
-    Tokens after a stop, or beyond `room`, are cut. Before `min_tokens` stop strings are ignored (stop ids cannot occur
-    there: they are masked). A token that is forbidden was sampled where the request's masks together allow none: it is
-    not emitted, and the request ends with an error, which becomes its `error`.
+    Tokens after a stop, or beyond `room`, are cut.
+    """
+    if request.constraint is not None or request.stop_text is not None or request.params.shapes_logits:
+        with isolated(request):
+            return checked(tokens, request, room=room)
+        return [], None, None
+    emitted = list(tokens[:room])
+    for index, token in enumerate(emitted):
+        if token in request.stop_ids:
+            return emitted[: index + 1], "stop", None if token == request.eos_id else token
+    return emitted, "length" if len(emitted) == room else None, None
+
+
+def checked(tokens: Sequence[int], request: Request, *, room: int) -> Cut:
+    """As `cut`, for a request with masks, a grammar or stop strings.
+
+    Before `min_tokens` stop strings are ignored (stop ids cannot occur there: they are masked). A token that is
+    forbidden was sampled where the request's masks together allow none: it is not emitted, and the request ends with an
+    error, which becomes its `error`.
     """
     emitted: list[int] = []
     for token in tokens[:room]:

@@ -3,7 +3,7 @@
 A row's prefix is the request's tokens and, in a draft, the drafted tokens on the row's path. So a drafted token counts
 for the rows below it and for no others, and rows of a tree get the same logits as in plain decoding.
 
-Masks are computed while a GPU runs the forward, and sent to it without waiting (kernels/upload.py).
+Masks are computed while a GPU runs the forward, and sent to it without waiting (kernels/copies.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from infer.request import Request
 from infer.sampling.params import pairs
 from infer.sampling.token_counts import TokenCounts
-from kernels.shape import WORD, Shaping, packed, shape
-from kernels.upload import sent, upload
+from kernels.copies import sent, upload
+from kernels.operands import WORD, Shaping
+from kernels.shape import packed, shape
 
 
 def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.upload import upload
+from kernels.copies import upload
 
 
 class TokenCounts:

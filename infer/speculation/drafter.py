@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from infer.request import DrafterState, DrafterView, Request
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.proposers.base import Proposer, Tracker
+from infer.speculation.tree import NOTHING, Budget
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ class Drafter(DrafterView):
     """
 
     def __init__(self, proposer: Proposer, limit: Budget, context: int) -> None:
-        self.proposer, self.limit, self._context = proposer, limit, context
+        self.proposer, self.limit, self._context, self._tracker = proposer, limit, context, proposer.tracker
         self.idle = 0  # steps without drafts in a row, while the request is tracked
 
     # ---- queries -------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ class Drafter(DrafterView):
     @property
     def tracker(self) -> Tracker | None:
         """What keeps state of the request; None if nothing does, now or ever."""
-        return self.proposer.tracker if self.tracks else None
+        return self._tracker if self.state is not DrafterState.NONE else None
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

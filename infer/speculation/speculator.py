@@ -2,7 +2,7 @@
 
 A request gets its drafter from `assign`. A step calls, in this order, `plan` (what would pay), `track` (whose state
 drafters keep, and what they can draft), `sync` (who was admitted and pre-empted), `propose`, `verified` for each draft,
-`commit`, and `observe` (what the step took).
+`commit`, and the planner's `record_step` (what the step took).
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from infer.request import DrafterState, Phase, Request
-from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.planner import PLAN_STEPS, Planner
 from infer.speculation.drafter import Drafter, drafter_of
 from infer.speculation.proposers.base import NoProposer, Proposer
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=Hashable)
@@ -129,16 +128,21 @@ class Speculator:
             self._decide_state(request, load)
         for request, budget in zip(decoding, planned, strict=True):
             drafter = drafter_of(request)
-            if drafter.proposer.tracker is None:
-                continue
-            drafter.idle = 0 if budget.nodes else drafter.idle + drafter.tracks
-            if budget.nodes and not drafter.tracks:
-                with self._or_give_up(request):
-                    drafter.start_tracking(request)
-            elif drafter.idle and drafter.idle % PLAN_STEPS == 0 and not self._should_track(request, load):
-                drafter.stop_tracking(request)
+            if budget.nodes and drafter.tracks:
+                drafter.idle = 0
+            elif drafter.proposer.tracker is not None:
+                self._start_or_stop(drafter, request, budget, load)
         pairs = zip(decoding, planned, strict=True)
         return [budget if drafter_of(request).ready(request) else NOTHING for request, budget in pairs]
+
+    def _start_or_stop(self, drafter: Drafter, request: Request, budget: Budget, load: int) -> None:
+        """Start tracking a request that is to draft; stop after some steps without drafts, if tracking does not pay."""
+        drafter.idle = 0 if budget.nodes else drafter.idle + drafter.tracks
+        if budget.nodes:
+            with self._or_give_up(request):
+                drafter.start_tracking(request)
+        elif drafter.idle and drafter.idle % PLAN_STEPS == 0 and not self._should_track(request, load):
+            drafter.stop_tracking(request)
 
     def _decide_state(self, request: Request, load: int) -> None:
         """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
@@ -179,9 +183,12 @@ class Speculator:
         pieces = features.split(taken) if len(groups) > 1 else ()
         for tracker, group in groups.items():
             batch = [requests[i] for i in group]
-            with self._or_give_up(*batch):  # its state of any of them can no longer be trusted
-                rows = torch.cat([pieces[i] for i in group]) if pieces else features
+            rows = torch.cat([pieces[i] for i in group]) if pieces else features
+            try:
                 tracker.commit(batch, [counts[i] for i in group], rows)
+            except Exception as error:  # its state of any of them can no longer be trusted
+                for request in batch:
+                    self._give_up(request, error)
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
@@ -189,19 +196,21 @@ class Speculator:
         self.planner.forget(request.request_id)
 
     @contextmanager
-    def _or_give_up(self, *requests: Request) -> Iterator[None]:
-        """If the block raises, nothing is drafted for these requests any more."""
+    def _or_give_up(self, request: Request) -> Iterator[None]:
+        """If the block raises, nothing is drafted for the request any more."""
         try:
             yield
         except Exception as error:
-            for request in requests:
-                drafter = drafter_of(request)
-                text = "%s: proposer %s failed and no longer drafts for this request: %r"
-                log.warning(text, request.request_id, drafter.name, error)
-                drafter.release(request)
-                self.failures += 1
-                request.drafter = Drafter(PLAIN, NOTHING, self._context)
-                request.drafter.state = DrafterState.NONE
+            self._give_up(request, error)
+
+    def _give_up(self, request: Request, error: Exception) -> None:
+        drafter = drafter_of(request)
+        text = "%s: proposer %s failed and no longer drafts for this request: %r"
+        log.warning(text, request.request_id, drafter.name, error)
+        drafter.release(request)
+        self.failures += 1
+        request.drafter = Drafter(PLAIN, NOTHING, self._context)
+        request.drafter.state = DrafterState.NONE
 
     # ---- drafts and their outcome --------------------------------------------------------------------------------
 
@@ -221,13 +230,12 @@ class Speculator:
 
     def _propose(self, proposer: Proposer, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Return the trees of one proposer's requests. A failure costs only the request that caused it its drafts."""
-        if len(requests) == 1:
-            with self._or_give_up(*requests):
-                return proposer.propose(requests, budgets)
-            return PLAIN.propose(requests, budgets)
         try:
             return proposer.propose(requests, budgets)
-        except Exception:
+        except Exception as error:
+            if len(requests) == 1:
+                self._give_up(requests[0], error)
+                return PLAIN.propose(requests, budgets)
             pairs = zip(requests, budgets, strict=True)
             trees = [self._propose(proposer, [request], [budget]) for request, budget in pairs]
             return DraftTree.stack(trees, [[index] for index in range(len(trees))])
@@ -236,7 +244,3 @@ class Speculator:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
         name, sampled = drafter_of(request).name, request.params.temperature > 0
         self.planner.record_draft(request.request_id, name, sampled, draft)
-
-    def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record what a step without prefill took; see `Planner.record_step`."""
-        self.planner.record_step(batch, rows, drafting, seconds)

@@ -1,4 +1,4 @@
-"""Decides which drafted tokens are accepted, by the exact rule or by the one that the request asked for."""
+"""Decides which drafted tokens are accepted where a request asked for another rule than the exact one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infer.sampling.choose import Choices
 from infer.sampling.isolation import together
 from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, synthetic, typical_mask
-from kernels.upload import sent
+from kernels.copies import sent
 from kernels.verify import accept
 
 
@@ -23,27 +23,14 @@ def rule_for(request: Request, proposer: str) -> str:
     return (request.params.temperature > 0 and request.params.acceptance) or "exact"
 
 
-def verify(
-    requests: Sequence[Request],
-    tree: DraftTree,
-    choices: Choices,
-    choice: Tensor,
-    rates: Sequence[float] = (),
+def verify_by_rules(
+    requests: Sequence[Request], tree: DraftTree, choices: Choices, choice: Tensor, rates: Sequence[float]
 ) -> Tensor:
     """Return the last accepted node of each request, `[B]`, by its request's rule.
 
     `choice` `[B, N]`: the target's choice at every node, in which the bonus tokens of rules that draw their own are
     written. `rates`: the acceptance rates of synthetic acceptance.
     """
-    if all(request.rule == "exact" for request in requests):
-        return accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
-    return verify_by_rules(requests, tree, choices, choice, rates)
-
-
-def verify_by_rules(
-    requests: Sequence[Request], tree: DraftTree, choices: Choices, choice: Tensor, rates: Sequence[float]
-) -> Tensor:
-    """The same where a rule is another one."""
     row_by_id = {request.request_id: b for b, request in enumerate(requests)}
 
     def active_rows(rule: str, subset: Sequence[Request]) -> list[int]:
@@ -59,7 +46,7 @@ def verify_by_rules(
         return dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
 
     typical_mask, verified = together(requests, by_typical), together(requests, by_block)
-    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice, typical_mask)
+    last = accept(tree.nodes, choice, typical_mask)
     for b, (accepted, bonus) in verified.items():
         last[b], choice[b, accepted] = accepted, bonus
     for b, request in enumerate(requests):

@@ -1,8 +1,7 @@
 """Reads argument structures and prototypes from the C sources, so that ctypes lays them out as the compiler does.
 
 Only what these sources use is understood: pointers (whatever they point to) and the scalars of `SCALARS`. Another type
-is a KeyError; tests/kernels/test_declarations.py lets the compiler check sizes and offsets. `__slots__ = ()` beside
-`_fields_` makes setting a field that C does not have an AttributeError.
+is a KeyError; tests/kernels/test_declarations.py lets the compiler check sizes and offsets.
 """
 
 from __future__ import annotations
@@ -22,6 +21,11 @@ FUNCTION = re.compile(r"^(void|int|int64_t) (\w+)\(([^)]*)\) \{", re.MULTILINE) 
 @cache
 def _text() -> str:
     return re.sub(r"/\*.*?\*/", "", "\n".join(file.read_text() for file in SOURCES), flags=re.DOTALL)
+
+
+def structure(name: str) -> type[ctypes.Structure]:
+    """Return a structure of the C sources. Setting a field that it does not have is an AttributeError."""
+    return type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields(name)})
 
 
 def fields(structure: str) -> list[tuple[str, Any]]:

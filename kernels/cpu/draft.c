@@ -14,6 +14,9 @@ typedef struct {
     decoder_args *decoder;     /* the layers; x: [rows, hidden] states of the rows, on return of those drafted from;
                                 * kept: [chains] the last row of each */
     const linear_args *joined; /* projects embedding and state to the input of a layer; null: a layer reads both */
+    const void *token_norm, *state_norm; /* [hidden] of what `joined` reads; null: none */
+    int64_t state_first;       /* `joined` reads the state, then the embedding */
+    int64_t zero_first;        /* the embedding at position 0 is zero */
     const linear_args *lm_head;
     const void *embedding;     /* [V, hidden]; null: it is in `blocks` */
     const linear_args *blocks;
@@ -54,17 +57,25 @@ static void apply(const draft_args *a, const linear_args *weights, const void *x
 static void enter(const draft_args *a) {
     decoder_args *d = a->decoder;
     int64_t width = d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16), row = d->hidden_size * width, turn = a->dim * width;
-    int64_t stride = a->joined ? 2 * row : row;
+    int64_t stride = a->joined ? 2 * row : row, size = d->hidden_size;
     char *cos = a->turned, *sin = cos + a->rows * turn;
     for (int64_t r = 0; r < a->rows; r++) {
-        char *token = (char *)a->tokens + r * stride;
+        char *first = (char *)a->tokens + r * stride, *token = a->state_first ? first + row : first;
         memcpy(cos + r * turn, (const char *)a->cos + a->positions[r] * turn, turn);
         memcpy(sin + r * turn, (const char *)a->sin + a->positions[r] * turn, turn);
         if (a->embedding)
             memcpy(token, (const char *)a->embedding + a->ids[r] * row, row);
         else
             blocks_gather(a->blocks, a->ids + r, 1, token);
-        if (a->joined) memcpy(token + row, (const char *)d->x + r * row, row);
+        if (a->zero_first && !a->positions[r]) memset(token, 0, row);
+        if (a->token_norm) rms_norm(token, a->token_norm, token, 1, size, size, d->eps, d->kind, d->centered);
+        if (!a->joined) continue;
+        const char *x = (const char *)d->x + r * row;
+        char *state = a->state_first ? first : first + row;
+        if (a->state_norm)
+            rms_norm(x, a->state_norm, state, 1, size, size, d->eps, d->kind, d->centered);
+        else
+            memcpy(state, x, row);
     }
     d->cos = cos, d->sin = sin, d->rows = a->rows;
     if (a->joined)
@@ -97,7 +108,7 @@ void draft_read(const draft_args *a) {
 static void choices(const draft_args *a) {
     const decoder_args *d = a->decoder;
     int64_t size = d->hidden_size, outputs = a->lm_head->outputs;
-    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind, 0);
+    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind, d->centered);
     apply(a, a->lm_head, a->norm ? a->normed : d->x, a->logits, a->chains, a->threads);
     if (a->count)
         choose_best(

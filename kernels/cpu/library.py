@@ -18,18 +18,13 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from kernels.cache import cache_file
 from kernels.cpu.declarations import SOURCES, functions
 from kernels.cpu.level import compiler_flags
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
-LANES = 16  # floats of the longest vector of vec.h; sizes that are no multiple of it use torch
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 600  # some ten seconds on an idle machine
-PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 log = logging.getLogger(__name__)
 
@@ -104,16 +99,3 @@ def library() -> ctypes.CDLL | None:
         function.restype, function.argtypes = result, arguments
     lib.linear_tiles(1)
     return lib
-
-
-KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Return the null pointer (None) for no tensor."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def threads(work: int) -> int:
-    """Return on how many threads C should do this many multiply-adds."""
-    return torch.get_num_threads() if work > PARALLEL_WORK else 1

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.acceptance import COINS, LEAST, stream
-from kernels.noise import MASK32
+from kernels.copies import upload_lists
+from kernels.noise import COINS, LEAST, MASK32, stream
 from kernels.triton.noise import exact_log, gumbel_noise, mix32, row_key
-from kernels.upload import upload_lists
 
 BLOCK = 2048
 SMALLEST = tl.constexpr(LEAST)

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.advance import FIELDS, Nodes, Progress
+from kernels.operands import LEADING, Nodes, Progress
 from kernels.triton.rows import set_bits
 from kernels.triton.verify import last_of_path
 from kernels.verify import Accepted
 
-COLUMNS = tl.constexpr(FIELDS)
+COLUMNS = tl.constexpr(LEADING)
 
 
 @triton.jit
@@ -82,11 +82,11 @@ def advance(
     assert results.is_contiguous()
     assert ids.stride(1) == 1
     moves = torch.empty(2, 0 if is_chain else batch * width, dtype=torch.int64, device=token.device)
-    capacity = (results.shape[1] - FIELDS) // 2
+    capacity = (results.shape[1] - LEADING) // 2
     advance_kernel[batch,](
         token, parent, depth, ancestors, length, choice, shape_stride, table, table.stride(0), slots, roots, limit, ids,
         ids.stride(0), first, last, results, moves, per_tree, width, capacity,
         N=triton.next_power_of_2(max(per_tree, width)), PAGE=page_size, MOVES=not is_chain, num_warps=1,
     )  # fmt: skip
-    tokens, path = results[:, FIELDS : FIELDS + width], results[:, FIELDS + capacity : FIELDS + capacity + width]
+    tokens, path = results[:, LEADING : LEADING + width], results[:, LEADING + capacity : LEADING + capacity + width]
     return Accepted(tokens, path, results[:, 2], None if is_chain else (moves[0], moves[1]))

@@ -29,15 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.move import write_slots
-from kernels.rotary import QKNorm, rotate_and_write
+from kernels.copies import upload, write_slots
+from kernels.operands import QKNorm
+from kernels.rotary import rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRETED
 from kernels.triton.attention_tiles import Blocking, blocking, merges_itself, split_programs, warps_of_attend
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps, prefetch
 from kernels.triton.device import limits
 from kernels.triton.launch import Variant
-from kernels.upload import upload
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN

@@ -11,19 +11,15 @@ counts and weights are integers, whose sums do not depend on an order: a row's c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.operands import ChoiceParameters
 from kernels.triton.device import empties
 from kernels.triton.fixed_point import exp_weights, share_of
 from kernels.triton.noise import exact_log, gumbel_noise, row_key
-
-if TYPE_CHECKING:
-    from kernels.choose import ChoiceParameters
 
 BLOCK = 2048
 DIGITS = tl.constexpr(16)

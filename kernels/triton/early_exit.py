@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.early_exit import FIELDS, Drafting
+from kernels.operands import SHARED, Drafting
 
-COLUMNS = tl.constexpr(FIELDS)
+COLUMNS = tl.constexpr(SHARED)
 
 
 @triton.jit(do_not_specialize=["batch", "deepest", "level"])
@@ -48,7 +48,7 @@ def exit_level(
     batch, columns = terms.shape
     out = Drafting(*(torch.empty_like(part) for part in chains))
     exit_kernel[1,](
-        *chains, terms.contiguous(), depths, log_probs.contiguous(), *out, batch, (columns - FIELDS) // 2, level, least,
+        *chains, terms.contiguous(), depths, log_probs.contiguous(), *out, batch, (columns - SHARED) // 2, level, least,
         B=triton.next_power_of_2(batch), num_warps=1,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rotary import QKNorm
+from kernels.operands import QKNorm
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps
 from kernels.triton.launch import Variant
 

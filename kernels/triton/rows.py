@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows import Addresses, AttentionRows
-
 BLOCK = 128
 WORD_BITS = tl.constexpr(64)
 
@@ -87,28 +85,29 @@ def grid(
     offset: int,
     words: Tensor | None,
     page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Addresses]:
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """Return request, committed, offset and addresses of AttentionRows.grid."""
     count = len(start) * width
     out, narrow = _launch(table, requests, start, start, words, count, width, shift, offset, page_size, grid=True)
     places, slots, request, committed, offsets = out
-    return request, committed, offsets, Addresses(places, slots, *narrow)
+    return request, committed, offsets, (places, slots, *narrow)
 
 
-def addresses(rows: AttentionRows) -> Addresses:
-    """As AttentionRows.addresses."""
-    inputs = rows.table, rows.request, rows.committed, rows.offset, rows.tree_mask, len(rows.request), 1, 0, 0
-    out, narrow = _launch(*inputs, rows.page_size, grid=False)
-    return Addresses(*out, *narrow)
+def addresses(
+    table: Tensor, request: Tensor, committed: Tensor, offset: Tensor, tree_mask: Tensor | None, page_size: int
+) -> tuple[Tensor, ...]:
+    """Return the fields of Addresses, from those of AttentionRows."""
+    out, narrow = _launch(table, request, committed, offset, tree_mask, len(request), 1, 0, 0, page_size, grid=False)
+    return *out, *narrow
 
 
-def tails(rows: AttentionRows, tile: int) -> Tensor:
+def tails(table: Tensor, request: Tensor, committed: Tensor, tree_mask: Tensor, page_size: int, tile: int) -> Tensor:
     """As AttentionRows.tails."""
-    table, count, tail = rows.table, len(rows.request), tile + WORD_BITS.value
+    count, tail = len(request), tile + WORD_BITS.value
     out = torch.empty(count, tail, dtype=torch.int64, device=table.device)
     plan_tails[count,](
-        table, table.stride(0), table.shape[1], rows.request, rows.committed, rows.tree_mask, out,
-        TILE=tile, TAIL=tail, PAGE=rows.page_size, LINES=triton.next_power_of_2(tail),
+        table, table.stride(0), table.shape[1], request, committed, tree_mask, out,
+        TILE=tile, TAIL=tail, PAGE=page_size, LINES=triton.next_power_of_2(tail),
     )  # fmt: skip
     return out
 

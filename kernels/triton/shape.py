@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.shape import WORD, Shaping
+from kernels.operands import WORD, Shaping
 
 BLOCK = 2048
 PENALIZED, REPEATED, BIASED, MASKED = (tl.constexpr(1 << bit) for bit in range(4))  # of `uses`

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.tree import BestNodes, Candidates, Frontier, Level, Picked
+from kernels.operands import Candidates, Frontier, Level, Nodes, Picked
 from kernels.triton.device import empties
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -127,7 +127,7 @@ def grow_level(
     return Level(tokens, parents, scores, Picked(parent, picked, following))
 
 
-def best_nodes(roots: Tensor, candidates: Candidates, nodes: Tensor, depth: Tensor, width: int) -> BestNodes:
+def best_nodes(roots: Tensor, candidates: Candidates, nodes: Tensor, depth: Tensor, width: int) -> Nodes:
     """As kernels.tree.best_nodes."""
     tokens, parents, level, scores = candidates
     batch, count = tokens.shape
@@ -139,7 +139,7 @@ def best_nodes(roots: Tensor, candidates: Candidates, nodes: Tensor, depth: Tens
         roots, *fields, nodes, depth, token, parent, depths, ancestors, length, count, width,
         C=block, num_warps=_warps(block),
     )  # fmt: skip
-    return BestNodes(token, parent, depths, ancestors, length)
+    return Nodes(token, parent, depths, ancestors, length)
 
 
 def _warps(block: int) -> int:

@@ -3,19 +3,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.operands import ChoiceParameters, Lattice, Transition
 from kernels.triton.choose import divided
 from kernels.triton.noise import gumbel_noise, row_key
-
-if TYPE_CHECKING:
-    from kernels.choose import ChoiceParameters
-    from kernels.walk import Lattice, Transition
 
 MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -84,7 +79,7 @@ def walk(
     levels: int,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """As kernels.cpu.walk.walk."""
+    """As kernels.walk.walk_in_c."""
     nodes = before if query is None else query[..., 0]
     assert nodes is not None
     (roots, width), (_, slots, size), p = nodes.shape, lattice.column.shape, parameters

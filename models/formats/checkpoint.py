@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from models.fields import Fields
-from models.heads.config import Facts, HeadShape
+from models.heads.config import Facts, HeadShape, NewHeadConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 Blame = tuple[tuple[str, tuple[str, ...]], ...]
@@ -109,6 +110,7 @@ class Format:
     write: Callable[[Checkpoint], dict[str, Any]] = lambda checkpoint: checkpoint.config.to_json(checkpoint.facts())
     # file names, in order of preference; the first is what is written
     weights: tuple[str, ...] = ("model.safetensors", "pytorch_model.bin")
+    open: Callable[[Path], dict[str, Tensor]] | None = None  # reads them from a folder that holds more than a head
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
     prefixes: tuple[str, ...] = ()  # that tensor names may have
     written_prefix: str = ""
@@ -125,6 +127,16 @@ class Format:
         None  # of its heads, the one that config.json is of; None: the only
     )
     gguf: bool = False  # one GGUF file, in place of a folder (models/gguf/head.py)
+
+
+def formats_of(head: type[NewHeadConfig]) -> tuple[Format, ...]:
+    """Return the formats that hold a head."""
+    return head.part("formats").FORMATS
+
+
+def export_format(head: type[NewHeadConfig]) -> Format:
+    """Return the format that our export of a head follows."""
+    return head.part("formats").LAYOUT
 
 
 def write_with_base_model(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from models.config import read_json
 from models.fields import Fields
 from models.formats import headway
-from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier, formats_of
 from models.formats.files import read_weights
 from models.formats.matching import bare_names, expected_tensors, match
 from models.gguf import is_gguf
@@ -28,7 +28,7 @@ from models.heads.config import EMBEDDING, LM_HEAD, PROVENANCE, HeadShape
 
 # In the order in which a folder is tried: our export also matches the layout that it follows.
 FORMATS: dict[str, Format] = {
-    form.name: form for form in (headway.FORMAT, *(form for head in HEADS.values() for form in head.formats()))
+    form.name: form for form in (headway.FORMAT, *(form for head in HEADS.values() for form in formats_of(head)))
 }
 CONFIG = "config.json"
 
@@ -80,7 +80,8 @@ def read_checkpoint(form: Format, folder: Path, provided: ConversionOptions | No
 
         config, tensors = read_head(folder)
     else:
-        config, tensors = read_config(folder), read_weights(folder, form.weights)
+        config = read_config(folder)
+        tensors = form.open(folder) if form.open else read_weights(folder, form.weights)
     try:
         checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:
@@ -101,7 +102,10 @@ def interpret(
     stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, provided)
     if form is not headway.FORMAT:  # which compares all keys itself
         stated.notes.extend(fields.done())
-    remarks = {} if form is headway.FORMAT else _drop_buffers(bare)
+    remarks = dict[str, str]()
+    for name in [name for name in bare if name.endswith("rotary_emb.inv_freq")] if form is not headway.FORMAT else ():
+        remarks[name] = "follows from config.json"  # a buffer that old exporters saved
+        del bare[name]
     remarks |= form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
     _check_verifier(stated.config, provided.verifier)
@@ -120,23 +124,9 @@ def interpret(
     )
 
 
-def _drop_buffers(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Remove buffers that old exporters saved, in place. Return a remark on each."""
-    buffers = [name for name in tensors if name.endswith("rotary_emb.inv_freq")]
-    return {name: "follows from config.json" for name in buffers if tensors.pop(name) is not None}
-
-
-def write_checkpoint(
-    form: Format,
-    checkpoint: Checkpoint,
-    path: Path,
-    *,
-    of_target: Mapping[str, Callable[[], Tensor]] | None = None,
-    dtype: str | None = None,
-    tokenizer: Mapping[str, Any] | None = None,
-) -> RenderedCheckpoint:
-    """Call `render`, then `save`."""
-    written = render(form, checkpoint, of_target=of_target, dtype=dtype, tokenizer=tokenizer)
+def write_checkpoint(form: Format, checkpoint: Checkpoint, path: Path, **options: Any) -> RenderedCheckpoint:
+    """Call `render`, with its `options`, then `save`."""
+    written = render(form, checkpoint, **options)
     save(form, checkpoint, written, path)
     return written
 

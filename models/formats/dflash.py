@@ -1,4 +1,4 @@
-"""Shared by the formats of DFlash: Qwen3's layers, the masks of their blocks, tensors that copy the target's.
+"""Shared by the formats of block drafters: Qwen3's layers, the masks of their blocks, tensors that copy the target's.
 
 A flat file is z-lab's: a Qwen3Config with a section `dflash_config`, in which SpecForge writes DSpark too.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from models.config import TargetConfig
-from models.fields import Fields
+from models.fields import MOST, Fields
 from models.formats import eagle3, llama
 from models.formats.checkpoint import Checkpoint, Format, ParsedConfig
 from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash.config_json import SLIDING
+from models.heads.dspark.config import DSparkConfig
+from models.heads.layer_config import SLIDING
 from models.targets.qwen2 import typed_windows
 
 T = TypeVar("T")
@@ -40,6 +40,10 @@ ALIASES = (("midlayer.", "layers.0."), ("encoder.fc.", "fc."), ("encoder.output_
 
 def flat_format(name: str, heads: tuple[str, ...], architecture: str, read: Read, **more: Any) -> Format:
     """Return a format of flat files with this architecture."""
+
+    def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
+        return "speculators_model_type" not in config and architecture in (config.get("architectures") or ())
+
     fields: dict[str, Any] = {
         "weights": ("model.safetensors",),
         "prefixes": ("model.",),
@@ -48,13 +52,9 @@ def flat_format(name: str, heads: tuple[str, ...], architecture: str, read: Read
         "incoming": incoming,
         "losses": flat_losses,
         "states_tokens": False,
+        "write": lambda checkpoint: cast(DFlashConfig, checkpoint.config).flat_json(architecture),
     }
-    matches = partial(is_flat, architecture=architecture)
     return Format(name=name, heads=heads, matches=matches, read=read, **fields | more)
-
-
-def is_flat(config: Mapping[str, Any], files: Collection[str], architecture: str) -> bool:
-    return "speculators_model_type" not in config and architecture in (config.get("architectures") or ())
 
 
 def read_flat(
@@ -240,3 +240,44 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
             del tensors[name]
             remarks[name] = "the target's, which the head uses in place"
     return remarks
+
+
+# keys that only its training reads
+TRAINING = ("num_anchors", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma")
+
+
+def read_markov(fields: Fields) -> dict[str, Any]:
+    """Read the keys of DSpark's Markov head and confidence head.
+
+    A key of a part that the head does not have may be absent, any other not: readers' defaults differ.
+    """
+    fields.ignore(*TRAINING)
+    rank, confident = fields.need("markov_rank", int), fields.need("enable_confidence_head", bool)
+    kind, with_markov = fields.maybe("markov_head_type", str), fields.maybe("confidence_head_with_markov", bool)
+    if not 0 <= rank <= MOST:
+        raise ValueError(f"{fields.name}: markov_rank={rank}: must be 0 to {MOST}")
+    if rank and kind is None:
+        raise ValueError(f"{fields.name}: markov_head_type is missing, though markov_rank={rank}")
+    if confident and with_markov is None:
+        raise ValueError(f"{fields.name}: confidence_head_with_markov is missing, though enable_confidence_head=True")
+    return dict(zip(DSparkConfig.further(), (rank, kind or "vanilla", confident, bool(with_markov)), strict=True))
+
+
+def markov_shape(shape: Mapping[str, Any], markov: Mapping[str, Any], notes: list[str]) -> DFlashConfig:
+    """Return the head's shape: DFlash's if there is no Markov head. Raises ValueError for a confidence head alone."""
+    if markov["markov_rank"]:
+        return DSparkConfig(**shape, **markov)
+    if markov["enable_confidence_head"]:
+        raise ValueError("config.json: markov_rank=0, enable_confidence_head=True: no head has only the latter")
+    notes.append("markov_rank is 0: a DFlash head")
+    return DFlashConfig(**shape)
+
+
+def markov_kind(fields: Mapping[str, Any]) -> str:
+    """Return the kind of head that `markov_shape` makes of these keys."""
+    return "dspark" if fields.get("markov_rank") else "dflash"
+
+
+def markov_losses(config: HeadShape) -> list[str]:
+    kind = getattr(config, "markov_head_type", "vanilla")
+    return [] if kind == "vanilla" else [f"vLLM serves markov_head_type=vanilla only; this head is {kind}"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.fields import Fields
 from models.formats import speculators
-from models.formats.checkpoint import DRAFT_TOKENS, ConversionOptions, Format, ParsedConfig, Shapes
+from models.formats.checkpoint import DRAFT_TOKENS, ConversionOptions, Format, ParsedConfig, Shapes, export_format
 from models.heads import HEADS
 from models.heads.config import EMBEDDING, PROVENANCE, Facts, HeadShape
 
@@ -26,7 +26,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
 
 
 def layout_of(config: Mapping[str, Any], name: str = "config.json") -> Format:
-    layout = next((layout for head in HEADS.values() if (layout := head.layout()).matches(config, ())), None)
+    layout = next((layout for head in HEADS.values() if (layout := export_format(head)).matches(config, ())), None)
     if layout is None:
         keys = "architectures, speculators_model_type or model_type"
         raise ValueError(f"{name}: of no head that we know ({', '.join(HEADS)}); {keys} would say which")
@@ -69,7 +69,7 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     Raises ValueError for a tensor that would be changed.
     """
     present = set(tensors)
-    remarks = HEADS[config.name].layout().incoming(tensors, config)
+    remarks = export_format(HEADS[config.name]).incoming(tensors, config)
     for name in sorted(present & remarks.keys()):
         raise ValueError(f"{name}: {remarks[name]}; Headway would not write that")
     return remarks

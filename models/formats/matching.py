@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from models.formats.checkpoint import Blame, Format, ParsedConfig
-from models.heads import HEADS
 from models.heads.config import HeadShape
-from models.heads.weights import checkpoint_tensors
+from models.heads.weights import checkpoint_tensors, module_of
 
 SHOWN = 8
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-WHOLE = (torch.int64, torch.int32)
+KINDS = {  # of dtypes, each of which stands for the others
+    "floating point": (torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    "whole numbers": (torch.int64, torch.int32),
+}
 
 
 def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
     """Return name -> tensor without storage, for every tensor of our export of such a head."""
     with torch.device("meta"):
-        return checkpoint_tensors(HEADS[config.name].module().kind(config))
+        return checkpoint_tensors(module_of(config.name).kind(config))
 
 
 def bare_names(
@@ -58,13 +59,14 @@ def match(
     problems, matched, names = [], {}, {}
     for source, (our_name, meta) in expected.items():
         tensor, keys = tensors.get(source), because(blame, source, written)
+        kind, dtypes = next((each for each in KINDS.items() if meta.dtype in each[1]), (meta.dtype, (meta.dtype,)))
         if tensor is None:
             if our_name not in form.optional(config):
                 problems.append(f"{source}: missing, though config.json states {keys}")
         elif tensor.shape != meta.shape:
             problems.append(f"{source} {list(tensor.shape)}: expected {list(meta.shape)}, as config.json states {keys}")
-        elif not _same_kind(tensor, meta):
-            problems.append(f"{source} is {tensor.dtype}: expected {_kind(meta)}")
+        elif tensor.dtype not in dtypes:
+            problems.append(f"{source} is {tensor.dtype}: expected {kind}")
         elif tensor.is_floating_point() and not tensor.isfinite().all():
             problems.append(f"{source} holds NaN or infinity")
         else:
@@ -88,12 +90,3 @@ def because(blame: Blame, name: str, written: Mapping[str, Any]) -> str:
     if keys and flat.get(keys[0]) is None:  # the deciding flag is the first key
         settings.insert(0, f"no {keys[0]}")
     return ", ".join(settings) or "nothing of the kind"
-
-
-def _same_kind(tensor: Tensor, meta: Tensor) -> bool:
-    kinds = FLOATS if meta.dtype in FLOATS else WHOLE if meta.dtype in WHOLE else (meta.dtype,)
-    return tensor.dtype in kinds
-
-
-def _kind(meta: Tensor) -> str:
-    return "floating point" if meta.dtype in FLOATS else "whole numbers" if meta.dtype in WHOLE else str(meta.dtype)

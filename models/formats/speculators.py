@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from models.config import TargetConfig
 from models.fields import Fields
-from models.formats import dflash, dspark, eagle3
+from models.formats import dflash, eagle3
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
 from models.heads.config import EMBEDDING, HeadShape
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash2.config import KEYS as DFLASH2_KEYS
 from models.heads.dflash2.config import TAPS, DFlash2Config
 from models.heads.dspark.config import DSparkConfig
 from models.heads.eagle3.config import Eagle3Config
@@ -36,7 +36,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
 
 def kind_of(config: Mapping[str, Any]) -> str:
     algorithm = config["speculators_model_type"]  # one of KINDS, or the config does not match
-    return dspark.kind(config) if algorithm == "dspark" else (EAGLES | BLOCKS)[algorithm].name
+    return dflash.markov_kind(config) if algorithm == "dspark" else (EAGLES | BLOCKS)[algorithm].name
 
 
 def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
@@ -48,29 +48,27 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     verifier, speculative_tokens = read_proposal(fields, kind)
     section = fields.need_section("transformer_layer_config")
     section.ignore("architectures")  # left by the trainer; model_type decides
-    read_shape = _read_block if kind in BLOCKS else _read_eagle
-    config = read_shape(kind, fields, section, speculative_tokens, shapes, provided, notes)
+    config: Eagle3Config | DFlashConfig
+    if kind in BLOCKS:
+        section.only("model_type", "qwen3")
+        config, blame = _read_block(kind, fields, dflash.read_layers(section, notes), notes), dflash.BLAME
+    else:
+        section.only("model_type", "llama")
+        layer, blame = read_layer(section, notes), eagle3.BLAME
+        config = _read_eagle(fields, layer, speculative_tokens, shapes, provided, notes)
     notes += section.done()
-    return ParsedConfig(config, verifier, speculative_tokens, notes, dflash.BLAME if kind in BLOCKS else eagle3.BLAME)
+    return ParsedConfig(config, verifier, speculative_tokens, notes, blame)
 
 
 def _read_eagle(
-    kind: str,
-    fields: Fields,
-    section: Fields,
-    speculative_tokens: int,
-    shapes: Shapes,
-    provided: ConversionOptions,
-    notes: list[str],
+    fields: Fields, layer: TargetConfig, tokens: int, shapes: Shapes, provided: ConversionOptions, notes: list[str]
 ) -> Eagle3Config:
-    section.only("model_type", "llama")
-    layer = read_layer(section, notes)
-    options: dict[str, Any] = {}
+    kind, options = fields.values["speculators_model_type"], dict[str, Any]()
     if kind == "peagle":
         options["mask_token_id"] = fields.need("mask_token_id", int)
         if fields.values.get("num_depths") is None:
-            notes.append(f"num_depths is not stated: {speculative_tokens}, the speculative_tokens")
-        options["num_depths"] = fields.size("num_depths", speculative_tokens)
+            notes.append(f"num_depths is not stated: {tokens}, the speculative_tokens")
+        options["num_depths"] = fields.size("num_depths", tokens)
     else:
         fields.only("mask_token_id")
     trained = fields.take("embed_requires_grad", bool, kind == "peagle")
@@ -89,18 +87,8 @@ def _read_eagle(
     )
 
 
-def _read_block(
-    kind: str,
-    fields: Fields,
-    section: Fields,
-    speculative_tokens: int,
-    shapes: Shapes,
-    provided: ConversionOptions,
-    notes: list[str],
-) -> DFlashConfig:
+def _read_block(kind: str, fields: Fields, layer: TargetConfig, notes: list[str]) -> DFlashConfig:
     """Full layers are bidirectional, those with a window block-causal unless `sliding_window_non_causal`."""
-    section.only("model_type", "qwen3")
-    layer = dflash.read_layers(section, notes)
     fields.only("target_hidden_size", layer.hidden_size)
     fields.only("projector_type", kind)
     fields.ignore(*DOMINO, "auf")  # keys of another head's corrector, and of training
@@ -118,7 +106,7 @@ def _read_block(
         "sample_from_anchor": dflash.read_alignment(alignment, kind == "dspark", notes, f"speculators' {kind}"),
     }
     if kind == "dspark":
-        config = dspark.make_shape(shape, dspark.read_markov(fields), notes)
+        config = dflash.markov_shape(shape, dflash.read_markov(fields), notes)
     elif kind == "dflash2":
         config = DFlash2Config(**shape, **read_selector(fields))
     else:
@@ -130,7 +118,7 @@ def _read_block(
 def read_selector(fields: Fields) -> dict[str, Any]:
     """Read the sizes of DFlash2's convolutions and selector."""
     fields.only("conv_kernel_size", TAPS)
-    return {key: fields.size(key) for key in DFLASH2_KEYS}
+    return {key: fields.size(key) for key in DFlash2Config.further()}
 
 
 def read_proposal(fields: Fields, algorithm: str) -> tuple[Verifier | None, int]:
@@ -175,7 +163,7 @@ def losses(checkpoint: Checkpoint) -> list[str]:
     config = checkpoint.config
     if not isinstance(config, DFlashConfig):
         return []
-    notes = dspark.losses(config) + dflash.window_notes(config, from_row=False)
+    notes = dflash.markov_losses(config) + dflash.window_notes(config, from_row=False)
     if True in config.causal(windowed=False):
         notes.append(
             "causal_head is not known to vLLM and speculators, which read layers without a window as bidirectional"

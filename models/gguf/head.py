@@ -1,7 +1,7 @@
 """An EAGLE-3 head as one GGUF file, which llama.cpp reads beside its target (`--spec-type draft-eagle3`).
 
-The config is converted from and to the flat config.json of models/heads/eagle3/formats/safeailab.py; tensors keep the
-file's names, which the format spells (formats/llama_cpp.py), and have our layout: queries and keys in halves, `d2t`
+The config is converted from and to the flat config.json of models/heads/eagle3/formats.py; tensors keep the
+file's names, which the format spells there, and have our layout: queries and keys in halves, `d2t`
 as offsets. In the file their rows are in pairs, as ggml's rotary embedding wants them, and `d2t` holds target ids.
 """
 

@@ -12,11 +12,13 @@ from models.heads.eagle3.config import Eagle3Options
 from models.heads.lstm.config import LstmOptions
 from models.heads.medusa.config import MedusaOptions
 from models.heads.mlp.config import MlpOptions
+from models.heads.mtp.config import MtpOptions
 from models.heads.p_eagle.config import PEagleOptions
 
 HEADS: dict[str, type[NewHeadConfig]] = {
     "eagle": EagleOptions,
     "eagle3": Eagle3Options,
+    "mtp": MtpOptions,
     "medusa": MedusaOptions,
     "mlp": MlpOptions,
     "lstm": LstmOptions,
@@ -26,4 +28,5 @@ HEADS: dict[str, type[NewHeadConfig]] = {
     "dflash2": DFlash2Options,
     "draft-model": DraftModelOptions,
 }
+SHIPPED_BY_TARGETS = "mtp"  # in their checkpoints
 DEFAULT_HEAD = "eagle3"  # of `head=auto` where no head exists; error messages suggest it

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.walk import Transition
+from kernels.operands import Transition
 from models.attention import Attention, WriteKeys
 from models.heads.base import Head
 

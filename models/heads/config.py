@@ -16,9 +16,7 @@ from models.config import TargetConfig
 from models.heads.objectives import ObjectiveConfig
 
 if TYPE_CHECKING:
-    from models.formats.checkpoint import Format
     from models.heads.base import Head
-    from models.heads.weights import HeadModule
 
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"  # tensors that a head may share with its target
@@ -133,26 +131,15 @@ class NewHeadConfig(HeadConfig, ABC):
         """Make a new head, without vocabulary or weights. Raises ValueError as `for_target` does."""
         if not self.is_target:
             refuse_projections(target)
-        return self.module().kind(self.for_target(target))
+        return self.part("head").HEAD.kind(self.for_target(target))
 
     @classmethod
-    def module(cls) -> HeadModule:
-        """Return the head's module, `HEAD` of head.py in its folder."""
-        return cls._import("head").HEAD
+    def part(cls, name: str) -> Any:
+        """Return a module of the head's folder: "head", with HEAD, or "formats", with FORMATS and LAYOUT.
 
-    @classmethod
-    def formats(cls) -> tuple[Format, ...]:
-        """Return the checkpoint formats that hold it, `FORMATS` of formats.py in its folder."""
-        return cls._import("formats").FORMATS
-
-    @classmethod
-    def layout(cls) -> Format:
-        """Return the format that our export follows, `LAYOUT` of formats.py in its folder."""
-        return cls._import("formats").LAYOUT
-
-    @classmethod
-    def _import(cls, module: str) -> Any:
-        return import_module(f"{cls.__module__.rpartition('.')[0]}.{module}")
+        Typed by `module_of` of weights.py, and `formats_of` and `export_format` of models/formats/checkpoint.py.
+        """
+        return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
 
 
 def refuse_projections(target: TargetConfig) -> None:

@@ -16,12 +16,11 @@ from models.formats.conversion import FORMATS, detect, read_checkpoint, write_ch
 from models.formats.files import PICKLES
 from models.formats.verifier import weights_of
 from models.gguf import is_gguf
-from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.borrowing import borrow
 from models.heads.config import EMBEDDING, LM_HEAD, refuse_projections
 from models.heads.layer_config import reaching
-from models.heads.weights import checkpoint_layout, checkpoint_tensors
+from models.heads.weights import checkpoint_layout, checkpoint_tensors, module_of
 from models.hub import fetch_snapshot
 from models.targets.llama import LlamaTarget
 from models.weights import load_into
@@ -100,7 +99,7 @@ def load_head(
     folder = Path(folder)
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
-    head = HEADS[checkpoint.head].module().kind(config).to(dtype)
+    head = module_of(checkpoint.head).kind(config).to(dtype)
     layout = checkpoint_layout(head)
     for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
         if shared in dict(head.named_parameters()) and shared not in tensors:

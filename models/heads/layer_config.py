@@ -12,6 +12,8 @@ from models.heads.config import Facts
 Shape = TypeVar("Shape")
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+
 
 def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
     """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES."""
@@ -47,6 +49,20 @@ def check_layer_ids(ids: Sequence[int] | None, target: TargetConfig | None = Non
         raise ValueError(f"head.aux_layers={list(ids)}: must be distinct layer ids from 0, or null")
     if target is not None and max(ids) >= target.num_layers:
         raise ValueError(f"head.aux_layers={list(ids)}: ids of this target are 0..{target.num_layers - 1}")
+
+
+def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
+    """Return `count` layers of a target of `num_layers`, evenly spread, as HF hidden_states indices.
+
+    The published heads read the outputs of layers between 1 and L - 3, and a head of one layer that of L // 2. The
+    output of layer i is hidden state i + 1. Raises ValueError where they collide.
+    """
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    outputs = [round(1 + index * (num_layers - 4) / (count - 1)) for index in range(count)]
+    if len(set(outputs)) < count or num_layers < 4:
+        raise ValueError(f"head.aux_layers: {count} layers collide on a target of {num_layers}; name them")
+    return tuple(output + 1 for output in outputs)
 
 
 def draft_vocabulary(size: int | None, target: TargetConfig) -> int:
@@ -88,6 +104,19 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": layer.bos_token_id,
         "eos_token_id": list(layer.eos_token_ids) or None,
+    }
+
+
+def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
+    """Return the layer under the keys of Hugging Face's Qwen3Config."""
+    window = next((window for window in layer.windows if window is not None), None)
+    kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
+    return layer_json(layer) | {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "layer_types": kinds,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
     }
 
 

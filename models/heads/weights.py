@@ -52,8 +52,9 @@ class HeadModule(NamedTuple):
     layout: Callable[..., Layout] = layout_of_names
 
 
-def module_of(head: Head) -> HeadModule:
-    return HEADS[head.config.name].module()
+def module_of(name: str) -> HeadModule:
+    """Return the module of the head of this name."""
+    return HEADS[name].part("head").HEAD
 
 
 def dtype_of(head: Head) -> torch.dtype:
@@ -76,7 +77,7 @@ def initialize(head: Head, target: LlamaTarget, *, from_target: bool, seed: int 
     borrow(head, target)
     for borrowed in borrowed_by(head):
         borrowed.to(next(head.parameters()))
-    module_of(head).initialize(head, target, from_target=from_target, seed=seed)
+    module_of(head.config.name).initialize(head, target, from_target=from_target, seed=seed)
 
 
 def draw_matrices(head: Head, seed: int, *, but: str | None = None) -> None:
@@ -89,12 +90,12 @@ def draw_matrices(head: Head, seed: int, *, but: str | None = None) -> None:
 
 def pack(head: Head, *, exact: bool, weight_format: WeightFormat) -> None:
     """Pack a head for serving, after `borrow`, in place; it can no longer be trained."""
-    module_of(head).pack(head, exact=exact, weight_format=weight_format)
+    module_of(head.config.name).pack(head, exact=exact, weight_format=weight_format)
 
 
 def checkpoint_layout(head: Head) -> Layout:
     """Return which tensors of a checkpoint make each parameter or buffer that is exported."""
-    return module_of(head).layout(head)
+    return module_of(head.config.name).layout(head)
 
 
 def checkpoint_tensors(head: Head) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
-"""GPTQ (arXiv 2210.17323) as AutoGPTQ, GPTQModel and transformers store it.
+"""GPTQ (arXiv 2210.17323) as AutoGPTQ, GPTQModel and transformers store it, and AWQ (arXiv 2306.00978) as AutoAWQ.
 
 `qweight` int32 `[K * bits / 32, N]`, packed along K; `qzeros` int32 `[G, N * bits / 32]`, packed along N; `scales`
 `[G, N]`; `g_idx` `[K]`, each column's group, which need not be in order (`desc_act`). The original format (`gptq`)
 stores zero points minus one; `checkpoint_format: gptq_v2` stores them unchanged. Some files state one and hold the
 other, so with `sym`, where every zero point is the middle of the range, either form of it is read.
+
+AWQ's version `gemm` packs `qweight` int32 `[K, N / 8]` along N too, both in AWQ's order, and has no `g_idx`.
 """
 
 from __future__ import annotations
@@ -15,17 +17,7 @@ from torch import Tensor
 
 from kernels.groups import GroupedRows
 from models.fields import Fields
-from models.quantized.scheme import (
-    INTEGERS,
-    WORD,
-    Scheme,
-    centered,
-    centered_zeros,
-    column_groups,
-    group_count,
-    need,
-    unpack,
-)
+from models.quantized import scheme
 
 # Keys on how the checkpoint was made, or that matter only to a kernel
 HISTORY = (
@@ -35,9 +27,11 @@ HISTORY = (
     "modules_in_block_to_quantize", "mse", "quantizer", "static_groups", "tokenizer", "true_sequential",
     "use_cuda_fp16", "use_exllama",
 )  # fmt: skip
+AWQ_BITS = 4
+AWQ_HISTORY = ("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "modules_to_not_convert")
 
 
-def read(fields: Fields) -> Scheme:
+def read_gptq(fields: Fields) -> scheme.Scheme:
     bits = fields.need("bits", int)
     if bits not in (4, 8):
         raise ValueError(f"{fields.name}: bits={bits}: only 4 and 8 are supported")
@@ -54,7 +48,21 @@ def read(fields: Fields) -> Scheme:
     parts = ("qweight", "qzeros", "scales", "g_idx")
     stored = {"minus_one": version == "gptq", "symmetric": symmetric, "reordered": reordered}
     layer = partial(_read_layer, bits=bits, group_size=size, **stored)
-    return Scheme(f"{version}, {bits} bits in groups of {size}", parts, layer)
+    return scheme.Scheme(f"{version}, {bits} bits in groups of {size}", parts, layer)
+
+
+def read_awq(fields: Fields) -> scheme.Scheme:
+    keys = ("bits", "w_bit"), ("group_size", "q_group_size")  # the second names are those of older files
+    bits, size = (fields.maybe(new, int) or fields.need(old, int) for new, old in keys)
+    if bits != AWQ_BITS:
+        raise ValueError(f"{fields.name}: bits={bits}: only {AWQ_BITS} is supported")
+    version = fields.take("version", str, "gemm")
+    if version.lower() != "gemm":
+        raise ValueError(f"{fields.name}: version={version!r}: only 'gemm' is supported")
+    fields.only("zero_point", True)
+    fields.ignore(*AWQ_HISTORY)
+    layer = partial(_read_layer, bits=bits, group_size=size, awq=True)
+    return scheme.Scheme(f"awq, {bits} bits in groups of {size}", ("qweight", "qzeros", "scales"), layer)
 
 
 def _read_layer(
@@ -63,33 +71,37 @@ def _read_layer(
     *,
     bits: int,
     group_size: int,
-    minus_one: bool,
-    symmetric: bool,
-    reordered: bool | None,
+    minus_one: bool = False,
+    symmetric: bool = False,
+    reordered: bool | None = None,
+    awq: bool = False,
 ) -> GroupedRows:
-    words = need(parts, "qweight")
-    columns, rows = words.shape[0] * WORD // bits, words.shape[1]
-    count = group_count(columns, group_size)
-    zero_words = need(parts, "qzeros", count, rows * bits // WORD)
+    words = scheme.need(parts, "qweight")
+    packed, order = scheme.WORD // bits, scheme.AWQ_ORDER if awq else None
+    columns, rows = (words.shape[0], words.shape[1] * packed) if awq else (words.shape[0] * packed, words.shape[1])
+    count = scheme.group_count(columns, group_size)
+    zero_words = scheme.need(parts, "qzeros", count, rows // packed)
     if symmetric:
-        _check_symmetric(unpack(zero_words, bits), 1 << (bits - 1))
-    groups = column_groups(parts, "g_idx", columns, count)
+        _check_symmetric(scheme.unpack(zero_words, bits), 1 << (bits - 1))
+    groups = scheme.column_groups(parts, "g_idx", columns, count)
     if groups is not None and reordered is False:
         raise ValueError("g_idx: reorders the columns, and desc_act=false says that nothing does")
     if reordered and "g_idx" not in parts and count > 1:
         raise ValueError("g_idx: missing, and desc_act=true says that the columns are reordered")
 
     def integers() -> tuple[Tensor, Tensor | None]:
-        values = centered(unpack(words.t(), bits), bits)
+        values = scheme.centered(
+            scheme.unpack(words, bits, order=order).t() if awq else scheme.unpack(words.t(), bits), bits
+        )
         if symmetric:
             return values, None
-        zeros = unpack(zero_words, bits).t()  # [N, G]
+        zeros = scheme.unpack(zero_words, bits, order=order).t()  # [N, G]
         if minus_one:
             zeros = (zeros + 1) & ((1 << bits) - 1)
-        return values, centered_zeros(zeros, bits)
+        return values, scheme.centered_zeros(zeros, bits)
 
-    scales = need(parts, "scales", count, rows).t()
-    return GroupedRows(INTEGERS[bits], columns, scales, groups, integers, layer)
+    scales = scheme.need(parts, "scales", count, rows).t()
+    return GroupedRows(scheme.INTEGERS[bits], columns, scales, groups, integers, layer)
 
 
 def _check_symmetric(stored: Tensor, middle: int) -> None:

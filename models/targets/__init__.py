@@ -31,6 +31,7 @@ from models.targets.granite import GraniteTarget
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.mixtral import MixtralTarget
+from models.targets.mtp import layout_of
 from models.targets.opt import OPTTarget
 from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target
@@ -48,6 +49,7 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "GptOssForCausalLM": GptOssTarget,
     "GraniteForCausalLM": GraniteTarget,
     "LlamaForCausalLM": LlamaTarget,
+    "MiMoForCausalLM": Qwen2Target,
     "MistralForCausalLM": MistralTarget,
     "MixtralForCausalLM": MixtralTarget,
     "OPTForCausalLM": OPTTarget,
@@ -117,6 +119,8 @@ def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
             "its text model alone (Gemma3ForCausalLM), or a .gguf file, which holds no more than that"
         )
     if architecture not in ARCHITECTURES:
+        if "speculators_config" in raw_config:
+            raise ValueError(f"{folder}: holds a head, no target; say head= for it, and model= for its target")
         raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[architecture]
 
@@ -177,7 +181,7 @@ def load_target(
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     progress = exchange is None and layers is None
     tensors = viewed(read_weights(folder, dtype, part, shared, progress=progress, native=native), target, part)
-    names = names_of(tensors)
+    names = names_of(tensors, target.config)
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
@@ -210,7 +214,7 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     """
     layout = target.checkpoint_layout()
     tensors = viewed(read_weights(folder, torch.float32, None, None, progress=False), target, None)
-    names = names_of(tensors)
+    names = names_of(tensors, target.config)
     if target.config.tie_word_embeddings:
         tie(layout, names, shared_weight(folder))
     outlines = {name: torch.empty(tuple(tensors.shape(name)), device="meta") for name in names}
@@ -218,9 +222,13 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     read_end_tokens(folder)
 
 
-def names_of(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of a checkpoint's tensors, without buffers that old exporters saved: the config gives them."""
-    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+def names_of(tensors: Mapping[str, Tensor], config: TargetConfig) -> set[str]:
+    """Return the names of a checkpoint's tensors, without buffers that old exporters saved: the config gives them.
+
+    Nor are those of modules among them that draft (models/heads/mtp/).
+    """
+    prefixes = layout_of(config.architecture).prefixes(config.num_layers, config.mtp_modules)
+    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq") and not name.startswith(prefixes)}
 
 
 def tie(layout: dict[str, tuple[str, ...]], names: set[str], shared: str | None) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels.decoder import LayerParts
 from models.attention import Attention
 from models.config import RopeConfig, TargetConfig
-from models.fused_decoder import parts_of
+from models.decoder import DecoderLayer, parts_of
 from models.layers import GatedMLP, RMSNorm
-from models.targets.llama import DecoderLayer, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.targets.qwen2 import typed_windows
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -44,14 +44,15 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 class Gemma3Layer(DecoderLayer):
-    """A decoder layer with a norm before and after both attention and MLP."""
+    """A decoder layer with a norm before and after both attention and MLP.
+
+    `post_attention_layernorm` is of attention's output.
+    """
 
     def __init__(self, config: TargetConfig, layer: int) -> None:
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, gelu=True)
         super().__init__(config, layer, mlp)
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, centered=True)
-        self.post_attention_layernorm = RMSNorm(size, eps, centered=True)  # of the attention output
         self.pre_feedforward_layernorm = RMSNorm(size, eps, centered=True)
         self.post_feedforward_layernorm = RMSNorm(size, eps, centered=True)
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kernels.elementwise import Activation
 from models.config import TargetConfig
+from models.decoder import DecoderLayer
 from models.layers import Embedding, LayerNorm, PlainMLP, RotaryEmbedding
-from models.targets.llama import DecoderLayer, LlamaTarget
+from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
 from models.weights import merged_parts
 

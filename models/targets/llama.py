@@ -14,13 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.decoder import LayerParts
-from kernels.elementwise import rotate
-from kernels.rotary import QKNorm
-from models.attention import Attention, project_of
-from models.config import LAST, TargetConfig
-from models.fused_decoder import FusedDecoder, parts_of
-from models.layers import Embedding, GatedMLP, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
+from models.attention import Attention
+from models.config import LAST, UNNORMED, TargetConfig
+from models.decoder import DecoderLayer, FusedDecoder
+from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
 from models.targets.experts import MixtureOfExperts
 from models.targets.zero3 import ShardedLayers
 from models.weights import merged_parts
@@ -32,80 +29,10 @@ class TargetOutput(NamedTuple):
     aux: tuple[Tensor, ...]  # [..., H] each, in the order of `aux_layers`
 
 
-class SelfAttention(nn.Module):
-    """Projections and rotary embedding around `Attention`. `input_size` differs from H in an EAGLE-3 head."""
-
-    def __init__(self, config: TargetConfig, layer: int, *, input_size: int | None = None) -> None:
-        super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
-        self.window = config.window(layer)
-        self.scale = config.attention_scale
-        self.rotary_dim = config.rotary_dim
-        self.rotary_table = int(config.local_rope is not None and self.window is not None)
-        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
-        self.qk_norm = config.qk_norm
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
-
-    @property
-    def head_norm(self) -> QKNorm | None:
-        if not self.qk_norm:
-            return None
-        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centered)
-
-    def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
-    ) -> Tensor:
-        """Return the projected output `[..., H]`, added to `residual` if there is one."""
-        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention)
-        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
-
-    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        scoring: Any = {"window": self.window, "scale": self.scale, "sinks": self.sinks}
-        if self.rotary_dim is None and (project := project_of(attention)):
-            return project(self.layer, qkv, rotary, self.head_norm, **scoring)
-        num_rotated = self.num_heads + self.num_kv_heads
-        qk = qkv[..., :num_rotated, :]
-        if self.qk_norm:
-            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
-        qk = rotate(qk, *rotary)
-        q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
-        v = qkv[..., num_rotated:, :]
-        return attention(self.layer, q, k, v, **scoring)
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), rotary, attention, x)
-        return self.mlp(self.post_attention_layernorm(x), x)
-
-    @property
-    def forward_norm(self) -> RMSNorm:
-        """The norm of the MLP's input."""
-        return self.post_attention_layernorm
-
-    def parts(self) -> LayerParts | None:
-        """Return the weights for kernels that run whole layers; None where none can."""
-        return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
-
-
 class LlamaTarget(nn.Module):
     """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
 
-    As in HF, the id num_layers, or LAST, is the stream after the final norm.
+    As in HF, the id num_layers, or LAST, is the stream after the final norm; UNNORMED is that before it.
     """
 
     path: str = ""  # as the user gave it: a folder or a hub id
@@ -149,11 +76,10 @@ class LlamaTarget(nn.Module):
         """Run the decoder on ids and positions `[...]` of one shape; `logits` projects onto the vocabulary."""
         end = len(self.layers)
         for layer in aux_layers:
-            if not LAST <= layer <= end:
-                raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
-        x = self.enter(ids, positions)
+            if not UNNORMED <= layer <= end:
+                raise ValueError(f"aux_layers: id {layer} is outside {UNNORMED}..{end}")
+        x, streams = self.enter(ids, positions), dict[int, Tensor]()
         rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
-        streams: dict[int, Tensor] = {}
         decode = self._fused_decoder.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
         if decode:
             entering = [index for index in range(end) if index in aux_layers]
@@ -166,6 +92,7 @@ class LlamaTarget(nn.Module):
                     streams[index] = x
                 x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
+        streams[UNNORMED] = x
         if self.config.stream_scale != 1:
             streams = {index: x * self.config.stream_scale for index, x in streams.items()}
         streams[end] = streams[LAST] = hidden

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from kernels.decoder import LayerParts
 from models.attention import Attention
 from models.config import TargetConfig
+from models.decoder import DecoderLayer
 from models.layers import Embedding, Linear, RMSNorm
 from models.targets.learned import LearnedLayer, LearnedTarget, read_learned
-from models.targets.llama import DecoderLayer
 
 # transformers' defaults for keys that a config.json may omit
 DEFAULTS: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2}

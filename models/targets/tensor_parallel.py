@@ -13,9 +13,10 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
+from models.decoder import SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
 from models.sharding import Part, check_heads, even, inner, split
-from models.targets.llama import LlamaTarget, SelfAttention
+from models.targets.llama import LlamaTarget
 
 
 class ShardedLinear(Linear):

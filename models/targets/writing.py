@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from models.chat import TEMPLATE_FOLDER
+from models.chat import DEFAULT, TEMPLATE_FOLDER
 from models.config import read_json
 from models.gguf import is_gguf
-from models.gguf.folder import write_beside
 from models.quantized.scheme import SECTION
 from models.stacked_experts import stack
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
-from models.weights import split_merged
+from models.weights import shard_files, split_merged
 
-BESIDE = (
-    "*.json",
-    "*.jinja",
-    f"{TEMPLATE_FOLDER}/*.jinja",
-    "tokenizer.model",
-)  # files of a checkpoint folder other than weights and their index
+# files of a checkpoint folder other than weights and their index
+BESIDE = ("*.json", "*.jinja", f"{TEMPLATE_FOLDER}/*.jinja", "tokenizer.model")
 
 
 def copy_beside(target: LlamaTarget, folder: Path) -> None:
@@ -38,6 +39,30 @@ def copy_beside(target: LlamaTarget, folder: Path) -> None:
                 destination = folder / path.relative_to(source)
                 destination.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, destination)
+
+
+def write_beside(checkpoint: Path, folder: Path, end_tokens: tuple[int, ...]) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files. Raises ValueError if not supported."""
+    from models.gguf.config import config_json
+    from models.gguf.file import open_gguf
+    from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
+
+    file = open_gguf(checkpoint)
+    templates = chat_templates(file)
+    tokenizer: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens(file)}
+    tokenizer |= {"clean_up_tokenization_spaces": False}
+    if list(templates) == [DEFAULT]:
+        tokenizer["chat_template"] = templates[DEFAULT]
+    elif templates:
+        tokenizer["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    contents = {
+        "config.json": config_json(file) | {"dtype": "float32"},
+        "generation_config.json": {"eos_token_id": list(end_tokens)},
+        "tokenizer_config.json": tokenizer,
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    build_tokenizer(file).save(str(folder / "tokenizer.json"))
 
 
 def save_target(target: LlamaTarget, folder: Path) -> None:
@@ -60,3 +85,28 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     tensors = stack(tensors) if target.config.sinks else tensors
     # Parts of a merged tensor share its memory, which the writer would take for tied weights.
     save_torch_state_dict({name: value.clone() for name, value in tensors.items()}, folder, metadata={"format": "pt"})
+
+
+def write_with(source: Path, folder: Path, replaced: Mapping[str, Tensor]) -> None:
+    """Write a copy of the checkpoint folder `source` into the empty `folder`, with other values of some tensors.
+
+    These have the dtypes and shapes of the old ones, so that an index of shards stays true. Shards without any of them
+    are hard links where the file system allows it.
+    """
+    shards = shard_files(source)
+    others = (path for path in source.rglob("*") if path.is_file() and path not in shards)
+    for path in others:
+        destination = folder / path.relative_to(source)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, destination)
+    for path in shards:
+        with safe_open(path, "pt") as shard:
+            names, metadata = shard.keys(), shard.metadata()
+            if not replaced.keys().isdisjoint(names):
+                values = {name: replaced[name] if name in replaced else shard.get_tensor(name) for name in names}
+                save_file(values, folder / path.name, metadata=metadata)
+                continue
+        with suppress(OSError):
+            (folder / path.name).hardlink_to(path.resolve())
+        if not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)

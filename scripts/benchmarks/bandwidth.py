@@ -49,12 +49,6 @@ def layer_of(name: str, outputs: int, inputs: int) -> PackedLinear:
     return PackedLinear(GgmlMatrix([GgmlRows(name, data)], DTYPE))
 
 
-def layers_of(name: str, outputs: int, inputs: int, cold: int) -> list[PackedLinear]:
-    """Return as many layers as hold `cold` bytes."""
-    first = layer_of(name, outputs, inputs)
-    return [first, *(layer_of(name, outputs, inputs) for _ in range(-(-cold // first.bytes) - 1))]
-
-
 def gb_per_s(size: int, run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
@@ -85,7 +79,10 @@ def main(config: BandwidthConfig) -> None:
         raise ValueError(f"formats={unknown[0]}: not here; there are {', '.join(available)}")
     torch.manual_seed(0)
     machine, cold = describe_machine(), config.cold_mb * MIB
-    layers = {name: layers_of(name, config.outputs, config.inputs, cold) for name in config.formats or available}
+    layers: dict[str, list[PackedLinear]] = {name: [] for name in config.formats or available}
+    for name, group in layers.items():
+        while sum(layer.bytes for layer in group) < cold:
+            group.append(layer_of(name, config.outputs, config.inputs))
     speeds = measure(layers, cold, config.rounds)
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

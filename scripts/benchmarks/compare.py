@@ -24,16 +24,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from infer.console.compare import Pair
 from infer.options.cli import engine_entry_point
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.document import document, publish, table
 from scripts.benchmarks.prompts import Task, read_tasks
-from scripts.benchmarks.rounds import OFF, Cell, add_round, run_round
+from scripts.benchmarks.rounds import OFF, run_round, summary
 from scripts.benchmarks.systems import System, head_folders, is_adaptive, make_systems
 
 AGAIN = 2  # how often the rounds of a cell that seems slower than plain decoding are repeated
 
-Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # by temperature, concurrency and system: `Cell.summary`
+Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # by temperature, concurrency and system: `summary`
 
 
 def measure(config: CompareConfig, systems: Mapping[str, System], tasks: list[Task], ends: tuple[int, ...]) -> Results:
@@ -49,29 +50,27 @@ def measure(config: CompareConfig, systems: Mapping[str, System], tasks: list[Ta
         try:
             for temperature, concurrency in itertools.product(config.temperatures, config.concurrency):
                 run_round(systems, tasks[:concurrency], temperature, concurrency, 0, bar)  # warm-up
-                cells = {name: Cell() for name in systems}
+                pairs = {name: list[Pair]() for name in systems}
                 for number in itertools.count(1):
                     runs = run_round(systems, tasks, temperature, concurrency, number - 1, bar)
-                    add_round(cells, runs, ends, greedy=not temperature)
-                    group = {str(concurrency): {name: cell.summary(name) for name, cell in cells.items()}}
-                    results.setdefault(f"{temperature:g}", {}).update(group)
+                    for name, each in pairs.items():
+                        each.append(Pair(runs[OFF], runs[name]))
+                    cells = {name: summary(name, each, ends, greedy=not temperature) for name, each in pairs.items()}
+                    results.setdefault(f"{temperature:g}", {})[str(concurrency)] = cells
                     sets, rest = divmod(number, config.rounds)
-                    if not rest and not (sets <= AGAIN and seems_slower(config, {f"{temperature:g}": group}, bar)):
+                    if rest:
+                        continue
+                    group = {f"{temperature:g}": {str(concurrency): cells}}
+                    slower = slower_than_plain(group, config.never_slower) if sets <= AGAIN else []
+                    if not slower:
                         break
+                    # on a machine whose speed drifts, a few rounds can suggest that of any system
+                    again = f"{config.rounds} more rounds: {'; '.join(slower)}"
+                    bar.write(f"seems slower than plain decoding, {again}", sys.stderr)
+                    bar.total += config.rounds * len(config.systems)
         except KeyboardInterrupt:
             print("interrupted: the report is of what was measured until now", file=sys.stderr)
     return results
-
-
-def seems_slower(config: CompareConfig, results: Results, bar: Any) -> bool:
-    """Return whether an adaptive system seems slower than plain decoding, so that its rounds are to be repeated: on a
-    machine whose speed drifts, a few rounds can suggest that for any system.
-    """
-    slower = slower_than_plain(results, config.never_slower)
-    if slower:
-        bar.write(f"seems slower than plain decoding, {config.rounds} more rounds: {'; '.join(slower)}", sys.stderr)
-        bar.total += config.rounds * len(config.systems)
-    return bool(slower)
 
 
 def slower_than_plain(results: Results, slack: float | None) -> list[str]:

@@ -32,21 +32,16 @@ def generation(cpuinfo: str) -> str | None:
     return ZEN.get(facts.get("cpu family", ""))
 
 
-def processor_name() -> str:
-    from scripts.doctor import read_cpu
-
-    file = Path("/proc/cpuinfo")
-    zen = generation(file.read_text() if file.exists() else "")
-    return read_cpu()[0] + (f" ({zen})" if zen else "")
-
-
 def describe_machine() -> dict[str, Any]:
     """Return the machine's part of a document; `level`: the processor's in use, `lowered`: by the switch."""
     import torch
 
-    packages, gpu = versions(), torch.cuda.is_available()
+    from scripts.doctor import read_cpu
+
+    packages, gpu, file = versions(), torch.cuda.is_available(), Path("/proc/cpuinfo")
+    zen = generation(file.read_text() if file.exists() else "")
     return {
-        "cpu": processor_name(),
+        "cpu": read_cpu()[0] + (f" ({zen})" if zen else ""),
         "level": None if gpu else level(),
         "lowered": not gpu and level() != machine_level(),
         "cores": os.cpu_count(),
@@ -109,21 +104,16 @@ def result_file(save: str, model: str, machine: Mapping[str, Any]) -> Path:
     return RESULTS / f"{save}-{model}_{hardware}_{datetime.date.today().isoformat()}.json"
 
 
-def write(report: Mapping[str, Any], save: str | None, model: str) -> None:
-    """Write the document to `result_file`, if `save` names one."""
-    if save:
-        file = result_file(save, model, report["machine"])
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        print(f"written: {file.relative_to(REPO_ROOT)}")
-
-
 def publish(report: Mapping[str, Any], save: str | None, model: str) -> None:
-    """Write the document as `write` does and print it, as the last line of standard output, even if the file cannot
-    be written.
+    """Write the document to `result_file`, if `save` names one, and print it, as the last line of standard output, even
+    if the file cannot be written.
     """
     try:
-        write(report, save, model)
+        if save:
+            file = result_file(save, model, report["machine"])
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            print(f"written: {file.relative_to(REPO_ROOT)}")
     finally:
         print(json.dumps(report), flush=True)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +32,7 @@ from scripts.benchmarks.systems import System, engine_system
 DEMO = "demo corpus"
 
 PromptSet = tuple[str, bool, list[list[int]]]  # name, whether the chat template is used, prompts
-
-
-@dataclass
-class Cell:
-    """The results for one data set, chat template setting, temperature, draft shape and concurrency."""
-
-    data: str
-    template: bool
-    temperature: float
-    shape: str
-    concurrency: int
-    prompts: int
-    acceptance_length: float
-    by_position: list[float]
-    coverage: float  # share of the emitted tokens that the draft vocabulary holds
-    cut_short: float  # share of the verifies that ended at a token outside it: an upper bound of what it costs
-    tokens_per_s: float
-    ratio: float  # to plain decoding, median over the rounds
-    identical: bool  # whether the token ids equal those of plain decoding
-
-    @property
-    def label(self) -> str:
-        return f"{self.data}{'' if self.template else ', plain'}, T = {self.temperature:g}"
+Cell = dict[str, Any]  # results of one data set, chat template setting, temperature, draft shape and concurrency
 
 
 def prompt_sets(config: EvaluateConfig, engine: Any) -> Iterator[PromptSet]:
@@ -100,28 +78,20 @@ def measure(
             rounds = [
                 run_round(systems, group, temperature, together, number, bar) for number, group in enumerate(groups)
             ]
-            for shape in config.shapes:
-                pairs = [Pair(runs[OFF], runs[shape]) for runs in rounds]
-                comparison = Comparison(pairs)
-                cell = Cell(
-                    data=name,
-                    template=template,
-                    temperature=temperature,
-                    shape=shape,
-                    concurrency=together,
-                    prompts=len(prompts),
-                    by_position=comparison.speculation.acceptance_by_position,
-                    tokens_per_s=comparison.on_tokens_per_s,
-                    ratio=comparison.ratio.median,
-                    identical=comparison.identical,
-                    **about(pairs, target_ids),
-                )
-                results.append(cell)
+            case = {"data": name, "template": template, "temperature": temperature}
+            results += [
+                case
+                | {"shape": shape, "concurrency": together, "prompts": len(prompts)}
+                | figures(Comparison([Pair(runs[OFF], runs[shape]) for runs in rounds]), target_ids)
+                for shape in config.shapes
+            ]
     return results
 
 
-def about(pairs: Sequence[Pair], target_ids: Any) -> dict[str, float]:
-    """Return τ, coverage of the draft vocabulary, and the share of verifies that it cut short.
+def figures(comparison: Comparison, target_ids: Any) -> Cell:
+    """Return the figures of a cell: τ; the share of the emitted tokens that the draft vocabulary holds (`coverage`) and
+    that of the verifies that ended at a token outside it, an upper bound of what it costs (`cut_short`); the median
+    `ratio` to plain decoding; whether the token ids equal plain decoding's (`identical`).
 
     Only the bonus token, which ends a verify, can lie outside the draft vocabulary, so each token outside it counts one
     verify. The first token of a response comes from the prefill and ends no verify.
@@ -130,14 +100,18 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> dict[str, float]:
 
     from models.vocab import coverage
 
-    outputs = [ids for pair in pairs for ids in pair.on.token_ids]
+    outputs = [ids for pair in comparison.pairs for ids in pair.on.token_ids]
     emitted, later = (torch.tensor([t for ids in outputs for t in ids[first:]]) for first in (0, 1))
-    stats = Comparison(list(pairs)).speculation
+    stats = comparison.speculation
     lacking = len(later) - round(len(later) * coverage(later, target_ids)) if len(later) else 0
     return {
         "acceptance_length": stats.acceptance_length,
+        "by_position": stats.acceptance_by_position,
         "coverage": coverage(emitted, target_ids),
         "cut_short": lacking / max(1, stats.steps),
+        "tokens_per_s": comparison.on_tokens_per_s,
+        "ratio": comparison.ratio.median,
+        "identical": comparison.identical,
     }
 
 
@@ -145,10 +119,10 @@ def metrics(cells: Sequence[Cell]) -> dict[str, float]:
     """Return scalars for a tracker, named like `eval/<data>, T = 0/chain5 at 1/tau`."""
     scalars: dict[str, float] = {}
     for cell in cells:
-        values = {"tau": cell.acceptance_length, "coverage": cell.coverage, "cut_short": cell.cut_short}
-        values |= {"ratio": cell.ratio}
-        values |= {f"acceptance_{position}": share for position, share in enumerate(cell.by_position, start=1)}
-        scalars |= {f"eval/{cell.label}/{cell.shape} at {cell.concurrency}/{key}": values[key] for key in values}
+        case = f"{cell['data']}{'' if cell['template'] else ', plain'}, T = {cell['temperature']:g}"
+        values = {"tau": cell["acceptance_length"], **{key: cell[key] for key in ("coverage", "cut_short", "ratio")}}
+        values |= {f"acceptance_{position}": share for position, share in enumerate(cell["by_position"], start=1)}
+        scalars |= {f"eval/{case}/{cell['shape']} at {cell['concurrency']}/{key}": values[key] for key in values}
     return scalars
 
 
@@ -171,7 +145,6 @@ def main(config: EvaluateConfig) -> None:
     trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
     trackers.log(1, metrics(cells))
     trackers.finish()
-    results = [asdict(cell) for cell in cells]
-    print(table(results, pad=True), end="")
+    print(table(cells, pad=True), end="")
     heads = {config.head.name: head_folder(config.head, config.output_dir, config.model.name)}
-    publish(document(config, engine.target, heads, results), config.save, config.model.name)
+    publish(document(config, engine.target, heads, cells), config.save, config.model.name)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
 import lzma
 import math
 import os
@@ -39,7 +38,7 @@ from models.gguf import is_gguf
 from models.targets import resolve_checkpoint
 from models.tokenizer import Tokenizer
 from scripts.benchmarks.config import PerplexityConfig
-from scripts.benchmarks.document import describe_machine, markdown
+from scripts.benchmarks.document import describe_machine, markdown, publish
 from scripts.benchmarks.servers import build_suffix, check_built
 
 PAGE = 16  # positions of a KV page
@@ -55,15 +54,11 @@ class Scores:
     divergences: list[float] = field(default_factory=list)  # KL(reference || this), nats
     agreements: list[bool] = field(default_factory=list)  # whether both find the same token the likeliest
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(math.fsum(self.losses) / len(self.losses))
-
     def summary(self) -> dict[str, float]:
         """Return perplexity, KL (mean, its standard error, 99th percentile, largest) and the share of agreements."""
         values = torch.tensor(self.divergences, dtype=torch.float64)
         return {
-            "perplexity": self.perplexity,
+            "perplexity": math.exp(math.fsum(self.losses) / len(self.losses)),
             "kl_mean": values.mean().item(),
             "kl_error": values.std().item() / math.sqrt(len(values)),
             "kl_99": values.quantile(0.99).item(),
@@ -100,51 +95,44 @@ def our_way(model: ModelConfig, engine: EngineConfig, window: int) -> Way:
     return logits
 
 
-def declarations(peers: Path) -> ModuleType:
-    """Return llama-cpp-python's module of declarations, bound to the build. Raises ValueError if that is not there."""
+def llama_cpp(peers: Path, file: Path, window: int, threads: int) -> Way:
+    """Return a GGUF file in llama.cpp on the CPU, for up to `window` tokens at a time; keys and values are in fp16.
+
+    llama-cpp-python's declarations are bound to the build under `peers`. Raises ValueError if either is not there.
+    """
     source = check_built(peers / "llama.cpp/source/llama_cpp/llama_cpp.py", "llama.cpp").parent
-    library = check_built(peers / f"llama.cpp/build{build_suffix()}/bin/libllama.so", "llama.cpp")
-    os.environ["LLAMA_CPP_LIB_PATH"] = str(library.parent)
+    build = check_built(peers / f"llama.cpp/build{build_suffix()}/bin/libllama.so", "llama.cpp").parent
+    os.environ["LLAMA_CPP_LIB_PATH"] = str(build)
     package = ModuleType("llama_cpp")  # without its __init__, which imports what we do not have
     package.__path__ = [str(source)]
     sys.modules["llama_cpp"] = package
-    return importlib.import_module("llama_cpp.llama_cpp")
+    library: Any = importlib.import_module("llama_cpp.llama_cpp")
+    library.silent = library.llama_log_callback(lambda level, text, data: None)  # kept: C calls it
+    library.llama_log_set(library.silent, None)
+    library.llama_backend_init()
+    model = library.llama_model_load_from_file(os.fsencode(file), library.llama_model_default_params())
+    if not model:
+        raise ValueError(f"{file}: llama.cpp does not load it")
+    vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    options = library.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = window
+    options.n_threads = options.n_threads_batch = threads
+    context, batch = library.llama_init_from_model(model, options), library.llama_batch_init(window, 0, 1)
 
-
-class LlamaCpp:
-    """A GGUF file in llama.cpp on the CPU, for up to `window` tokens at a time; its keys and values are in fp16."""
-
-    def __init__(self, peers: Path, file: Path, window: int, threads: int) -> None:
-        self._library: Any = declarations(peers)
-        self._silent = self._library.llama_log_callback(lambda level, text, data: None)
-        self._library.llama_log_set(self._silent, None)
-        self._library.llama_backend_init()
-        self._model = self._library.llama_model_load_from_file(
-            os.fsencode(file), self._library.llama_model_default_params()
-        )
-        if not self._model:
-            raise ValueError(f"{file}: llama.cpp does not load it")
-        self._vocabulary = self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model))
-        options = self._library.llama_context_default_params()
-        options.n_ctx = options.n_batch = options.n_ubatch = window
-        options.n_threads = options.n_threads_batch = threads
-        self._context = self._library.llama_init_from_model(self._model, options)
-        self._batch = self._library.llama_batch_init(window, 0, 1)
-
-    def __call__(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits `[T, V]` in fp32 of token ids from position 0 on."""
-        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
-        batch = self._batch
+    def logits(ids: Sequence[int]) -> Tensor:
+        library.llama_memory_clear(library.llama_get_memory(context), True)
         batch.n_tokens = len(ids)
         for place, token in enumerate(ids):
             batch.token[place], batch.pos[place], batch.logits[place] = token, place, 1
             batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
-        if status := self._library.llama_decode(self._context, batch):
+        if status := library.llama_decode(context, batch):
             raise ValueError(f"llama.cpp: llama_decode returned {status}")
-        address = ctypes.cast(self._library.llama_get_logits(self._context), ctypes.c_void_p).value
+        address = ctypes.cast(library.llama_get_logits(context), ctypes.c_void_p).value
         assert address is not None
-        values = (ctypes.c_float * (len(ids) * self._vocabulary)).from_address(address)
+        values = (ctypes.c_float * (len(ids) * vocabulary)).from_address(address)
         return torch.frombuffer(values, dtype=torch.float32).view(len(ids), -1).clone()
+
+    return logits
 
 
 def make_way(name: str, config: PerplexityConfig) -> Way:
@@ -153,7 +141,7 @@ def make_way(name: str, config: PerplexityConfig) -> Way:
         file = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
         if not is_gguf(file):
             raise ValueError(f"ways={name}: llama.cpp reads GGUF files only, and {file} is none")
-        return LlamaCpp(resolve_path(config.peers), file, config.window, torch.get_num_threads())
+        return llama_cpp(resolve_path(config.peers), file, config.window, torch.get_num_threads())
     weights, *words = name.split(":")
     if len(words) > 2:
         raise ValueError(f"ways={name}: must be weights[:activations[:dtype]] or llama.cpp")
@@ -193,4 +181,5 @@ def main(config: PerplexityConfig) -> None:
     header = ["way", "perplexity", "KL, mean", "±", "KL, 99 %", "largest", "same likeliest token"]
     print(markdown(header, rows, pad=True), end="")
     tokens = sum(len(ids) - 1 for ids in windows)
-    print(json.dumps({"machine": describe_machine(), "tokens": tokens, "window": config.window, "ways": results}))
+    report = {"machine": describe_machine(), "tokens": tokens, "window": config.window, "ways": results}
+    publish(report, config.save, config.model.name)

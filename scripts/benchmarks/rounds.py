@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from infer.console.compare import Comparison, Pair, Run, Spread
@@ -45,40 +45,28 @@ def run_round(
     return runs
 
 
-@dataclass
-class Cell:
-    """The rounds of one system at one temperature and concurrency."""
+def summary(name: str, pairs: list[Pair], ends: Sequence[int], *, greedy: bool) -> dict[str, Any]:
+    """Return the cell of a result document: the rounds of the system `name` at one temperature and concurrency.
 
-    pairs: list[Pair] = field(default_factory=list)
-    steps: StepTimes | None = None  # of our engine, summed over the rounds
-    agreement: tuple[int, int] | None = None  # another program's greedy responses: how many equal `off`'s, of how many
-
-    def summary(self, name: str) -> dict[str, Any]:
-        """Return the cell of a result document for the system `name`."""
-        total = Comparison(self.pairs)
-        drafts = total.speculation.steps > 0 and name.partition(":")[0] != OFF
-        return {
-            "rounds": len(self.pairs),
-            "tokens_per_s": asdict(Spread.of([pair.on.tokens_per_s for pair in self.pairs])),
-            "ratio": asdict(total.ratio),
-            "acceptance_length": total.speculation.acceptance_length if drafts else None,
-            "identical": total.identical if is_ours(name) else None,
-            "steps": self.steps and self.steps.summary(),
-            "agreement": self.agreement,
-        }
-
-
-def add_round(cells: Mapping[str, Cell], runs: Mapping[str, Run], ends: Sequence[int], *, greedy: bool) -> None:
-    """Add the runs of a round to the cells of their systems; `ends` are the target's end tokens."""
-    for name, cell in cells.items():
-        pair = Pair(runs[OFF], runs[name])
-        cell.pairs.append(pair)
-        if (steps := runs[name].steps) is not None:
-            cell.steps = steps + (cell.steps or StepTimes())
-        if greedy and not is_ours(name):
-            same, total = cell.agreement or (0, 0)
-            equal = count_matching(pair.off.token_ids, pair.on.token_ids, ends)
-            cell.agreement = same + equal, total + len(pair.off.token_ids)
+    `ends` are the target's end tokens. The `agreement` of another program's greedy responses: how many equal those of
+    `off`, of how many.
+    """
+    total, ours = Comparison(pairs), is_ours(name)
+    drafts = total.speculation.steps > 0 and name.partition(":")[0] != OFF
+    steps = [pair.on.steps for pair in pairs if pair.on.steps is not None]
+    agreement = None
+    if greedy and not ours:
+        equal = sum(count_matching(pair.off.token_ids, pair.on.token_ids, ends) for pair in pairs)
+        agreement = equal, sum(len(pair.off.token_ids) for pair in pairs)
+    return {
+        "rounds": len(pairs),
+        "tokens_per_s": asdict(Spread.of([pair.on.tokens_per_s for pair in pairs])),
+        "ratio": asdict(total.ratio),
+        "acceptance_length": total.speculation.acceptance_length if drafts else None,
+        "identical": total.identical if ours else None,
+        "steps": sum(steps, StepTimes()).summary() if steps else None,
+        "agreement": agreement,
+    }
 
 
 def count_matching(reference: list[list[int]], outputs: list[list[int]], ends: Sequence[int]) -> int:

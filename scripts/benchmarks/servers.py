@@ -52,7 +52,7 @@ LLAMA_CPP = "llama.cpp"
 class Server:
     """A server process on the loopback interface, alive within a `with` block, that speaks OpenAI's completions API.
 
-    Call `end_as_interrupted` before starting it, so that SIGTERM to this process also stops the server.
+    SIGTERM to this process stops it too only where that raises KeyboardInterrupt, as Ctrl-C does.
     """
 
     name: str
@@ -329,8 +329,3 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def end_as_interrupted() -> None:
-    """Make SIGTERM raise KeyboardInterrupt in this process, as Ctrl-C does: `with` blocks then stop their servers."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -17,6 +17,7 @@ cost and acceptance models from round to round, as a server does.
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -59,16 +60,6 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
     return replace(config, max_draft_tokens=beam.depth, tree=str(beam), adaptive=kind == "auto-tree")
 
 
-def no_deeper(config: ProposerConfig, depth: int | None) -> ProposerConfig:
-    """Return `config` with chains and beams no deeper than a head can draft; None: as deep as they are."""
-    if depth is None:
-        return config
-    tree = config.shape
-    if isinstance(tree, Beam):
-        config = replace(config, tree=str(tree._replace(depth=min(depth, tree.depth))))
-    return replace(config, max_draft_tokens=min(depth, config.max_draft_tokens))
-
-
 def is_ours(name: str) -> bool:
     """Return whether the system runs on the engine in this process.
 
@@ -99,8 +90,10 @@ def engine_system(
     source, _, shape = name.partition(":")
     drafts = shaped(proposer, shape) if shape and source != "off" else proposer
     head = heads.get(source, engine.head if source == "head" else None)
-    if head is not None:
-        drafts = no_deeper(drafts, head.config.max_depth)
+    if head is not None and (depth := head.config.max_depth) is not None:
+        if isinstance(tree := drafts.shape, Beam):
+            drafts = replace(drafts, tree=str(tree._replace(depth=min(depth, tree.depth))))
+        drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
     drafts = resolve_tree(drafts, folder_of(config, source))
 
     def run(tasks: list[Task], temperature: float, concurrency: int) -> Run:
@@ -185,20 +178,6 @@ def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
     return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def server_systems(config: CompareConfig, stack: ExitStack) -> dict[str, System]:
-    """Start the servers one after another, each paused unless it is measured; `stack` stops them."""
-    from scripts.benchmarks.servers import end_as_interrupted, make_server
-
-    end_as_interrupted()
-    systems: dict[str, System] = {}
-    for name in config.systems:
-        if name.partition(":")[0] in config.servers:
-            server = stack.enter_context(make_server(name, config))
-            server.rest()
-            systems[name] = partial(server.run, seed=config.seed)
-    return systems
-
-
 def make_systems(config: CompareConfig, engine: Any, stack: ExitStack) -> dict[str, System]:
     """Return the systems of `config.systems` by name, `off` first; `stack` stops the servers.
 
@@ -229,5 +208,12 @@ def make_systems(config: CompareConfig, engine: Any, stack: ExitStack) -> dict[s
         if is_ours(name)
     }
     systems |= transformers_systems(config, engine.end_tokens)
-    systems |= server_systems(config, stack)
+    if servers := [name for name in config.systems if name.partition(":")[0] in config.servers]:
+        from scripts.benchmarks.servers import make_server
+
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C it then stops them
+        for name in servers:
+            server = stack.enter_context(make_server(name, config))
+            server.rest()
+            systems[name] = partial(server.run, seed=config.seed)
     return {name: systems[name] for name in sorted(systems, key=lambda name: name != "off")}

@@ -84,10 +84,6 @@ def numbered(shape: str) -> str:
     return re.sub(r"(\D+)(\d+)", r"\1 \2", shape)
 
 
-def speed(cell: Cell) -> str:
-    return f"{cell['tokens_per_s']['median']:.0f}"
-
-
 def ratio(cell: Cell) -> str:
     return f"{cell['ratio']['median']:.2f}"
 
@@ -99,10 +95,6 @@ def length(cell: Cell) -> str:
 def shares(cell: Cell) -> str:
     """Return the acceptance rate by position in the draft."""
     return " ".join(f"{share:.2f}" for share in cell["by_position"])
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def all_or_not(cells: Iterable[Cell]) -> str:
@@ -135,7 +127,7 @@ def by_program(result: Cell) -> str:
         same, total = (sum(cell["agreement"][i] for cell in cells if cell["agreement"]) for i in (0, 1))
         equal = f"{same} of {total}" if total else all_or_not(cells)
         lengths = " / ".join(length(cell) for cell in cells if cell["acceptance_length"] is not None)
-        speeds = ("" if cell is None else f"{speed(cell)} ({ratio(cell)})" for cell in measured)
+        speeds = ("" if cell is None else f"{cell['tokens_per_s']['median']:.0f} ({ratio(cell)})" for cell in measured)
         rows.append([label(system), *speeds, lengths, equal])
     return markdown(["", *(f"tokens/s at {count}" for count in levels), "τ", "same answers"], rows)
 
@@ -164,7 +156,7 @@ def by_batch(result: Cell) -> str:
             again = cells.get("off:again", cells["off"])["ratio"]
             entries = (text for system in others for text in (f"**{ratio(cells[system])}**", length(cells[system])))
             varies = f"{again['low']:.2f} to {again['high']:.2f}"
-            rows.append([temperature, count, speed(cells["off"]), varies, *entries])
+            rows.append([temperature, count, f"{cells['off']['tokens_per_s']['median']:.0f}", varies, *entries])
     titles = (title for system in others for title in (f"{label(system)}: ratio", "τ"))
     return markdown(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
 
@@ -189,7 +181,9 @@ def by_run(result: Cell) -> str:
         lengths = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
         taus = ("undefined" if length is None else f"{length:.2f}" for length in lengths)
         differs = " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items())
-        rows.append([name, differs, f"{run['tokens']:,}", " / ".join(taus), shares(run), percent(run["coverage"])])
+        rows.append(
+            [name, differs, f"{run['tokens']:,}", " / ".join(taus), shares(run), f"{100 * run['coverage']:.1f} %"]
+        )
     header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
     return markdown(header, rows)
 
@@ -209,7 +203,7 @@ def by_shape(result: Cell) -> str:
         for data in sets:
             first = cells[shape, data, temperatures[0]]
             values = (f"{tau:.2f}" for tau in taus[data])
-            rows.append([numbered(shape), data, *values, shares(first), percent(first["coverage"])])
+            rows.append([numbered(shape), data, *values, shares(first), f"{100 * first['coverage']:.1f} %"])
         means = (f"**{sum(column) / len(sets):.2f}**" for column in zip(*taus.values(), strict=True))
         rows.append([numbered(shape), "**mean**", *means, "", ""])
     header = ["drafts", "data", *(f"τ, T = {t:g}" for t in temperatures), "accepted by position", "coverage"]

@@ -3,7 +3,7 @@ begins none for which its time does not suffice, and keeps a report that is whol
 
 A test states `@pytest.mark.gpu(seconds=..., served=...)`: what it takes at most with its kernels compiled, and whether
 it is about serving an 8B model in bf16, which comes first. Tests of one `subject`, a parameter, run in one process,
-one after another. What a test hands to `record_property` is a line of the report, under the name it gives.
+one after another. What a test hands to `record_property` stands in the report, under the name it gives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import pytest
 import torch
 
 from scripts.gpu_check import report as reports
-from scripts.gpu_check.measure import copy_bandwidth, rated, shortest_ms
 
 SPOILT = 75  # exit code of a process whose GPU context no longer works
 SECONDS = 2.0  # that a test takes which does not say
@@ -38,8 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    orders = config.getoption("gpu_orders")
-    assert isinstance(orders, dict)
+    orders: Any = config.getoption("gpu_orders")
     config.pluginmanager.register(Worker(orders))
 
 
@@ -72,16 +70,16 @@ def share(units: Sequence[str], index: int, count: int) -> list[int]:
 
 class Worker:
     """`orders`: the file of its `report`, `index` and `count` of its share, `until` when it may begin tests, whether
-    it launches kernels only (`compiles`), under which name comparisons are listed (`ptxas`), whether it measures a
-    copy first (`times`). Tests read from it `head`, `minutes` and `work`.
+    it launches kernels only (`compiles`), under which name comparisons are listed (`ptxas`). Tests read from it `head`,
+    `minutes` and `work`.
     """
 
     def __init__(self, orders: dict[str, Any]) -> None:
         self.path = Path(orders["report"])
-        self.compiles, self.ptxas, self.times = (orders.get(key) for key in ("compiles", "ptxas", "times"))
+        self.compiles, self.ptxas = orders.get("compiles"), orders.get("ptxas")
         self.until = orders.get("until") or math.inf
         self.index, self.count = orders.get("index", 0), orders.get("count", 1)
-        self.document = reports.read(self.path) if self.path.exists() else reports.empty()
+        self.document = reports.read(self.path)
         self._begun, self._left_out = 0.0, False
         self._unmade = set[str]()  # errors of fixtures
 
@@ -95,37 +93,31 @@ class Worker:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         chosen = [item for item in items if item.get_closest_marker("gpu")]
         if self.compiles or self.ptxas:
-            chosen = [item for item in chosen if set(LINES[: 1 if self.ptxas else 2]) & set(fixtures_of(item))]
+            fixtures = set(LINES[: 1 if self.ptxas else 2])
+            chosen = [item for item in chosen if fixtures.intersection(getattr(item, "fixturenames", ()))]
         chosen = sorted((item for item in chosen if not self.ptxas or rank(item) <= 1), key=rank)
         units = [str(parameters_of(item).get("subject", item.nodeid)) for item in chosen]
-        chosen = [chosen[place] for place in share(units, self.index, self.count)]
         settled = reports.settled(self.document)
-        items[:] = [item for item in chosen if self.label(item) not in settled]
-        self.document["planned"] = [self.label(item) for item in items]
+        places = [p for p in share(units, self.index, self.count) if self.label(chosen[p]) not in settled]
+        self.document["planned"] = [
+            {
+                "file": chosen[place].nodeid.partition("::")[0],
+                "label": self.label(chosen[place]),
+                "unit": units[place],
+                "seconds": stated(chosen[place]).get("seconds", SECONDS),
+            }
+            for place in places
+        ]
+        items[:] = [chosen[place] for place in places]
         self.save()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.fail(report.nodeid, f"it cannot be collected: {str(report.longrepr)[-500:]}")
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if session.config.option.collectonly:
-            self.document["plan"] = [
-                {
-                    "file": item.nodeid.partition("::")[0],
-                    "label": self.label(item),
-                    "unit": str(parameters_of(item).get("subject", item.nodeid)),
-                    "seconds": stated(item).get("seconds", SECONDS),
-                }
-                for item in session.items
-            ]
+            reason = f"{report.nodeid}: it cannot be collected: {str(report.longrepr)[-500:]}"
+            self.document["failures"].append(reason)
+            self.save()
 
     # ---- a test --------------------------------------------------------------------------------------------------
-
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
-        if self.times and "copy_gb_s" not in self.document and not session.config.option.collectonly:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self.document |= {"copy_gb_s": round(copy_bandwidth(device), 1), "shortest_ms": shortest_ms(device)}
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -150,53 +142,40 @@ class Worker:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         outcome, label = (yield), self.label(item)
-        if call.excinfo is not None and outcome.skipped:
-            self.leave_out(label, str(call.excinfo.value))
-        elif call.excinfo is not None and (text := describe(call.excinfo.value)) in self._unmade:
-            self.leave_out(label, f"what it needs could not be made: {text}")
-        elif call.excinfo is not None:
+        if call.excinfo is not None:
+            error, text = call.excinfo.value, describe(call.excinfo.value)
+            if outcome.skipped or text in self._unmade:
+                why = str(error) if outcome.skipped else f"what it needs could not be made: {text}"
+                self.document["left_out"].append({"what": label, "why": why})
+                self._left_out = True
+            elif is_compile_failure(error):
+                self.document["compile_failures"][label] = text
+            elif not self.compiles:  # the test itself says what else is wrong
+                self.document["failures"].append(f"{label}: {text}")
             self._unmade |= {text} if outcome.when == "setup" else set()
-            self.fault(label, call.excinfo.value)
+            self.save()
         if outcome.when == "teardown":
-            for place, line in item.user_properties:
-                assert isinstance(line, dict)
-                self.add(place, line)
+            for place, result in item.user_properties:
+                self.add(place, result)
             if not self._left_out:
                 self.document["done"][label] = round(time.monotonic() - self._begun, 2)
             self.document["running"] = None
             self.save()
-            self.leave_if_spoilt()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                try:
+                    torch.cuda.synchronize()
+                except RuntimeError:  # an illegal access has spoilt the context: another process goes on
+                    os._exit(SPOILT)
         return outcome
 
-    def leave_out(self, label: str, reason: str) -> None:
-        self._left_out = True
-        self.document["left_out"].append({"what": label, "why": reason})
-
-    def add(self, place: str, line: dict[str, Any]) -> None:
-        if place == "kernels/timings":
-            line = rated(line, self.document["copy_gb_s"])
-        elif place == "kernels/correctness" and self.ptxas:
+    def add(self, place: str, result: object) -> None:
+        """Add a line of results to those at `place`, keys joined by slashes; a number stands there alone."""
+        if place == "kernels/correctness" and self.ptxas:
             place = f"kernels/{self.ptxas}"
-        reports.add_line(self.document, place, line)
-
-    def fault(self, label: str, error: BaseException) -> None:
-        """Note an error; while kernels are compiled only what does not compile, since the test itself says the rest."""
-        if is_compile_failure(error):
-            self.document["compile_failures"][label] = describe(error)
-        elif not self.compiles:
-            self.fail(label, describe(error))
-
-    def fail(self, label: str, reason: str) -> None:
-        self.document["failures"].append(f"{label}: {reason}")
-        self.save()
-
-    def leave_if_spoilt(self) -> None:
-        """End the process if an illegal access has spoilt its context for good; another goes on after this test."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                os._exit(SPOILT)
+        inner: Any = [result] if isinstance(result, dict) else result
+        for key in reversed(place.split("/")):
+            inner = {key: inner}
+        reports.add_to(self.document, inner)
 
     def pytest_sessionfinish(self) -> None:
         self.document |= {"running": None, "ended": True}
@@ -204,10 +183,6 @@ class Worker:
 
     def save(self) -> None:
         reports.save(self.path, self.document)
-
-
-def fixtures_of(item: pytest.Item) -> Iterable[str]:
-    return item.fixturenames if isinstance(item, pytest.Function) else ()
 
 
 @contextmanager

@@ -12,57 +12,38 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import triton
 
 
-class Ptxas(NamedTuple):
-    path: str
-    version: str  # as in 12.8.93
-
-    @property
-    def name(self) -> str:
-        return f"ptxas {self.version}"
-
-
-def bundled_ptxas() -> Ptxas | None:
-    """Return the one that lies in Triton's package, which it uses unless told otherwise; None if there is none."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    version = version_of(str(path))
-    return None if version is None else Ptxas(str(path), version)
+def bundled_ptxas() -> str:
+    """Return the path of the one in Triton's package, which it uses unless told otherwise."""
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas")
 
 
 def version_in_use() -> str | None:
     """Return the version of the ptxas that Triton calls, or None if it has none that runs."""
-    named = os.environ.get("TRITON_PTXAS_PATH")
-    if named:
-        return version_of(named)
-    bundled = bundled_ptxas()
-    return None if bundled is None else bundled.version
+    return version_of(os.environ.get("TRITON_PTXAS_PATH") or bundled_ptxas())
 
 
-def other_ptxas() -> list[Ptxas]:
-    """Return those of this machine whose version is not that of Triton's own, each version once."""
-    bundled, others = bundled_ptxas(), dict[str, Ptxas]()
-    for path in candidates():
-        version = version_of(path)
-        if version is not None and (bundled is None or version != bundled.version):
-            others.setdefault(version, Ptxas(str(path), version))
-    return [others[version] for version in sorted(others)]
+def other_ptxas() -> dict[str, str]:
+    """Return the path of a ptxas for each version on this machine but that of Triton's own, by version."""
+    bundled = version_of(bundled_ptxas())
+    versions = ((version_of(path), path) for path in candidates())
+    return dict(sorted((version, path) for version, path in versions if version and version != bundled))
 
 
 def candidates() -> Iterable[str]:
     on_path = shutil.which("ptxas")
     folders = sorted(Path("/usr/local").glob("cuda*/bin/ptxas"))
-    return dict.fromkeys(str(Path(path).resolve()) for path in (on_path, *folders) if path)
+    return dict.fromkeys(str(Path(path).resolve()) for path in (*folders, on_path) if path)
 
 
 def version_of(path: str) -> str | None:
-    """Return the version that the program states, or None if it does not run."""
+    """Return the version that the program states, as in 12.8.93; None if it does not run."""
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     match = re.search(r"V(\d+\.\d+\.\d+)", said)
-    return match[1] if match else None
+    return match and match[1]

@@ -6,11 +6,8 @@ import importlib
 import json
 import os
 import platform
-import re
 import sys
-import time
 import tomllib
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,40 +58,22 @@ def add_to(document: Document, other: Document) -> None:
             document[key] = value
 
 
-def add_line(document: Document, place: str, line: dict[str, Any]) -> None:
-    """Add a line of results at `place`, keys joined by slashes, as in `kernels/timings`."""
-    inner: Any = [line]
-    for key in reversed(place.split("/")):
-        inner = {key: inner}
-    add_to(document, inner)
-
-
 def circumstances(device: torch.device, commit: str | None) -> Document:
-    """Return what is checked, where and with which packages; `commit` is what a copy of the tree was made of."""
+    """Return what is checked, where and with which packages; `commit` is what a copy of the tree was made of.
+
+    `packages` are those of Headway's own requirements that this machine lacks or has in another version.
+    """
     git = git_state() if commit is None else {"commit": commit, "dirty": None}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     packages = versions() | {"triton": importlib.import_module("triton").__version__, "cuda": torch.version.cuda}
     packages["ptxas"] = version_in_use()
     machine = {"hardware": name, "cores": os.cpu_count(), "system": platform.platform(), "python": sys.version}
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {**machine, "created": created, "git": git, "versions": packages, "packages": packages_amiss()}
-
-
-def packages_amiss() -> list[str]:
-    """Return which of Headway's own requirements this machine lacks or has in another version."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    checks = [
-        check_package(extra, requirement, installed_version(requirement.name))
-        for extra, requirement in requirements(pyproject)
-        if not extra
-    ]
-    return [f"{check.name}: {check.detail}" for check in checks if check.status != "ok"]
-
-
-def file_name(hardware: str, name: str) -> str:
-    """Return the report's file name; `name` says which parts it has."""
-    hardware = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    return f"gpu-check-{name}_{hardware}_{time.strftime('%Y-%m-%d')}.json"
+    needed = (requirement for extra, requirement in requirements(pyproject) if not extra)
+    checks = (check_package("", requirement, installed_version(requirement.name)) for requirement in needed)
+    amiss = [f"{check.name}: {check.detail}" for check in checks if check.status != "ok"]
+    return {**machine, "created": created, "git": git, "versions": packages, "packages": amiss}
 
 
 def card(document: Document) -> str:
@@ -107,7 +86,14 @@ def card(document: Document) -> str:
         numbers = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("system", "batch", "graphs"))
         name = f"{line['system']} at batch {line['batch']}, graphs {line['graphs']}"
         lines.append(f"  {name:<44} {numbers}")
-    lines += best_tiles(document.get("tiles", ()))
+    tiles = [line for line in document.get("tiles", ()) if "us" in line]
+    cases = dict.fromkeys((line["weights"], line["rows"], line["layer"]) for line in tiles)
+    for weights, rows, layer in cases:
+        first, *others = (t for t in tiles if (t["weights"], t["rows"], t["layer"]) == (weights, rows, layer))
+        shortest = sorted(others, key=lambda each: each["us"])[:3]
+        shown = "; ".join(f"{each['us']} {each['tile']}" for each in shortest)
+        # the tile that was chosen comes first
+        lines.append(f"  {weights}, {rows} rows, {layer}: {first['us']} us {first['tile']}; {shown}")
     lines.append(f"{document['hardware']}: a copy moves {document.get('copy_gb_s')} GB/s")
     for name, correct in document.get("kernels", {}).items():
         if name != "timings":
@@ -124,17 +110,3 @@ def card(document: Document) -> str:
     lines += [f"DOES NOT COMPILE {label}: {reason}" for label, reason in document["compile_failures"].items()]
     lines += [f"FAILED {failure}" for failure in document["failures"]]
     return "\n".join(lines)
-
-
-def best_tiles(lines: Iterable[dict[str, Any]]) -> list[str]:
-    """Return for every layer the time of the tile that was chosen, and the three shortest."""
-    cases: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for line in lines:
-        if "us" in line:
-            cases.setdefault((line["weights"], line["rows"], line["layer"]), []).append(line)
-    text = list[str]()
-    for (weights, rows, layer), timed in cases.items():
-        first, *others = timed  # the one chosen comes first
-        shown = "; ".join(f"{each['us']} {each['tile']}" for each in sorted(others, key=lambda each: each["us"])[:3])
-        text.append(f"  {weights}, {rows} rows, {layer}: {first['us']} us {first['tile']}; {shown}")
-    return text

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 
 from infer.options.paths import REPO_ROOT
-from kernels.triton import in_use
+from kernels.dispatch import uses_triton
 from scripts.gpu_check.plugin import SPOILT, share
 from scripts.gpu_check.ptxas import other_ptxas
-from scripts.gpu_check.report import Document, add_to, card, circumstances, empty, file_name, read, save, settled
+from scripts.gpu_check.report import Document, add_to, card, circumstances, empty, read, save, settled
 
 STALLED = 60  # seconds beyond four times those of a test after which it hangs, and beyond a stage's end its process
 COMPILING = 120  # seconds that compiling may take on a GPU, and a third of the first stage's
@@ -40,7 +41,6 @@ class Part(NamedTuple):
     files: Sequence[str]
     processes: int = 1
     compiled: bool = False  # in processes of their own, before the tests run
-    times: bool = False  # measures a copy first
 
 
 def marked_files(folder: str) -> list[str]:
@@ -55,7 +55,7 @@ PARTS = {
     "exact": Part([EXACT], 6),
     "train": Part([TRAIN]),
     "bench": Part([f"{TRITON}/measure_engines.py"]),
-    "timings": Part([f"{TRITON}/measure_kernels.py"], compiled=True, times=True),
+    "timings": Part([f"{TRITON}/measure_kernels.py"], compiled=True),
     "tiles": Part([f"{TRITON}/measure_tiles.py"], compiled=True),
 }
 # The parts of the first stage only ask whether results are right, so they run side by side; what is timed runs alone.
@@ -94,9 +94,6 @@ class Job:
             environment = {**os.environ, **LIBRARIES, **self.environment}
             self.process = subprocess.Popen(command, cwd=REPO_ROOT, env=environment, stdout=log, stderr=log)
 
-    def said(self) -> str:
-        return self.report.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-KEPT:]
-
     def look(self) -> None:
         """See whether the process has ended, and end it if it hangs; what is running when it ends has failed."""
         assert self.process is not None
@@ -107,21 +104,23 @@ class Job:
             return
         document = read(self.report)
         running, complete = document["running"], document.get("ended") and code in COMPLETE
-        if self.orders.get("compiles") and not complete:
+        said = self.report.with_suffix(".log").read_text(encoding="utf-8", errors="replace")[-KEPT:]
+        self.ended = complete or bool(self.orders.get("compiles"))
+        if complete:
+            pass
+        elif self.ended:
             label = running["label"] if running else "not in a test"
-            document["unfinished"] = [f"{label} (exit code {code}): {self.said() if code > 0 else ''}"]
-        if complete or self.orders.get("compiles"):
-            self.ended = True
+            document["unfinished"] = [f"{label} (exit code {code}): {said if code > 0 else ''}"]
         elif running:
             document["failures"].append(f"{running['label']}: its process ended with exit code {code}")
             document["done"][running["label"]], document["running"] = 0.0, None
             self.ended = self.overdue()
         elif code != SPOILT:  # not in a test, so it would end the same way again
-            document["failures"].append(f"{self.name}: its process ended with exit code {code}: {self.said()}")
+            document["failures"].append(f"{self.name}: its process ended with exit code {code}: {said}")
             self.ended = True
         if self.ended:
-            left = [label for label in document.pop("planned", ()) if label not in settled(document)]
-            document["left_out"] += [{"what": label, "why": "its process had ended"} for label in left]
+            left = {test["label"] for test in document.get("planned", ())} - settled(document)
+            document["left_out"] += [{"what": label, "why": "its process had ended"} for label in sorted(left)]
         save(self.report, document)
         if not self.ended:
             self.start()
@@ -155,11 +154,17 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ValueError if a GPU is needed and there is none.
     """
-    begin, device = time.monotonic(), device_of(args.interpret)
-    facts = circumstances(device, args.commit)
+    begin, device = time.monotonic(), torch.device("cpu" if args.interpret else "cuda")
+    if not args.interpret:
+        if not torch.cuda.is_available():
+            raise ValueError("this machine has no usable GPU; --interpret runs the kernels in Triton's interpreter")
+        torch.zeros(1, device=device)  # raises here if the driver does not work
+    assert uses_triton(device), "what is checked is Triton"
+    document = {"what": "gpu_check", **circumstances(device, args.commit), **empty(), "compile": {}, "seconds": {}}
+    hardware = re.sub(r"[^a-z0-9]+", "-", document["hardware"].lower()).strip("-")
     whole = [part for stage, _ in STAGES[:-1] for part in stage]
-    path = args.out.resolve() / file_name(facts["hardware"], "all" if args.only == whole else "-".join(args.only))
-    document = {"what": "gpu_check", **facts, **empty(), "compile": {}, "seconds": {}}
+    name = "all" if args.only == whole else "-".join(args.only)
+    path = args.out.resolve() / f"gpu-check-{name}_{hardware}_{time.strftime('%Y-%m-%d')}.json"
     save(path, document)
     with tempfile.TemporaryDirectory() as folder:
         make = Jobs(args, device, Path(folder))
@@ -180,16 +185,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(wrong.values()) else 0
 
 
-def device_of(interpret: bool) -> torch.device:
-    device = torch.device("cpu" if interpret else "cuda")
-    if not interpret:
-        if not torch.cuda.is_available():
-            raise ValueError("this machine has no usable GPU; --interpret runs the kernels in Triton's interpreter")
-        torch.zeros(1, device=device)  # raises here if the driver does not work
-    assert in_use(device), "what is checked is Triton"
-    return device
-
-
 def stages(parts: Sequence[str]) -> list[tuple[list[str], float]]:
     """Return the stages of these parts, and the share of all seconds after which each must end."""
     chosen = [([part for part in stage if part in parts], end) for stage, end in STAGES]
@@ -197,64 +192,56 @@ def stages(parts: Sequence[str]) -> list[tuple[list[str], float]]:
     return [*chosen[:-1], (chosen[-1][0], 1.0)]
 
 
-@dataclass(frozen=True)
 class Jobs:
     """Makes the jobs of a run; reports and what is trained lie in `folder`."""
 
-    args: argparse.Namespace
-    device: torch.device
-    folder: Path
-
-    def job(self, name: str, files: Sequence[str], until: float | None, threads: int, **options: Any) -> Job:
-        args, environment = self.args, options.pop("environment", {})
-        orders = {"minutes": args.minutes, "head": args.head and str(args.head), "work": str(self.folder)}
-        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **environment}
-        patient = self.device.type != "cuda"  # how long a test takes in the interpreter is not known
-        orders |= {**options, "until": until}
-        return Job(name, files, self.folder, orders, environment, None if patient else until)
-
-    def assemblers(self) -> dict[str, dict[str, str]]:
-        """Return the environments in which kernels are made by another ptxas of this machine, by its name."""
-        if self.device.type != "cuda" or self.args.bundled_ptxas or "kernels" not in self.args.only:
-            return {}
+    def __init__(self, args: argparse.Namespace, device: torch.device, folder: Path) -> None:
+        self._args, self._folder, self._on_gpu = args, folder, device.type == "cuda"
+        self._cores = os.cpu_count() or 1
         cache = f"{tempfile.gettempdir()}/headway-ptxas-"
-        return {
-            each.name: {"TRITON_PTXAS_PATH": each.path, "TRITON_CACHE_DIR": cache + each.version}
-            for each in other_ptxas()
+        others = self._on_gpu and not args.bundled_ptxas and "kernels" in args.only
+        # by the name of another ptxas of this machine, what makes kernels by it
+        self._assemblers = {
+            f"ptxas {version}": {"TRITON_PTXAS_PATH": path, "TRITON_CACHE_DIR": cache + version}
+            for version, path in (other_ptxas().items() if others else ())
         }
+
+    def _job(self, name: str, files: Sequence[str], until: float | None, threads: int, **orders: Any) -> Job:
+        args = self._args
+        environment = self._assemblers.get(orders.get("ptxas", ""), {})
+        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), **environment}
+        orders |= {"minutes": args.minutes, "head": args.head and str(args.head), "work": str(self._folder)}
+        # how long a test takes in the interpreter is not known
+        return Job(name, files, self._folder, orders | {"until": until}, environment, until if self._on_gpu else None)
 
     def compiling(self, until: float | None) -> list[Job]:
         """Return processes, one for each core, that launch all kernels that are compared or timed.
 
         The interpreter compiles nothing: one of them shows that this works.
         """
-        files = [file for part in self.args.only if PARTS[part].compiled for file in PARTS[part].files]
+        files = [file for part in self._args.only if PARTS[part].compiled for file in PARTS[part].files]
         pools: dict[str, tuple[Sequence[str], dict[str, Any]]] = {"kernels": (files, {})} if files else {}
-        for name, environment in self.assemblers().items():
-            pools[name] = (PARTS["kernels"].files, {"ptxas": name, "environment": environment})
-        processes, count = 1, 60
-        if self.device.type == "cuda":
-            processes = count = max(1, (os.cpu_count() or 1) // max(1, len(pools)))
+        pools |= {name: (PARTS["kernels"].files, {"ptxas": name}) for name in self._assemblers}
+        processes = max(1, self._cores // max(1, len(pools))) if self._on_gpu else 1
+        shares = processes if self._on_gpu else 60
         return [
-            self.job(f"compile {name} {index}", files, until, 1, compiles=name, index=index, count=count, **options)
-            for name, (files, options) in pools.items()
+            self._job(f"compile {name} {index}", files, until, 1, compiles=name, index=index, count=shares, **ptxas)
+            for name, (files, ptxas) in pools.items()
             for index in range(processes)
         ]
 
     def testing(self, parts: Sequence[str], until: float | None) -> list[Job]:
         made = list[tuple[str, str, dict[str, Any]]]()
         for part in parts:
-            if part == "train" and (self.device.type != "cuda" or self.args.minutes <= 0):
+            if part == "train" and not (self._on_gpu and self._args.minutes > 0):
                 continue
-            count = PARTS[part].processes if self.device.type == "cuda" else 1
+            count = PARTS[part].processes if self._on_gpu else 1
             for index in range(count):
-                options = {"index": index, "count": count, "times": PARTS[part].times}
-                made.append((part if count == 1 else f"{part} {index + 1}", part, options))
+                made.append((part if count == 1 else f"{part} {index + 1}", part, {"index": index, "count": count}))
         if "kernels" in parts:
-            for name, environment in self.assemblers().items():
-                made.append((f"kernels, {name}", "kernels", {"ptxas": name, "environment": environment}))
-        threads = max(1, (os.cpu_count() or 1) // max(1, len(made)))
-        return [self.job(name, PARTS[part].files, until, threads, **options) for name, part, options in made]
+            made += [(f"kernels, {name}", "kernels", {"ptxas": name}) for name in self._assemblers]
+        threads = max(1, self._cores // max(1, len(made)))
+        return [self._job(name, PARTS[part].files, until, threads, **orders) for name, part, orders in made]
 
 
 def merged(document: Document, jobs: Sequence[Job]) -> Document:
@@ -294,9 +281,9 @@ def dry_run(args: argparse.Namespace) -> int:
         raise ValueError("; ".join(plan["failures"]))
     document, begin = {}, 0.0
     for stage, end in stages(args.only):
-        longest = begin
+        ends = [begin]
         for part in stage:
-            tests = [test for test in plan["plan"] if test["file"] in PARTS[part].files]
+            tests = [test for test in plan["planned"] if test["file"] in PARTS[part].files]
             for index in range(PARTS[part].processes):
                 now, left_out = begin + (COMPILED if part == "kernels" else 0.0), []
                 places = share([test["unit"] for test in tests], index, PARTS[part].processes)
@@ -307,7 +294,7 @@ def dry_run(args: argparse.Namespace) -> int:
                     print(f"  {test['seconds']:6.1f} s  {test['label']}{'' if fits else ' (no time)'}")
                     left_out += [] if fits else [test["label"]]
                 document[f"{part} {index + 1}"] = {"tests": len(places), "until": round(now, 1), "left_out": left_out}
-                longest = max(longest, now)
-        begin = longest
+                ends.append(now)
+        begin = max(ends)
     print(json.dumps(document))
     return 0

@@ -11,6 +11,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from scripts import bench
 from scripts.benchmarks.compare import measure, slower_than_plain
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.document import without_folders
-from scripts.benchmarks.rounds import Cell, order_of
+from scripts.benchmarks.rounds import order_of, summary
 from scripts.benchmarks.systems import System, make_systems, shaped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,10 +52,10 @@ def test_another_shape_is_an_error() -> None:
         shaped(ProposerConfig(name="head"), "bush7")
 
 
-def cell_of(*ratios: float) -> Cell:
+def cell_of(name: str, *ratios: float) -> dict[str, Any]:
     """Return the cell of a system whose rounds were that many times as fast as plain decoding."""
     run = Run([[1, 2]], 1.0)
-    return Cell([Pair(run, replace(run, seconds=1 / ratio)) for ratio in ratios])
+    return summary(name, [Pair(run, replace(run, seconds=1 / ratio)) for ratio in ratios], (), greedy=True)
 
 
 def test_every_system_runs_at_every_place_and_the_order_is_the_same_again() -> None:
@@ -67,7 +68,7 @@ def test_every_system_runs_at_every_place_and_the_order_is_the_same_again() -> N
 
 def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
     ratios = {"off": (1, 1, 1), "off:again": (0.98, 1.0, 1.02), "head:auto5": (0.9, 0.97, 1.2), "head:chain5": (0.5,)}
-    results = {"0": {"4": {name: cell_of(*values).summary(name) for name, values in ratios.items()}}}
+    results = {"0": {"4": {name: cell_of(name, *values) for name, values in ratios.items()}}}
     assert slower_than_plain(results, None) == slower_than_plain(results, 0.03) == []
     assert slower_than_plain(results, 0.0) == [
         "head:auto5 at temperature 0, 4 at once: 0.970 (plain decoding repeated: down to 0.990, slack 0.0)"

@@ -18,8 +18,8 @@ from infer.options.paths import REPO_ROOT
 from models.heads import HEADS
 from scripts.gpu_check import ptxas, report, runner
 from scripts.gpu_check.command import main, parse
-from scripts.gpu_check.measure import rated, timing
 from tests.kernels.comparing import Comparisons
+from tests.kernels.timing import rated, timing
 from tests.kernels.triton.measure_engines import union_length
 
 EXACT = f"{runner.TRITON}/test_engine.py"
@@ -297,8 +297,8 @@ def test_other_assemblers_are_found_by_their_version(tmp_path, monkeypatch):
         tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release, V{version}\n")
         tool.chmod(0o755)
     monkeypatch.setattr(ptxas, "candidates", lambda: sorted(str(path) for path in tmp_path.glob("*/bin/ptxas")))
-    monkeypatch.setattr(ptxas, "bundled_ptxas", lambda: ptxas.Ptxas("/triton/ptxas", "12.8.93"))
-    assert [other.name for other in ptxas.other_ptxas()] == ["ptxas 13.1.80"]
+    monkeypatch.setattr(ptxas, "bundled_ptxas", lambda: str(tmp_path / "12.8.93/bin/ptxas"))
+    assert ptxas.other_ptxas() == {"13.1.80": str(tmp_path / "13.1.80/bin/ptxas")}
     assert ptxas.version_of(str(tmp_path)) is None
 
 
@@ -354,4 +354,4 @@ def test_every_test_of_a_gpu_is_collected_without_what_such_a_machine_lacks(tmp_
     runner.run_jobs([made])
     document = report.read(made.report)
     assert document["failures"] == []
-    assert {test["file"] for test in document["plan"]} == set(files)
+    assert {test["file"] for test in document["planned"]} == set(files)

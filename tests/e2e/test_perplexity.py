@@ -96,7 +96,7 @@ def test_divergence_is_what_float64_says() -> None:
     assert scores.divergences == pytest.approx([0.0, 0.25 * math.log(2)], abs=1e-6)
     assert scores.agreements == [True, False]
     chosen = 1 / (1 + math.exp(-1) + math.exp(-2))
-    assert scores.perplexity == pytest.approx(math.sqrt(1 / (chosen * 0.5)), rel=1e-6)
+    assert scores.summary()["perplexity"] == pytest.approx(math.sqrt(1 / (chosen * 0.5)), rel=1e-6)
     assert scores.summary()["kl_mean"] == pytest.approx(0.125 * math.log(2), abs=1e-6)
 
 

@@ -27,6 +27,15 @@ class Target:
         output = self.model(torch.tensor([ids]), output_hidden_states=True)
         return tuple(state[0] for state in output.hidden_states)
 
+    @torch.no_grad()
+    def before_norm(self, ids: list[int]) -> Tensor:
+        """Return what the final norm reads, `[T, H]`."""
+        states: list[Tensor] = []
+        hook = self.model.model.norm.register_forward_hook(lambda module, inputs, output: states.append(inputs[0][0]))
+        self.hidden_states(ids)
+        hook.remove()
+        return states[0]
+
 
 def rms(x: Tensor, weight: Tensor, eps: float = LLAMA["rms_norm_eps"]) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight

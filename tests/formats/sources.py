@@ -108,6 +108,32 @@ FC_NORM: list[Row] = [
 INPUT_NORM: list[Row] = [("input_norm.weight", "input_norm.weight", (192,))]
 MASK_HIDDEN: list[Row] = [("mask_hidden", "mask_hidden", (1, 1, 192))]
 
+MTP: list[Row] = [
+    (f"mtp_layers.0.{name}.weight", f"mtp_layers.0.{name}.weight", shape)
+    for name, shape in {
+        "input_proj": (64, 128),
+        "hidden_layernorm": (64,),
+        "token_layernorm": (64,),
+        "input_layernorm": (64,),
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (16, 64),
+        "self_attn.v_proj": (16, 64),
+        "self_attn.o_proj": (64, 64),
+        "post_attention_layernorm": (64,),
+        "mlp.gate_proj": (160, 64),
+        "mlp.up_proj": (160, 64),
+        "mlp.down_proj": (64, 160),
+        "final_layernorm": (64,),
+    }.items()
+]
+MTP_NORMS: list[Row] = [
+    ("mtp_layers.0.self_attn.q_norm.weight", "mtp_layers.0.self_attn.q_norm.weight", (8,)),
+    ("mtp_layers.0.self_attn.k_norm.weight", "mtp_layers.0.self_attn.k_norm.weight", (8,)),
+]
+MTP_SECOND: list[Row] = [
+    (name.replace(".0.", ".1."), our_name.replace(".0.", ".1."), shape) for name, our_name, shape in MTP
+]
+
 MEDUSA: list[Row] = [
     ("0.0.linear.weight", "blocks.0.layers.0.weight", (64, 64)),
     ("0.0.linear.bias", "blocks.0.layers.0.bias", (64,)),
@@ -216,6 +242,33 @@ SPECULATORS_CONFIG = {
     "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
     "target_hidden_size": None,
     "embed_requires_grad": False,
+}
+MTP_CONFIG = {
+    "architectures": ["MTPDraftModel"],
+    "speculators_model_type": "mtp",
+    "speculators_version": "0.9.0",
+    "speculators_config": {
+        "algorithm": "mtp",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"name_or_path": "some/target", "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "num_nextn_predict_layers": 1,
+    "transformer_layer_config": {  # the whole target's
+        **LLAMA,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 8,
+        "head_dim": 8,
+        "rope_theta": 1000000.0,
+        "layer_types": ["full_attention"] * 8,
+        "max_window_layers": 8,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "attention_bias": False,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0",
 }
 MLP_CONFIG = {
     "architectures": ["MLPSpeculatorPreTrainedModel"],
@@ -354,6 +407,23 @@ SOURCES = {
             "mask_token_id": 7,
         },
         SPECULATORS + MASK_HIDDEN,
+    ),
+    "speculators-mtp": Source("speculators-mtp", "mtp", MTP_CONFIG, MTP + MTP_NORMS),
+    "speculators-mtp with every flag": Source(
+        "speculators-mtp",
+        "mtp",
+        {
+            **MTP_CONFIG,
+            "transformer_layer_config": {**LLAMA, "rope_theta": 10000.0},
+            "num_nextn_predict_layers": 2,
+            "draft_vocab_size": V,
+            "hidden_first": True,
+            "pre_norm": True,
+            "norm_recycled": False,
+            "zero_first": True,
+            "centered_norms": True,
+        },
+        MTP + MTP_SECOND,
     ),
     "medusa": Source(
         "medusa",

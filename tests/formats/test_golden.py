@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models.formats.checkpoint import formats_of
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads import HEADS
 from tests.formats.block_golden import BLOCK_CONFIGS
@@ -61,6 +62,31 @@ EAGLE3 = {
     "torch_dtype": "float32",
 }
 PROPOSAL = EAGLE3["speculators_config"]
+MTP_CONFIG = {
+    "architectures": ["MTPDraftModel"],
+    "speculators_model_type": "mtp",
+    "speculators_version": "0.9.0",
+    "speculators_config": {
+        "algorithm": "mtp",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": VERIFIER,
+    },
+    "transformer_layer_config": {
+        **LAYER,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "rope_theta": 1000000.0,
+    },
+    "draft_vocab_size": 384,
+    "num_nextn_predict_layers": 1,
+    "hidden_first": False,
+    "pre_norm": False,
+    "norm_recycled": True,
+    "zero_first": False,
+    "centered_norms": False,
+    "torch_dtype": "float32",
+}
 MEDUSA_CONFIG = {
     "architectures": ["MedusaModel"],
     "model_type": "medusa",
@@ -149,6 +175,18 @@ CONFIGS = {
         "mask_token_id": 7,
         "num_depths": 3,
     },
+    ("speculators-mtp", "speculators-mtp"): MTP_CONFIG,
+    ("speculators-mtp", "headway"): MTP_CONFIG,
+    ("speculators-mtp with every flag", "headway"): {
+        **MTP_CONFIG,
+        "transformer_layer_config": {**LAYER, "num_hidden_layers": 2},
+        "num_nextn_predict_layers": 2,
+        "hidden_first": True,
+        "pre_norm": True,
+        "norm_recycled": False,
+        "zero_first": True,
+        "centered_norms": True,
+    },
     ("medusa", "medusa"): {
         "medusa_num_heads": 3,
         "medusa_num_layers": 2,
@@ -236,10 +274,11 @@ def test_every_key_of_a_written_config(tmp_path, name, form):
 
 
 def test_every_format_and_head_is_covered():
-    folders = {form.name for form in FORMATS.values() if not form.gguf}  # test_gguf_heads.py has the others
+    # test_gguf_heads.py and tests/unit/test_mtp.py have the others
+    folders = {form.name for form in FORMATS.values() if not (form.gguf or form.open)}
     assert {SOURCES[name].form for name in SOURCES} == folders - {"headway"}
     assert {form for _, form in CONFIGS} == folders
-    assert {source.head for source in SOURCES.values()} == {name for name, head in HEADS.items() if head.formats()}
+    assert {source.head for source in SOURCES.values()} == {name for name, head in HEADS.items() if formats_of(head)}
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -34,6 +34,8 @@ def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) 
     names = (f"{prefix}self_attn.{name}_proj" for name in "qkv")
     projected = (F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names)
     q, k, v = (rows.unflatten(-1, (-1, 8)) for rows in projected)
+    if f"{prefix}self_attn.q_norm.weight" in tensors:
+        q, k = (rms(rows, tensors[f"{prefix}self_attn.{name}_norm.weight"]) for rows, name in ((q, "q"), (k, "k")))
     q, k = rotate(q, theta), rotate(k, theta)
     k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
@@ -54,6 +56,38 @@ def eagle(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, id
         x = x + mlp(rms(x, tensors["layers.0.post_attention_layernorm.weight"]), tensors, "layers.0.")
         drafted.append(int((x[-1] @ target.lm_head.T).argmax()))
         tokens, states = [*tokens, drafted[-1]], [*states, x[-1]]
+    return drafted
+
+
+def mtp(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
+    """A projection of both normed inputs, a layer, a norm. Step k is module k of n, over rows of all steps."""
+    layer, n = config["transformer_layer_config"], config["num_nextn_predict_layers"]
+    theta, less = layer["rope_theta"], float(config.get("centered_norms", False))
+    tokens = ids[1:]
+    if config.get("pre_norm"):
+        states = list(target.before_norm(ids)[:-1])
+    else:
+        states = list(target.hidden_states(ids)[-1][:-1])
+    drafted: list[int] = []
+    for step in range(count):
+        prefix = f"mtp_layers.{step % n}."
+
+        def norm(x: Tensor, name: str, prefix: str = prefix) -> Tensor:
+            return rms(x, tensors[f"{prefix}{name}.weight"] + less)
+
+        embedded = target.embedding[tokens].clone()
+        if config.get("zero_first"):
+            embedded[0] = 0
+        parts = [norm(embedded, "token_layernorm"), norm(torch.stack(states), "hidden_layernorm")]
+        x = F.linear(
+            torch.cat(parts[:: -1 if config.get("hidden_first") else 1], -1), tensors[f"{prefix}input_proj.weight"]
+        )
+        x = x + attention(norm(x, "input_layernorm"), tensors, prefix, theta)
+        x = x + mlp(norm(x, "post_attention_layernorm"), tensors, prefix)
+        normed = norm(x, "final_layernorm")
+        drafted.append(int((normed[-1] @ target.lm_head.T).argmax()))
+        recycled = normed if config.get("norm_recycled", True) else x
+        tokens, states = [*tokens, drafted[-1]], [*states, recycled[-1]]
     return drafted
 
 
@@ -213,6 +247,7 @@ REFERENCES = {
     "safeailab-eagle": eagle,
     "safeailab-eagle3": eagle3,
     "speculators": eagle3,
+    "speculators-mtp": mtp,
     "medusa": medusa,
     "vllm-medusa": vllm_medusa,
     "ibm-mlp": ibm_mlp,

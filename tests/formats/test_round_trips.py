@@ -142,10 +142,10 @@ def random_checkpoint(head: str, config, seed: int, dtype: torch.dtype) -> Check
 def holds(form: str, checkpoint: Checkpoint) -> bool:
     """Return whether the format can hold the head; test_golden.py shows that it is refused otherwise.
 
-    GGUF files have other dtypes than the head: test_gguf_heads.py.
+    GGUF files have other dtypes than the head: test_gguf_heads.py. A part of a target: tests/unit/test_mtp.py.
     """
     config = checkpoint.config
-    if FORMATS[form].gguf:
+    if FORMATS[form].gguf or FORMATS[form].open:
         return False
     if isinstance(config, DFlashConfig):
         return holds_block(form, config)

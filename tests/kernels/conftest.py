@@ -14,9 +14,9 @@ import torch
 from kernels.cpu import library as building
 from kernels.cpu.level import LEVELS, level
 from kernels.cpu.library import library
-from scripts.gpu_check.measure import timing
 from tests.device import DEVICE, orders
 from tests.kernels.comparing import Comparisons
+from tests.kernels.timing import copy_bandwidth, rated, shortest_ms, timing
 
 Compile = Callable[..., ctypes.CDLL]
 NEEDS = {"x86-64": "baseline", "x86-64-v3": "avx2", "skylake-avx512": "avx512"}  # the level that runs an architecture
@@ -55,17 +55,27 @@ def compare(request: pytest.FixtureRequest, record_property: Callable[[str, Any]
     return Comparisons(record_property, compiles=bool(orders(request.config).get("compiles")))
 
 
+@pytest.fixture(scope="session")
+def pace() -> dict[str, float]:
+    """What times are compared with: GB/s of a plain copy, and the time of a call that does next to nothing."""
+    return {"copy_gb_s": round(copy_bandwidth(DEVICE), 1), "shortest_ms": shortest_ms(DEVICE)}
+
+
 @pytest.fixture
 def timed(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Callable[..., None]:
     """`timed(kernel, case, bytes, call, *args, capture=True)`: one line of times (scripts/gpu_check)."""
     compiles = orders(request.config).get("compiles")
+    pace = {} if compiles else request.getfixturevalue("pace")
+    for name, value in pace.items():
+        record_property(name, value)
 
     def measure(kernel: str, case: str, moved: int, call: Callable[..., Any], *args: Any, capture: bool = True) -> None:
         launch = partial(call, *args)
         if compiles:
             launch()
         else:
-            record_property("kernels/timings", timing(kernel, case, DEVICE, moved, launch, capture=capture))
+            line = timing(kernel, case, DEVICE, moved, launch, capture=capture)
+            record_property("kernels/timings", rated(line, pace["copy_gb_s"]))
 
     return measure
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.choose import ChoiceParameters
 from kernels.noise import gumbel_noise
+from kernels.operands import ChoiceParameters
 
 SIZE = 262144
 ROWS = [  # temperature, top_k, top_p

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from infer.speculation.tree import DraftTree
-from kernels.attention import assert_rows_independent, plan_attention
-from kernels.cpu.attention import NativeAttention, supported
+from kernels.attention import NativeAttention, assert_rows_independent, plan_attention, runs_in_c
 from kernels.cpu.library import library
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows, set_bit_positions
@@ -24,7 +23,7 @@ def form(request, monkeypatch):
     """Both implementations that run on a CPU; `plan_attention` dispatches to this one."""
     if request.param == "c" and library() is None:
         pytest.skip("no C compiler on this machine")
-    monkeypatch.setattr("kernels.cpu.attention.supported", lambda *sizes: request.param == "c")
+    monkeypatch.setattr("kernels.attention.runs_in_c", lambda *sizes: request.param == "c")
     return request.param
 
 
@@ -180,7 +179,7 @@ def test_the_probe_notices_a_kernel_whose_bits_depend_on_company(form, monkeypat
         def __call__(self, *tensors):
             return super().__call__(*tensors) * (1 + 1e-6 * self.drift)
 
-    name = "kernels.cpu.attention.NativeAttention" if form == "c" else "kernels.attention.TiledAttention"
+    name = "kernels.attention.NativeAttention" if form == "c" else "kernels.attention.TiledAttention"
     monkeypatch.setattr(name, Drifting)
     with pytest.raises(ValueError, match="engine.exact"):
         assert_rows_independent(4, 2, 64, torch.float32, CPU)
@@ -206,9 +205,9 @@ def test_queries_keys_and_values_may_be_slices_of_one_tensor(form):
 
 
 def test_odd_sizes_and_other_dtypes_go_to_the_torch_form():
-    assert not supported(24, torch.float32, CPU)
-    assert not supported(64, torch.float16, CPU)
-    assert not supported(64, torch.float32, torch.device("meta"))
+    assert not runs_in_c(24, torch.float32, CPU)
+    assert not runs_in_c(64, torch.float16, CPU)
+    assert not runs_in_c(64, torch.float32, torch.device("meta"))
 
 
 def test_places_of_bits_lists_set_bits_in_order():

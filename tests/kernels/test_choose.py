@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from kernels.choose import NO_LIMITS, ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
+from kernels.choose import choice_keys, choose, choose_best, logprobs, restrict
 from kernels.cpu.library import library
 from kernels.noise import gumbel_noise
+from kernels.operands import NO_LIMITS, ChoiceParameters
 from tests.distributions import Z, chi_square_excess, sampling_probs
 from tests.kernels.gemma_rows import float64_keys, gemma_rows, ranked
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.convolution import INPUT, OUTPUT, two_taps
-from kernels.cpu.library import KINDS, library
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS
 
 HIDDEN, ROWS, BLOCKS = 96, 5, 3
 

@@ -8,22 +8,24 @@ import subprocess
 import pytest
 import torch
 
-from kernels.cpu import attention, decoder, draft, ggml, linear, vocabulary, walk
+from kernels import attention, decoder, draft, ggml, linear, vocabulary, walk
+from kernels.cpu import segments
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
-from kernels.cpu.library import KINDS, LANES, compiler, flags, library
+from kernels.cpu.library import compiler, flags, library
+from kernels.dispatch import KINDS, LANES
 from kernels.ggml import FORMATS
 
 STRUCTURES = {
-    "attention_args": (attention.Arguments, "attention.h"),
-    "linear_args": (linear.Arguments, "linear.h"),
-    "pack_args": (linear.PackArguments, "pack.c"),
+    "attention_args": (attention.AttentionArguments, "attention.h"),
+    "linear_args": (linear.LinearArguments, "linear.h"),
+    "pack_args": (segments.PackArguments, "pack.c"),
     "convolution": (decoder.Convolved, "decoder.h"),
-    "blocks_args": (ggml.Arguments, "blocks.c"),
+    "blocks_args": (ggml.GgmlArguments, "blocks.c"),
     "decoder_layer": (decoder.Layer, "decoder.h"),
-    "decoder_args": (decoder.Arguments, "decoder.h"),
-    "draft_args": (draft.Arguments, "draft.c"),
+    "decoder_args": (decoder.DecoderArguments, "decoder.h"),
+    "draft_args": (draft.DraftArguments, "draft.c"),
     "branch_args": (draft.Branch, "draft.c"),
-    "walk_args": (walk.Arguments, "walk.c"),
+    "walk_args": (walk.WalkArguments, "walk.c"),
     "vocabulary_loss_args": (vocabulary.LossArguments, "vocabulary.c"),
     "vocabulary_teach_args": (vocabulary.TeachArguments, "vocabulary.c"),
 }
@@ -66,12 +68,12 @@ def test_the_compiler_lays_out_what_ctypes_lays_out(name):
 
 @needs_compiler
 def test_constants_are_those_of_c():
-    names = ("PANEL", "WIDE_PANEL", "PACKED_ROWS", "FILLED_ROWS")
-    sizes = {name: getattr(linear, name) for name in names}
+    sizes = {name: getattr(segments, name) for name in ("PANEL", "WIDE_PANEL")}
+    sizes |= {name: getattr(linear, name) for name in ("PACKED_ROWS", "FILLED_ROWS")}
     kinds = {"FLOAT32": KINDS[torch.float32], "BFLOAT16": KINDS[torch.bfloat16]}
-    formats = {name.upper(): value for name, value in linear.FORMATS.items()}
-    formats |= {"WIDE": linear.WIDE[torch.float32], "WIDE_BF16": linear.WIDE[torch.bfloat16]}
-    scales = {name.upper(): value for name, value in linear.SCALES.items()}
+    formats = {name.upper(): value for name, value in segments.FORMATS.items()}
+    formats |= {"WIDE": segments.WIDE[torch.float32], "WIDE_BF16": segments.WIDE[torch.bfloat16]}
+    scales = {name.upper(): value for name, value in segments.SCALES.items()}
     kept = {name: index for index, name in enumerate(FORMATS)}
     expressions = [f"{name} == {value}" for name, value in (sizes | kinds | formats | scales | kept).items()]
     assert compiles(asserting([*expressions, f"{LANES} % LANES == 0"], "blocks.c"))

@@ -16,7 +16,7 @@ from kernels.groups import GroupedMatrix
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import LAST, ExpertsConfig, RopeConfig, TargetConfig
-from models.fused_decoder import FusedDecoder
+from models.decoder import FusedDecoder
 from models.heads import HEADS
 from models.heads.borrowing import borrow
 from models.layers import Linear, pack

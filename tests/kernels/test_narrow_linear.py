@@ -7,10 +7,10 @@ import torch
 
 from kernels.capabilities import product_dtype
 from kernels.cpu.library import SWITCH, library
-from kernels.cpu.linear import NativeLinear, quantized_segment
-from kernels.linear import PackedLinear, assert_row_invariant
+from kernels.cpu.segments import quantized_segment
+from kernels.dispatch import uses_triton
+from kernels.linear import NativeLinear, PackedLinear, assert_row_invariant
 from kernels.quantize import group_size, quantize, widen
-from kernels.triton import in_use
 from tests.kernels.narrow import ERROR
 from tests.pairwise import parametrize_pairs
 
@@ -127,5 +127,5 @@ def test_every_8_bit_weight_is_exact_in_bf16():
 def test_it_is_held_in_few_bits_where_the_kernel_reads_them(kernels, weight_format, bits):
     weight, _ = make(512, 256, torch.bfloat16)
     bits_per_weight = PackedLinear(weight, weight_format=weight_format).bytes * 8 / weight.numel()
-    packed = kernels == "c" or in_use(weight.device)
+    packed = kernels == "c" or uses_triton(weight.device)
     assert bits_per_weight < bits * 1.1 if packed else bits_per_weight == 8 * product_dtype(weight.dtype).itemsize

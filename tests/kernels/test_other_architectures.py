@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels import attention, linear
 from kernels.attention import plan_attention
-from kernels.cpu import attention, linear
 from kernels.cpu.library import library
 from kernels.ggml import FORMATS, GgmlMatrix
 from kernels.groups import GroupedMatrix
@@ -37,7 +37,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def aarch64(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers and attention made in this test compute as on aarch64."""
-    structures = {"linear": linear.Arguments, "paged_attention": attention.Arguments}
+    structures = {"linear": linear.LinearArguments, "paged_attention": attention.AttentionArguments}
     for name, structure in structures.items():
         monkeypatch.setattr(library(), name, emulate(name, structure, program, AARCH64[1:]))
     monkeypatch.setattr(library(), "linear_takes_bf16", lambda: 0)  # there rows are widened, which takes more scratch

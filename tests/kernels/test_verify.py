@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,13 +9,8 @@ from hypothesis import strategies as st
 
 from infer.speculation.tree import MAX_NODES, DraftTree
 from kernels.rows import AttentionRows
-from kernels.verify import accept
+from kernels.verify import accept, accept_in_torch
 from tests.drafts import checked_tree
-
-
-def accept_in_torch(*parts):
-    with mock.patch("kernels.verify.library", return_value=None):
-        return accept(*parts)
 
 
 def walk(token, parent, length, choice):
@@ -53,9 +46,8 @@ def test_accept_equals_the_walk(cases, seed):
     length = torch.tensor([len(token) for token, _ in cases])
     tree = checked_tree(torch.tensor(pad), torch.tensor(parents), length)
     choice = torch.randint(0, 3, (len(cases), width), generator=torch.Generator().manual_seed(seed))
-    parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
-    last = accept(*parts)
-    assert torch.equal(accept_in_torch(*parts), last)
+    last = accept(tree.nodes, choice)
+    assert torch.equal(accept_in_torch(tree.nodes, choice), last)
     for b, (token, parent) in enumerate(cases):
         node = walk(token, parent, len(token), choice[b].tolist())
         assert int(last[b]) == node
@@ -80,8 +72,8 @@ def test_likely_nodes_are_taken_besides(case, seed):
         if depth[above] >= 0 and (token[node] == choice[0, above] or typical_mask[0, node]):
             depth[node] = depth[above] + 1
             best = node if depth[node] > depth[best] else best
-    parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
-    assert int(accept(*parts, typical_mask)) == int(accept_in_torch(*parts, typical_mask)) == best
+    parts = tree.nodes, choice, typical_mask
+    assert int(accept(*parts)) == int(accept_in_torch(*parts)) == best
 
 
 def test_chains_equal_trees_made_from_parents():

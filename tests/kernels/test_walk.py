@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kernels import walk
-from kernels.choose import ALL_LIMITS, NO_LIMITS, ChoiceParameters, choice_keys, choose, choose_best
+from kernels.choose import choice_keys, choose, choose_best
 from kernels.cpu.library import library
-from kernels.walk import Lattice, Transition, make_lattice, rank_candidates, walk_chain
+from kernels.operands import ALL_LIMITS, NO_LIMITS, ChoiceParameters, Lattice, Transition
+from kernels.walk import make_lattice, rank_candidates, walk_chain
 from tests.pairwise import parametrize_pairs
 
 BATCH, SLOTS, SIZE, TOKENS, RANK = 3, 6, 400, 1200, 32

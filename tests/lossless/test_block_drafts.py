@@ -14,7 +14,7 @@ from infer.request import SamplingParams
 from infer.speculation.proposers.draft_loops.base import Unread
 from kernels import walk
 from kernels.cpu.library import library
-from models.fused_decoder import FusedDecoder
+from models.decoder import FusedDecoder
 from models.targets import load_target
 from tests.conftest import MakeTarget
 from tests.heads import make_head

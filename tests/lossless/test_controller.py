@@ -11,13 +11,13 @@ import pytest
 
 from infer.config import ProposerConfig
 from infer.request import DrafterState, SamplingParams
-from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import Controller, Planner
 from infer.speculation.proposers.head import KEPT_ROWS, MIN_SEEN
+from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 from tests.drafts import chain
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids

@@ -11,9 +11,9 @@ from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
-from kernels.cpu.draft import NativeChains
 from kernels.cpu.library import library
-from kernels.early_exit import Drafting
+from kernels.draft import NativeChains
+from kernels.operands import Drafting
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
@@ -27,6 +27,9 @@ KINDS = {
     "eagle": ("eagle", {}),
     "eagle, fc with bias": ("eagle, fc with bias", {}),
     "eagle, the target's embedding": ("eagle, the target's embedding", {}),
+    "mtp": ("mtp", {}),
+    "mtp, hidden first, centered norms": ("mtp, hidden first, centered norms", {}),
+    "mtp, states before norms": ("mtp, states before norms", {"centered_norms": True, "zero_first": True}),
 }
 TREES = {
     "beam": {"tree": "beam:3x4:12"},

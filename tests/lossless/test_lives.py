@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from infer.request import Phase
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
 from tests.lossless.oracles import Thicket

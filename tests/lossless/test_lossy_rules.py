@@ -9,8 +9,8 @@ import torch
 
 from infer.request import SamplingParams
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import DRAFTS, coin, draw, stream, typical_mask, verify_block
-from kernels.noise import MASK32, gumbel_noise
+from kernels.acceptance import coin, draw, typical_mask, verify_block
+from kernels.noise import DRAFTS, MASK32, gumbel_noise, stream
 from kernels.verify import accept
 from tests.distributions import Z, chi_square_excess
 from tests.interpreted import scaled
@@ -127,8 +127,7 @@ def test_typical_acceptance_asks_less_where_the_target_is_uncertain():
         limits = (torch.full((len(tokens),), limit, dtype=torch.float64) for limit in SamplingParams().typical)
         mask = typical_mask(probs, torch.arange(len(tokens)), torch.tensor(tokens), *limits)
         accepted = torch.tensor([[False, *mask.tolist()]])
-        parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, torch.tensor([choice])
-        return int(accept(*parts, accepted))
+        return int(accept(tree.nodes, torch.tensor([choice]), accepted))
 
     # any token is accepted after the uncertain root, then only the likely one
     assert last(probs, [3, 7, 9], [5, 7, 7, 7]) == 2

@@ -8,7 +8,7 @@ import torch
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 from models.targets import load_target
 from tests.heads import ONE_OF_EACH
 from tests.lossless.oracles import WrongThenRight

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 from kernels.cpu.library import SWITCH, library
 from tests.heads import ONE_OF_EACH
 from tests.lossless.oracles import Thicket

@@ -63,6 +63,8 @@ DRAFTERS: dict[str, Drafter] = {
     "eagle3, beam": Drafter("head", EAGLE3, BEAM, requests=tuple(REQUESTS)),
     "eagle3, static": Drafter("head", EAGLE3, STATIC),
     "eagle3, adaptive": Drafter("auto", EAGLE3, {"adaptive": True}, requests=("greedy", "top-p", "bias")),
+    "mtp": Drafter("head", "mtp"),
+    "mtp, beam": Drafter("head", "mtp", BEAM),
     "mlp": Drafter("head", "mlp"),
     "mlp, beam": Drafter("head", "mlp", BEAM),
     "lstm": Drafter("head", "lstm"),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from triton.runtime.interpreter import InterpretedFunction
 
 from infer.speculation.tree import DraftTree
+from kernels.copies import upload
 from kernels.triton.elementwise import rms_norm
-from kernels.upload import upload
 from tests.simulated_cuda.install import simulated_cuda
 from tests.simulated_cuda.machine import (
     OUTSIDE,

@@ -22,6 +22,7 @@ from train.objectives.joint import JointObjective
 OBJECTIVES = {
     "ttt": EAGLE3,
     "eagle": "eagle",
+    "mtp": "mtp",
     "medusa": "medusa",
     "medusa-2": "medusa",
     "mlp": "mlp",

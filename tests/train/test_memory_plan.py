@@ -31,7 +31,8 @@ from train.publishing.trackers import read_metrics
 ROWS, LENGTH = 4, 48
 HEADS = [
     "head=eagle3", "head=eagle3 objective.fused=true", "head=eagle3 objective.checkpointing=true", "head=eagle",
-    "head=medusa", "head=mlp", "head=lstm", "head=p-eagle", "head=eagle3 objective.fused=false", "head=draft-model",
+    "head=medusa", "head=mlp", "head=lstm", "head=mtp", "head=p-eagle", "head=eagle3 objective.fused=false",
+    "head=draft-model",
 ]  # fmt: skip
 TRAIN_EACH = """
 import json, sys

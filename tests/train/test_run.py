@@ -112,6 +112,7 @@ def test_what_a_run_leaves_behind(
 EAGLE3_KEYS = ("head.draft_vocab_size", "objective.steps", "eval_draft_tokens")  # what SETTINGS say for eagle3
 HEADS = {
     "eagle": ["objective.steps=2", "objective.reduction=sequence"],
+    "mtp": ["head.num_modules=2"],
     "medusa": ["head.draft_vocab_size=200", "objective.labels=hard"],
     "mlp": ["head.tie_weights=true"],
     "lstm": ["head.n_predict=4"],

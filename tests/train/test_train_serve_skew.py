@@ -20,9 +20,9 @@ from torch import Tensor
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.draft_loops.base import Chains
 from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.tree import Budget
 from models.attention import CausalAttention, WriteKeys
 from models.config import LAST
 from models.heads import HEADS

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from infer.request import Request, SamplingParams
-from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.planner import PLAN_STEPS, Controller
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
+from infer.speculation.tree import Budget
 from kernels.triton import SWITCH
 from tests.drafts import chain, chains, make_costs, with_rates
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from infer.request import DrafterState
-from infer.speculation.budget import Budget
 from infer.speculation.drafter import drafter_of
+from infer.speculation.tree import Budget
 from tests.judge_controller import LONG
 from tests.simulated_machine import (
     CHAIN,

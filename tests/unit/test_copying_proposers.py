@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import EstimatingProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer, assembled
 from infer.speculation.proposers.merging import Drafted, accepted, merge
@@ -25,7 +24,7 @@ from infer.speculation.proposers.suffix_decoding.drafts import follow
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile, digest
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 from tests.drafts import checked_tree, make_request
 
 tokens_of = st.lists(st.integers(0, 2), max_size=20)

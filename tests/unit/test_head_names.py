@@ -13,6 +13,7 @@ from torch import nn
 from infer.speculation.proposers.draft_loops import LOOPS
 from models.heads import HEADS
 from models.heads.block import Corrector
+from models.heads.weights import module_of
 from tests.unit.test_layout import ROOT, parse, relative, sources
 
 PRODUCT = ("kernels", "models", "infer", "train", "scripts")
@@ -20,7 +21,6 @@ PRODUCT = ("kernels", "models", "infer", "train", "scripts")
 EXCEPTIONS = {
     "models/formats/speculators.py": "a format that several heads share",
     "models/formats/dflash.py": "what the formats of block drafters share",
-    "models/formats/dspark.py": "what the formats of DSpark share",
     "models/gguf/head.py": "GGUF files of heads, whose one architecture is eagle3",
     "train/objectives/eagle.py": "an objective",
     "train/objectives/dspark.py": "an objective",
@@ -97,7 +97,7 @@ def test_a_kind_of_heads_has_at_most_eight_members(kind: type) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_of_one_kind(name: str) -> None:
-    assert len([kind for kind in LOOPS if issubclass(HEADS[name].module().kind, kind)]) == 1
+    assert len([kind for kind in LOOPS if issubclass(module_of(name).kind, kind)]) == 1
 
 
 def test_to_add_a_head_540_lines_are_to_be_read() -> None:
@@ -111,5 +111,5 @@ def test_to_add_a_head_540_lines_are_to_be_read() -> None:
 def test_the_registry_agrees_with_folder_and_yaml(name: str) -> None:
     folder = Path(*HEADS[name].__module__.split(".")[:-1])
     assert folder == Path("models/heads") / name.replace("-", "_")
-    assert HEADS[name].module().kind.__module__ == ".".join([*folder.parts, "head"])
+    assert module_of(name).kind.__module__ == ".".join([*folder.parts, "head"])
     assert f"name: {name}\n" in (ROOT / "conf" / "head" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from infer.config import SCHEMAS
 from infer.engine import Engine
 from models.attention import CausalAttention
-from models.config import LAST
+from models.config import LAST, UNNORMED
 from models.heads import HEADS
 from models.heads.config import NewHeadConfig
 from models.heads.files import load_head, save_head
@@ -169,10 +169,11 @@ def test_what_is_borrowed_follows_the_heads_dtype_and_stays_the_targets(tiny_tar
 def test_the_last_hidden_state_is_what_the_lm_head_reads(tiny_target):
     ids, positions = torch.arange(9)[None], torch.arange(9)[None]
     with torch.no_grad():
-        out = tiny_target(ids, positions, CausalAttention(), aux_layers=(LAST, 3, 8))
+        out = tiny_target(ids, positions, CausalAttention(), aux_layers=(LAST, 3, 8, UNNORMED))
     assert out.aux[0] is out.hidden
     assert out.aux[2] is out.hidden
-    with pytest.raises(ValueError, match=r"aux_layers: id 9 is outside -1\.\.8"):
+    assert out.aux[3] is out.last_hidden
+    with pytest.raises(ValueError, match=r"aux_layers: id 9 is outside -2\.\.8"):
         tiny_target(ids, positions, CausalAttention(), aux_layers=(9,))
 
 

@@ -15,7 +15,7 @@ from infer.engine import Engine
 from infer.kvcache.memory import weight_bytes
 from infer.processes.exactness import probe_division
 from infer.processes.target_worker import Shard
-from kernels.cpu.library import LANES
+from kernels.dispatch import LANES
 from kernels.linear import PackedLinear
 from models.sharding import BLOCK, Part, check_heads, even, inner, sizes_of, split
 from models.targets import load_target

@@ -17,8 +17,8 @@ from infer.config import ProposerConfig
 from infer.console.card import describe_costs
 from infer.engine import Engine
 from infer.engine.startup.profiler import START_S, Stopwatch, Unmeasured, kept_table, measure
-from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, contradiction
+from infer.speculation.tree import Budget
 from tests.drafts import make_costs
 
 

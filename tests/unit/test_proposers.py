@@ -7,12 +7,11 @@ import logging
 
 import pytest
 
-from infer.speculation.budget import Budget
 from infer.speculation.drafter import drafter_of
 from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 from tests.drafts import make_request
 
 

@@ -12,7 +12,7 @@ from infer.engine.scheduler import Scheduler
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import KVLayers, LayerShape
 from infer.request import Phase, Request, SamplingParams
-from infer.speculation.budget import Budget
+from infer.speculation.tree import Budget
 from tests.pools import check_pool
 
 CONTEXT = 64

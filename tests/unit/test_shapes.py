@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.options.draft_tree import parse_tree
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.draft_loops.tree_shapes import DynamicShape, StaticShape, propose_best
-from infer.speculation.tree import DraftTree
-from kernels.tree import Candidates
+from infer.speculation.tree import Budget, DraftTree
+from kernels.operands import Candidates
 from tests.drafts import checked_tree
 
 

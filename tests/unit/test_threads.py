@@ -42,7 +42,7 @@ class Machine:
         """Run steps for `seconds`; return the number of threads of each."""
         counts, end = list[int](), self.step_seconds + seconds
         while self.step_seconds < end:
-            counts.append(threads.count(rows))
+            counts.append(threads.plan.count(rows))
             elapsed = self.seconds(rows, counts[-1])
             self.step_seconds += elapsed
             threads.record_step(rows, elapsed)
@@ -76,7 +76,7 @@ def test_a_start_on_a_busy_machine_is_corrected_once_it_is_idle():
     machine = Machine()
     machine.busy = True
     threads = make_threads(machine)
-    assert threads.count(1) == 1
+    assert threads.plan.count(1) == 1
     machine.busy = False
     counts = machine.decode(threads, 3 * SELDOM_S)
     assert counts[0] == 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import vocabulary
-from kernels.cpu.library import KINDS
+from kernels.dispatch import KINDS
 from models.heads.base import Head
 from models.heads.objectives import ObjectiveConfig
 from models.layers import GatedMLP, Linear
@@ -171,8 +171,12 @@ class Objective(nn.Module):
         """
         aux = features.aux if generator is None else self._noisy(features.aux, generator)
         first, slots = self.slots(batch, generator)
-        states = draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
+        states = self.states(batch, aux, first, slots)
         return self.losses(states, self.pairs(batch, first, slots), teacher, denominators, metrics)
+
+    def states(self, batch: Batch, aux: Sequence[Tensor], first: int, slots: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yield the states of each step's slots, `[B, M, S]`."""
+        return draft_states(self.head, batch.ids, aux, self.steps, first, slots, batch.starts)
 
     def slots(self, batch: Batch, generator: torch.Generator | None) -> tuple[int, Sequence[Tensor]]:
         """Return the first slot that is trained on, and the slots of each step, as `draft_states` takes them."""

@@ -8,10 +8,12 @@ from train.objectives.dflash2 import DFlash2Objective
 from train.objectives.dspark import DSparkObjective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.joint import JointObjective
+from train.objectives.mtp import MtpObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "ttt": Objective,
     "eagle": FeatureRegression,
+    "mtp": MtpObjective,
     "medusa": Objective,
     "medusa-2": JointObjective,
     "mlp": Objective,

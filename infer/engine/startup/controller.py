@@ -13,12 +13,12 @@ import torch
 from infer.engine.core import EngineCore
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.engine.startup.profiler import Unmeasured, kept_table, measure
-from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, guessed_cost_model
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.tree import Budget
 from kernels.cpu.library import flags, processor
 
 COSTLY = ("head", "draft_model")  # drafters that run a model; any other is measured only if it is the default

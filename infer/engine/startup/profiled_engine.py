@@ -15,10 +15,9 @@ from infer.kvcache.pool import KVPool
 from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
-from infer.speculation.budget import Budget
 from infer.speculation.control.planner import NoDrafts, Planner
 from infer.speculation.drafter import drafter_of
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 
 
 class ProfiledEngine:
@@ -62,12 +61,12 @@ class ProfiledEngine:
     @torch.inference_mode()
     def verify(self, requests: Sequence[Request], drafts: int) -> None:
         tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
-        with cpu_threads(self._threads.count(len(requests) * (1 + drafts))):
+        with cpu_threads(self._threads.plan.count(len(requests) * (1 + drafts))):
             self._steps.verify_drafts(list(requests), tree)
 
     @torch.inference_mode()
     def draft(self, requests: Sequence[Request], budget: Budget) -> None:
-        with cpu_threads(self._threads.count(len(requests) * (1 + budget.nodes))):
+        with cpu_threads(self._threads.plan.count(len(requests) * (1 + budget.nodes))):
             self._speculator.propose(requests, [budget] * len(requests))
 
     @torch.inference_mode()
@@ -75,7 +74,7 @@ class ProfiledEngine:
         """Make the drafter read all committed positions of the requests. What it drafts from then on is worthless."""
         counts, engine = [request.computed for request in requests], self._engine
         size = len(self._speculator.wants_features(requests)) * engine.target.config.hidden_size
-        with cpu_threads(self._threads.count(sum(counts))):
+        with cpu_threads(self._threads.plan.count(sum(counts))):
             features = torch.zeros(sum(counts), size, dtype=engine.dtype, device=engine.device)
             for request in requests:
                 drafter_of(request).release(request)

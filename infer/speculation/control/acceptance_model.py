@@ -17,9 +17,8 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
+from infer.speculation.tree import Budget, VerifiedDraft, candidate_budgets
 
-SELF_LIMITING = ("suffix",)  # drafters that end a chain where it becomes unlikely
 # Conditional acceptance rate of a drafter without evidence: as likely right as wrong.
 UNKNOWN = 0.5
 # Drafts that a prior counts like; with a quarter, chance alone ends drafting: two misses in a row.
@@ -35,10 +34,6 @@ class Evidence(NamedTuple):
     drafter: str
     sampled: bool
     chain: bool  # by depth, else by rank
-
-    @classmethod
-    def of(cls, drafter: str, sampled: bool, budget: Budget) -> Evidence:
-        return cls(drafter, sampled, budget.is_chain and drafter not in SELF_LIMITING)
 
 
 @dataclass
@@ -69,19 +64,24 @@ class AcceptanceModel:
     """The acceptance model of all requests.
 
     `priors`: by drafter, the conditional acceptance rates by depth that training measured on greedy drafts.
+    `self_limiting`: the drafters that end a chain where it becomes unlikely.
     """
 
     def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
         self._priors = dict(priors or {})
+        self.self_limiting: frozenset[str] = frozenset()
         self._drafters: dict[Evidence, Rates] = {}
         self._requests: dict[str, dict[Evidence, Rates]] = {}
         self._expected = self._emitted = 0.0
+
+    def _evidence(self, drafter: str, sampled: bool, budget: Budget) -> Evidence:
+        return Evidence(drafter, sampled, budget.is_chain and drafter not in self.self_limiting)
 
     def record(
         self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, sampled: bool = False
     ) -> None:
         """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
-        key, accepted = Evidence.of(drafter, sampled, draft.budget), len(draft.path)
+        key, accepted = self._evidence(drafter, sampled, draft.budget), len(draft.path)
         tried, path = draft.nodes, draft.path
         if key.chain:
             tried, path = min(draft.depth, accepted + 1), range(1, accepted + 1)
@@ -105,14 +105,14 @@ class AcceptanceModel:
 
     def chances(self, request_id: str, drafter: str, budget: Budget, sampled: bool = False) -> list[float]:
         """Return the probability that each node of a draft under this budget is accepted."""
-        key = Evidence.of(drafter, sampled, budget)
+        key = self._evidence(drafter, sampled, budget)
         measured = (() if sampled else self._priors.get(drafter, ())) or (UNKNOWN,)
         of_drafter, of_request = self._drafters.get(key), self._requests.get(request_id, {}).get(key)
         rates: list[float] = []
         for place in range(budget.nodes):
             if key.chain:
                 prior = measured[min(place, len(measured) - 1)]
-            elif place and drafter in SELF_LIMITING:  # it goes on only while it is as sure
+            elif place and drafter in self.self_limiting:  # it goes on only while it is as sure
                 prior = rates[-1]
             else:  # by Zipf's law from one rank to the next
                 prior = rates[-1] * place / (place + 1) if place else measured[0]

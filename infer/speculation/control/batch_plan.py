@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel
+from infer.speculation.tree import NOTHING, Budget
 
 
 class Candidate(NamedTuple):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from infer.config import EngineConfig, ProposerConfig
 from infer.options.draft_tree import Beam
 from infer.options.stored_weights import drafter_format
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
@@ -17,7 +16,7 @@ from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile
 from infer.speculation.proposers.synthetic import SyntheticProposer
-from infer.speculation.tree import MAX_NODES
+from infer.speculation.tree import MAX_NODES, Budget
 from models.heads.base import Head
 from models.heads.borrowing import borrow
 from models.heads.draft_model.head import DraftModelHead

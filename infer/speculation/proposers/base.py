@@ -9,8 +9,7 @@ from torch import Tensor
 
 from infer.kvcache.tensors import LayerShape
 from infer.request import Request
-from infer.speculation.budget import Budget
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 
 
 class Needs(NamedTuple):
@@ -61,6 +60,7 @@ class Proposer:
 
     name: str
     needs: Needs = Needs()
+    self_limiting = False  # whether it ends a chain where that becomes unlikely
 
     @property
     def tracker(self) -> Tracker | None:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from infer.request import Request
-from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.proposers.base import EstimatingProposer, Needs, Proposer, Tracker
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 
 LEAST = 0.1  # probability to be accepted below which a node is not worth its row in a verify
 LEVEL = 0.2  # that below which a level is not worth a forward of a model that drafts

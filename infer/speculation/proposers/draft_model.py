@@ -18,10 +18,9 @@ from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.options.stored_weights import why_widened
 from infer.request import Phase, Request
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.head import ModelProposer
-from infer.speculation.tree import DraftTree
-from kernels.upload import upload
+from infer.speculation.tree import Budget, DraftTree
+from kernels.copies import upload
 from models.config import read_json
 from models.gguf import is_gguf
 from models.heads.draft_model.head import DraftModelHead

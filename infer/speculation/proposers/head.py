@@ -24,17 +24,17 @@ from infer.kvcache.tensors import LayerShape
 from infer.request import Phase, Request
 from infer.sampling.choose import choice_parameters
 from infer.sampling.emission import narrowed
-from infer.speculation.budget import Budget
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.draft_loops import draft_loop
 from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.draft_loops.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
-from infer.speculation.tree import DraftTree
-from kernels.choose import ChoiceParameters, warped_log_probs
+from infer.speculation.tree import Budget, DraftTree
+from kernels.choose import warped_log_probs
+from kernels.copies import upload, upload_lists
+from kernels.operands import ChoiceParameters
 from kernels.slower import say_slower, slower_layers
-from kernels.upload import upload, upload_columns
 from models.heads.base import Head
 from models.layers import Linear, copy_packed
 
@@ -149,8 +149,7 @@ class ModelProposer(Proposer, Tracker):
             assert self._pool is not None
             places = [start + 1 for start in starts]
             rows = self._pool.rows(requests, places, widths, first=self._first_place, bases=bases)
-        row_ids, row_slots = upload_columns([ids, slots], [], device)
-        ends, root, base = upload_columns([last_rows, roots, bases], [], device)
+        row_ids, row_slots, ends, root, base = upload_lists([ids, slots, last_rows, roots, bases], device)
         return Unread(
             ids=row_ids,
             features=torch.cat([F.pad(part, (0, 0, 0, spare)) for part in features] if spare else features),
@@ -180,6 +179,37 @@ class ModelProposer(Proposer, Tracker):
     @abstractmethod
     def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
         """Take note that the rows which `_unread_rows` returned were read."""
+
+
+class Adjustment:
+    """What grammars and block verification do to the logits of a head's chains, level by level.
+
+    `draft_probs`: by row, for block verification, the distributions `[V]` over target ids of its levels.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], ids: Tensor, vocab_size: int, parameters: ChoiceParameters | None
+    ) -> None:
+        self._requests, self._ids, self._size, self._parameters = requests, ids, vocab_size, parameters
+        self._constrained = any(request.constraint is not None for request in requests)
+        self.draft_probs: dict[int, list[Tensor]] = {}
+        pairs = ((row, request.params) for row, request in enumerate(requests))
+        self._wanted = [row for row, params in pairs if params.acceptance == "block" and params.temperature > 0]
+
+    def __call__(self, logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
+        """Mask draft logits `[B, Vd]` after the tokens `[B]` of each level before."""
+        paths = [[]] * len(self._requests)
+        if drafted and self._constrained:
+            paths = torch.stack(list(drafted), dim=1).tolist()
+        logits = narrowed(self._requests, logits, paths, self._ids)
+        if self._wanted:
+            rows = upload(self._wanted, logits.device)
+            probs = warped_log_probs(logits[rows], self._parameters and self._parameters.rows(rows)).softmax(-1)
+            full_probs = probs.new_zeros(len(rows), self._size)
+            full_probs[:, self._ids] = probs
+            for row, values in zip(self._wanted, full_probs, strict=True):
+                self.draft_probs.setdefault(row, []).append(values)
+        return logits
 
 
 class CapturedDrafts(Protocol):
@@ -245,7 +275,7 @@ class HeadProposer(ModelProposer):
         """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""
         shape, max_depth = tree_shape(config), self.max_depth
         depth = config.max_draft_tokens if shape is None else shape.depth
-        if max_depth is not None and depth > max_depth and config.name != "combined":  # whose other drafts are longer
+        if max_depth is not None and depth > max_depth and not config.merges:
             key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
             name = self.module.config.name
             raise ValueError(f"{key}: this {name} head drafts {max_depth} tokens at most, not {depth}")
@@ -276,15 +306,19 @@ class HeadProposer(ModelProposer):
         pairs = zip(requests, prompts, strict=True)
         due = [request for request, prompt in pairs if self._count(request) >= (1 if prompt else KEPT_ROWS)]
         if due:
-            self._fill(due)
-            for request in due:
-                last = self._pending[request.request_id].pieces[-1][-1:].clone()
-                self._forget_features(request)
-                if request.phase is Phase.DECODE:  # the next draft starts from it; reading it again changes nothing
-                    self._pending[request.request_id] = Pending(last)
+            self._read_now(due)
+
+    def _read_now(self, requests: Sequence[Request]) -> None:
+        """Read the pending features of these requests, and keep only what the next draft starts from."""
+        self._fill(requests)
+        for request in requests:
+            last = self._pending[request.request_id].pieces[-1][-1:].clone()
+            self._forget_features(request)
+            if request.phase is Phase.DECODE:  # reading it again changes nothing
+                self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        replayed = self._replay(requests, budgets)
+        replayed = None if self.graphs is None else self._replay(self.graphs, requests, budgets)
         return super().propose(requests, budgets) if replayed is None else replayed
 
     def synced(self, request: Request) -> int:
@@ -343,11 +377,11 @@ class HeadProposer(ModelProposer):
 
     # ---- drafting -----------------------------------------------------------------------------------------------
 
-    def _replay(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree | None:
+    def _replay(
+        self, graphs: CapturedDrafts, requests: Sequence[Request], budgets: Sequence[Budget]
+    ) -> DraftTree | None:
         """Draft in a CUDA graph; None, with nothing done, if none fits or a draft needs the host."""
-        if self.graphs is None or any(map(self._needs_host, requests)):
-            return None
-        drafted = self.graphs.draft(requests, budgets)
+        drafted = None if any(map(self._needs_host, requests)) else graphs.draft(requests, budgets)
         if drafted is None:
             return None
         self.was_read(requests)
@@ -364,50 +398,28 @@ class HeadProposer(ModelProposer):
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
-        deepest, limits, early_exit = max(depths), upload(depths, self.draft_ids.device), None
-        confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
-        if confidence is not None:
-            terms = exit_rows(confidence, requests, depths, deepest, parallel=self.loop.one_forward)
+        deepest, limits = max(depths), upload(depths, self.draft_ids.device)
+        unread, adjust, early_exit = self._unread_rows(requests, deepest), None, None
+        if any(request.constraint is not None or request.params.acceptance == "block" for request in requests):
+            adjust = Adjustment(requests, self.draft_ids, self.module.config.vocab_size, unread.parameters)
+        if self.confidence is not None and self.confidence.scoring:
+            terms = exit_rows(self.confidence, requests, depths, deepest, parallel=self.loop.one_forward)
             early_exit = EarlyExit(terms, depths)
-        unread = self._unread_rows(requests, deepest)
-        draft_probs: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
-        constrained = any(request.constraint is not None for request in requests)
-        adjusted = constrained or any(request.params.acceptance == "block" for request in requests)
-
-        def adjust(logits: Tensor, drafted: Sequence[Tensor]) -> Tensor:
-            paths = torch.stack(list(drafted), dim=1).tolist() if drafted and constrained else [[]] * len(requests)
-            logits = narrowed(requests, logits, paths, self.draft_ids)
-            for row, probs in self._draft_probs(requests, logits, unread.parameters).items():
-                draft_probs.setdefault(row, []).append(probs)
-            return logits
-
-        chains = self.loop.chain(unread, limits, deepest, early_exit, adjust if adjusted else None)
+        chains = self.loop.chain(unread, limits, deepest, early_exit, adjust)
         self.was_read(requests)
         roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
-        if confidence is not None and chains.log_probs is not None:
-            rows = zip(requests, depths, lengths.tolist(), chains.log_probs.tolist(), strict=True)
-            for request, depth, length, log_probs in rows:
-                confidence.record(request, depth, log_probs[:length])
+        if self.confidence is not None and chains.log_probs is not None:
+            self._record_scores(self.confidence, requests, depths, lengths, chains.log_probs)
         tree = DraftTree.chain(roots, chains.token.cpu(), lengths)
-        tree.draft_probs = {row: torch.stack(probs[: depths[row]]) for row, probs in draft_probs.items()}
+        if adjust is not None:
+            tree.draft_probs = {row: torch.stack(probs[: depths[row]]) for row, probs in adjust.draft_probs.items()}
         return tree
 
-    def _draft_probs(
-        self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
-    ) -> dict[int, Tensor]:
-        """Return, for block verification, the distribution `[V]` over target ids that a row's token is drawn from."""
-        wanted = [
-            row
-            for row, request in enumerate(requests)
-            if request.params.acceptance == "block" and request.params.temperature > 0
-        ]
-        if not wanted:
-            return {}
-        rows = upload(wanted, logits.device)
-        probs = warped_log_probs(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
-        full_probs = probs.new_zeros(len(wanted), self.module.config.vocab_size)
-        full_probs[:, self.draft_ids] = probs
-        return dict(zip(wanted, full_probs, strict=True))
+    def _record_scores(
+        self, confidence: Confidence, requests: list[Request], depths: list[int], lengths: Tensor, log_probs: Tensor
+    ) -> None:
+        for request, depth, length, scores in zip(requests, depths, lengths.tolist(), log_probs.tolist(), strict=True):
+            confidence.record(request, depth, scores[:length])
 
     def _unread_slots(
         self, requests: Sequence[Request], *, drafting: bool

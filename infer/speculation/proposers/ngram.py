@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infer.request import Request
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import Proposer
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 
 
 class SuffixIndex:

@@ -6,20 +6,21 @@ the whole block or, block-causal, the rows before them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from models.checks import number
 from models.config import TargetConfig
 from models.heads.config import DecoderShape, Facts, NewHeadConfig
-from models.heads.dflash.config_json import qwen3_json
 from models.heads.layer_config import (
     check_draft_vocabulary,
     check_layer_ids,
     check_mask_token,
     draft_vocabulary,
     head_layer,
+    qwen3_json,
     speculators_json,
+    spread_layers,
 )
 from models.heads.objectives import BlockObjectiveConfig
 
@@ -103,25 +104,44 @@ class DFlashConfig(DecoderShape):
             "sliding_window_non_causal": self.causal(windowed=True) == {False},
             "sample_from_anchor": self.sample_from_anchor,
             **({"causal_head": True} if self.causal(windowed=False) == {True} else {}),
+            **self.further_json(),
         }
 
+    def flat_json(self, architecture: str, **more: Any) -> dict[str, Any]:
+        """Return z-lab's flat config.json: a Qwen3Config and a section, which `more` is added to.
 
-def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
-    """Return `count` layers of a target of `num_layers`, evenly spread, as HF hidden_states indices.
+        Raises ValueError for masks that have no key.
+        """
+        kinds = set(self.causal_layers)
+        if len(kinds) > 1 and (self.causal(windowed=True), self.causal(windowed=False)) != ({True}, {False}):
+            raise ValueError(
+                "causal_layers: this format has one mask for all layers, or a causal one for those with a window"
+            )
+        keys = ("block_size", "mask_token_id", "sample_from_anchor")
+        return qwen3_json(self.layer) | {
+            "architectures": [architecture],
+            **({"is_causal": kinds.pop()} if len(kinds) == 1 else {}),
+            "draft_vocab_size": self.draft_vocab_size,
+            "dflash_config": {
+                **{key: getattr(self, key) for key in keys},
+                "target_layer_ids": [index - 1 for index in self.aux_layers],
+                **self.further_json(),
+                **more,
+            },
+        }
 
-    The published heads read the outputs of layers between 1 and L - 3, and a head of one layer that of L // 2. The
-    output of layer i is hidden state i + 1. Raises ValueError where they collide.
-    """
-    if count == 1:
-        return (num_layers // 2 + 1,)
-    outputs = [round(1 + index * (num_layers - 4) / (count - 1)) for index in range(count)]
-    if len(set(outputs)) < count or num_layers < 4:
-        raise ValueError(f"head.aux_layers: {count} layers collide on a target of {num_layers}; name them")
-    return tuple(output + 1 for output in outputs)
+    @classmethod
+    def further(cls) -> tuple[str, ...]:
+        """Return the fields of a head that extends this one, which have the same names in a config.json."""
+        return tuple(each.name for each in fields(cls))[len(fields(DFlashConfig)) :]
+
+    def further_json(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in self.further()}
 
 
 @dataclass
 class DFlashOptions(NewHeadConfig):
+    shape_type: ClassVar[type[DFlashConfig]] = DFlashConfig
     objectives: ClassVar = {"dflash": BlockObjectiveConfig}
     fuses_layers: ClassVar = True
     files: ClassVar = "The files follow the `speculators` format (`dflash`), which vLLM reads as well."
@@ -149,10 +169,7 @@ class DFlashOptions(NewHeadConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def for_target(self, target: TargetConfig) -> DFlashConfig:
-        return DFlashConfig(**self.shape(target))
-
-    def shape(self, target: TargetConfig) -> dict[str, Any]:
-        """Return the fields of DFlashConfig: sizes and rotary embedding of the target's layers where none are set.
+        """Return the shape, with sizes and rotary embedding of the target's layers where none are set.
 
         `mask_token_id` null: the end of text, which is never an anchor.
         """
@@ -167,12 +184,13 @@ class DFlashOptions(NewHeadConfig):
         aux = spread_layers(self.num_layers, target.num_layers) if self.aux_layers is None else self.aux_layers
         check_layer_ids(aux, target)
         mask = next(iter(target.eos_token_ids), 0) if self.mask_token_id is None else self.mask_token_id
-        return {
-            "layer": layer,
-            "draft_vocab_size": draft_vocabulary(self.draft_vocab_size, target),
-            "aux_layers": tuple(sorted(aux)),
-            "block_size": self.block_size,
-            "mask_token_id": mask,
-            "sample_from_anchor": self.sample_from_anchor,
-            "causal_layers": (self.causal,) * self.num_layers,
-        }
+        return self.shape_type(
+            layer=layer,
+            draft_vocab_size=draft_vocabulary(self.draft_vocab_size, target),
+            aux_layers=tuple(sorted(aux)),
+            block_size=self.block_size,
+            mask_token_id=mask,
+            sample_from_anchor=self.sample_from_anchor,
+            causal_layers=(self.causal,) * self.num_layers,
+            **{key: getattr(self, key) for key in self.shape_type.further()},
+        )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from models.fields import Fields
 from models.formats import dflash, speculators
-from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
+from models.formats.checkpoint import ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash.config_json import flat_json
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -21,9 +18,5 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     return ParsedConfig(DFlashConfig(**shape), notes=notes)
 
 
-def write(checkpoint: Checkpoint) -> dict[str, Any]:
-    return flat_json(cast(DFlashConfig, checkpoint.config), ARCHITECTURE)
-
-
-FORMAT = dflash.flat_format("dflash", ("dflash",), ARCHITECTURE, read, write=write)
+FORMAT = dflash.flat_format("dflash", ("dflash",), ARCHITECTURE, read)
 FORMATS, LAYOUT = (speculators.FORMAT, FORMAT), speculators.FORMAT

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from kernels.elementwise import rotate
 from kernels.quantize import WeightFormat
 from models.attention import Attention, WriteKeys
-from models.fused_decoder import FusedDecoder
+from models.decoder import DecoderLayer, FusedDecoder
 from models.heads.base import Readout
 from models.heads.block import Attend, BlockHead
 from models.heads.borrowing import Borrowed
 from models.heads.dflash.config import DFlashConfig
 from models.heads.weights import HeadModule, draw_matrices, pack_layers
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
-from models.targets.llama import DecoderLayer, LlamaTarget
+from models.targets.llama import LlamaTarget
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin
 

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.checks import number
-from models.config import TargetConfig
 from models.heads.config import Facts
 from models.heads.dflash.config import DFlashConfig, DFlashOptions
-from models.heads.dflash.config_json import flat_json
 from models.heads.objectives import BlockObjectiveConfig
 
 ARCHITECTURE = "DFlash2DraftModel"
 TAPS = 2  # of a convolution: the row itself and the one before it
-KEYS = ("conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
@@ -38,16 +35,13 @@ class DFlash2Config(DFlashConfig):
 
     def to_json(self, facts: Facts) -> dict[str, Any]:
         """Return z-lab's config.json, every flag written out, with the target's name beside it."""
-        return flat_json(self, ARCHITECTURE, **self.sizes_json()) | {
+        return self.flat_json(ARCHITECTURE) | {
             "verifier": facts.verifier_json,
             "speculative_tokens": facts.speculative_tokens,
         }
 
-    def speculators_json(self, facts: Facts) -> dict[str, Any]:
-        return super().speculators_json(facts) | self.sizes_json()
-
-    def sizes_json(self) -> dict[str, int]:
-        return {"conv_kernel_size": TAPS} | {key: getattr(self, key) for key in KEYS}
+    def further_json(self) -> dict[str, Any]:
+        return {"conv_kernel_size": TAPS} | super().further_json()
 
 
 @dataclass
@@ -59,6 +53,7 @@ class DFlash2ObjectiveConfig(BlockObjectiveConfig):
 
 @dataclass
 class DFlash2Options(DFlashOptions):
+    shape_type: ClassVar = DFlash2Config
     objectives: ClassVar = {"dflash2": DFlash2ObjectiveConfig}
     loose_parameters: ClassVar = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
     files: ClassVar = "The files follow z-lab's format of DFlash2, which vLLM reads as well."
@@ -66,6 +61,3 @@ class DFlash2Options(DFlashOptions):
     conv_group_size: int = number(16, low=1)
     selector_rank: int = number(256, low=1)
     selector_top_k: int = number(16, low=1)
-
-    def for_target(self, target: TargetConfig) -> DFlash2Config:
-        return DFlash2Config(**self.shape(target), **{key: getattr(self, key) for key in KEYS})

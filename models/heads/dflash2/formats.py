@@ -7,7 +7,6 @@ from typing import Any, cast
 from models.fields import Fields
 from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
-from models.heads.dflash.config_json import flat_json
 from models.heads.dflash2.config import ARCHITECTURE, DFlash2Config
 
 
@@ -27,7 +26,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(DFlash2Config, checkpoint.config)
     dflash.check_whole_vocabulary(config, "dflash2")
-    return flat_json(config, ARCHITECTURE, **config.sizes_json())
+    return config.flat_json(ARCHITECTURE)
 
 
 FORMAT = dflash.flat_format("dflash2", ("dflash2",), ARCHITECTURE, read, write=write)

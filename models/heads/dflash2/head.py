@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from kernels.convolution import INPUT, OUTPUT, two_taps
 from kernels.decoder import Convolution, LayerParts
-from kernels.walk import Transition
+from kernels.operands import Transition
 from models.attention import Attention
+from models.decoder import DecoderLayer
 from models.heads.block import Corrector
 from models.heads.dflash import head as dflash
 from models.heads.dflash2.config import TAPS, DFlash2Config
 from models.heads.weights import HeadModule
 from models.layers import Linear
-from models.targets.llama import DecoderLayer, LlamaTarget
+from models.targets.llama import LlamaTarget
 
 
 class BlockConvolution(nn.Module):

@@ -90,6 +90,6 @@ class DraftModelOptions(NewHeadConfig):
         count = max(1, target.num_layers // 4) if self.num_layers is None else self.num_layers
         if count > target.num_layers:
             raise ValueError(f"head.num_layers={count}: the target has {target.num_layers} layers")
-        model = replace(target, num_layers=count)
+        model = replace(target, num_layers=count, mtp_modules=0)
         sizes = target.vocab_size, target.hidden_size
         return DraftModelConfig(model, *sizes, embed_requires_grad=self.embed_requires_grad)

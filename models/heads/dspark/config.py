@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from models.checks import choice, number, one_of
-from models.config import TargetConfig
-from models.heads.config import Facts
 from models.heads.dflash.config import MAX_BLOCK, DFlashConfig, DFlashOptions
 from models.heads.objectives import LOSSES, BlockObjectiveConfig
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
-KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,6 @@ class DSparkConfig(DFlashConfig):
         super().__post_init__()
         one_of("head.markov_head_type", self.markov_head_type, MARKOV_KINDS)
 
-    def speculators_json(self, facts: Facts) -> dict[str, Any]:
-        return super().speculators_json(facts) | self.markov_json()
-
-    def markov_json(self) -> dict[str, Any]:
-        return {key: getattr(self, key) for key in KEYS}
-
 
 @dataclass
 class DSparkObjectiveConfig(BlockObjectiveConfig):
@@ -51,6 +42,7 @@ class DSparkObjectiveConfig(BlockObjectiveConfig):
 
 @dataclass
 class DSparkOptions(DFlashOptions):
+    shape_type: ClassVar = DSparkConfig
     objectives: ClassVar = {"dspark": DSparkObjectiveConfig}
     output_layers: ClassVar = ("lm_head", "markov_head.markov_w2")
     files: ClassVar = "The files follow the `speculators` format (`dspark`), which vLLM reads as well."
@@ -62,6 +54,3 @@ class DSparkOptions(DFlashOptions):
     markov_head_type: str = choice("vanilla", *MARKOV_KINDS)
     enable_confidence_head: bool = True  # predicts whether a token will be accepted, which ends drafts early
     confidence_head_with_markov: bool = True
-
-    def for_target(self, target: TargetConfig) -> DSparkConfig:
-        return DSparkConfig(**self.shape(target), **{key: getattr(self, key) for key in KEYS})

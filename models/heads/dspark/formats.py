@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 from models.fields import Fields
-from models.formats import dflash, dspark, speculators
+from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config import DFlashConfig
-from models.heads.dflash.config_json import flat_json, qwen3_json
 from models.heads.dspark.config import DSparkConfig
+from models.heads.layer_config import qwen3_json
 
 DEEPSPEC, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
 NO_MARKOV_HEAD = {"markov_rank": 0, "enable_confidence_head": False}  # DeepSpec's DFlash
@@ -39,7 +39,7 @@ def read_deepspec(fields: Fields, shapes: Shapes, provided: ConversionOptions) -
         "causal_layers": (False,) * layer.num_layers,
         "sample_from_anchor": dflash.read_alignment(alignment, True, notes, DEEPSPEC),
     }
-    return ParsedConfig(dspark.make_shape(shape, dspark.read_markov(fields), notes), notes=notes)
+    return ParsedConfig(dflash.markov_shape(shape, dflash.read_markov(fields), notes), notes=notes)
 
 
 def write_deepspec(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -52,13 +52,13 @@ def write_deepspec(checkpoint: Checkpoint) -> dict[str, Any]:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": [index - 1 for index in config.aux_layers],
-        **(config.markov_json() if isinstance(config, DSparkConfig) else NO_MARKOV_HEAD),
+        **(config.further_json() if isinstance(config, DSparkConfig) else NO_MARKOV_HEAD),
     }
 
 
 def deepspec_losses(checkpoint: Checkpoint) -> list[str]:
     return [
-        *dspark.losses(checkpoint.config),
+        *dflash.markov_losses(checkpoint.config),
         "DeepSpec's loader needs copies of the target's embedding and LM head, which are left out; vLLM shares them",
     ]
 
@@ -68,18 +68,14 @@ def read_specforge(fields: Fields, shapes: Shapes, provided: ConversionOptions) 
     shape, section = dflash.read_flat(fields, SPECFORGE, notes, from_anchor=True)
     section.only("projector_type", "dspark")
     section.only("attention_mode", "gqa")
-    config = dspark.make_shape(shape, dspark.read_markov(section), notes)
+    config = dflash.markov_shape(shape, dflash.read_markov(section), notes)
     notes += section.done()
     return ParsedConfig(config, notes=notes)
 
 
 def write_specforge(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(DSparkConfig, checkpoint.config)
-    return flat_json(config, SPECFORGE, projector_type="dspark", attention_mode="gqa", **config.markov_json())
-
-
-def specforge_losses(checkpoint: Checkpoint) -> list[str]:
-    return dspark.losses(checkpoint.config) + dflash.flat_losses(checkpoint)
+    return config.flat_json(SPECFORGE, projector_type="dspark", attention_mode="gqa")
 
 
 DEEPSPEC_FORMAT = dflash.flat_format(
@@ -90,7 +86,7 @@ DEEPSPEC_FORMAT = dflash.flat_format(
     write=write_deepspec,
     aliases=(*dflash.ALIASES, ("logit_head.", "")),
     losses=deepspec_losses,
-    kind=dspark.kind,
+    kind=dflash.markov_kind,
 )
 SPECFORGE_FORMAT = dflash.flat_format(
     "specforge-dspark",
@@ -98,7 +94,7 @@ SPECFORGE_FORMAT = dflash.flat_format(
     SPECFORGE,
     read_specforge,
     write=write_specforge,
-    losses=specforge_losses,
-    kind=lambda config: dspark.kind(Fields(config).need_section("dflash_config").values),
+    losses=lambda checkpoint: dflash.markov_losses(checkpoint.config) + dflash.flat_losses(checkpoint),
+    kind=lambda config: dflash.markov_kind(Fields(config).need_section("dflash_config").values),
 )
 FORMATS, LAYOUT = (speculators.FORMAT, DEEPSPEC_FORMAT, SPECFORGE_FORMAT), speculators.FORMAT

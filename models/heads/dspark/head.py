@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.walk import Transition
+from kernels.operands import Transition
 from models.heads.block import Corrector
 from models.heads.dflash import head as dflash
 from models.heads.dspark.config import DSparkConfig

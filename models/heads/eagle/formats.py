@@ -12,7 +12,7 @@ from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.heads.config import EMBEDDING
 from models.heads.eagle.config import ARCHITECTURE, EagleConfig
-from models.heads.eagle3.formats.safeailab import KEYS as EAGLE3_KEYS
+from models.heads.eagle3.formats import KEYS as EAGLE3_KEYS
 from models.heads.layer_config import layer_json
 
 MIXTRAL = "MixtralForCausalLM"
@@ -28,7 +28,7 @@ Q_BIAS, O_BIAS = (f"layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    foreign = (*EAGLE3_KEYS, "speculators_model_type", "medusa_num_heads")
+    foreign = (*EAGLE3_KEYS, "speculators_model_type", "medusa_num_heads", "num_nextn_predict_layers")
     return (
         config.get("num_hidden_layers") == 1
         and config.get("model_type") in FAMILIES

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from models.attention import Attention
-from models.fused_decoder import FusedDecoder, draft_parts_of, parts_of
+from models.decoder import FusedDecoder, SelfAttention, draft_parts_of, parts_of
 from models.heads.base import Readout, RecurrentHead
 from models.heads.borrowing import Borrowed
-from models.heads.config import EMBEDDING
+from models.heads.config import EMBEDDING, DecoderShape
 from models.heads.eagle.config import EagleConfig
 from models.heads.weights import HeadModule, draw_matrices
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
-from models.targets.llama import LlamaTarget, SelfAttention
+from models.targets.llama import LlamaTarget
 
 
 class EagleLayer(nn.Module):
@@ -44,19 +44,16 @@ class EagleLayer(nn.Module):
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm)
 
 
-class EagleHead(RecurrentHead):
-    config: EagleConfig
+class FeatureHead(RecurrentHead):
+    """A head of decoder layers whose states are like the target's last hidden state, which its LM head reads."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    config: DecoderShape
+
+    def __init__(self, config: DecoderShape) -> None:
         super().__init__()
         self.config = config
         layer = config.layer
-        if config.own_embedding:
-            self.embed_tokens = Embedding(layer.vocab_size, layer.hidden_size)
-            self.embed_tokens.weight.requires_grad_(False)
-        self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
-        self.layers = nn.ModuleList([EagleLayer(config)])
         self.borrowed = Borrowed()
         self._fused_decoder = FusedDecoder()
 
@@ -64,15 +61,28 @@ class EagleHead(RecurrentHead):
         (feature,) = aux
         return feature
 
+    def readout(self, depth: int) -> Readout:
+        return Readout(self.borrowed.lm_head)
+
+
+class EagleHead(FeatureHead):
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        layer = config.layer
+        if config.own_embedding:
+            self.embed_tokens = Embedding(layer.vocab_size, layer.hidden_size)
+            self.embed_tokens.weight.requires_grad_(False)
+        self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         embedded = self.embed_tokens(ids) if self.config.own_embedding else self.borrowed.embed(ids)
         x = torch.cat([embedded.to(state.dtype), state], dim=-1)
         x, rotary = self.fc(x).to(state.dtype), self.rotary.rows(positions, state.dtype)
         decode = self._fused_decoder.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
-
-    def readout(self, depth: int) -> Readout:
-        return Readout(self.borrowed.lm_head)
 
     def draft_parts(self) -> DraftParts | None:
         decoder = self._fused_decoder.decoder(self.layers, None, packed=self.fc.packed is not None)

@@ -17,13 +17,13 @@ from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
-from models.fused_decoder import FusedDecoder, draft_parts_of, parts_of
+from models.decoder import DecoderLayer, FusedDecoder, SelfAttention, draft_parts_of, parts_of
 from models.heads.base import Head, Readout, RecurrentHead
 from models.heads.config import EMBEDDING
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.weights import HeadModule, draw_matrices
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
-from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
+from models.targets.llama import LlamaTarget
 
 
 class Eagle3FirstLayer(nn.Module):

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.dispatch import uses_triton
 from kernels.quantize import WeightFormat
 from kernels.residual import residual_silu
-from kernels.triton import in_use
 from models.attention import Attention
 from models.heads.base import MaskHead, Readout
 from models.heads.medusa.config import MedusaConfig
@@ -97,7 +97,7 @@ def stack_layers(head: MedusaHead) -> None:
 
 
 def pack(head: MedusaHead, *, exact: bool, weight_format: WeightFormat) -> None:
-    if in_use(next(head.parameters()).device):
+    if uses_triton(next(head.parameters()).device):
         stack_layers(head)
     pack_layers(head, exact=exact, weight_format=weight_format)
 

@@ -6,15 +6,24 @@ from functools import partial
 
 import torch
 
-from kernels.advance import FIELDS, Nodes, Progress
-from kernels.choose import NO_LIMITS, ChoiceParameters, Limits
-from kernels.early_exit import FIELDS as COLUMNS
-from kernels.early_exit import Drafting
 from kernels.ggml_tiles import Storage, empty_tiles
-from kernels.rotary import QKNorm
+from kernels.operands import (
+    LEADING,
+    NO_LIMITS,
+    SHARED,
+    Candidates,
+    ChoiceParameters,
+    Drafting,
+    Frontier,
+    Lattice,
+    Limits,
+    Nodes,
+    Progress,
+    QKNorm,
+    Shaping,
+    Transition,
+)
 from kernels.rows import AttentionRows
-from kernels.shape import Shaping
-from kernels.tree import Candidates, Frontier
 from kernels.triton import (
     acceptance,
     advance,
@@ -37,7 +46,6 @@ from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
 from kernels.triton.ttt_attention import TttAttention
-from kernels.walk import Lattice, Transition
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -156,15 +164,15 @@ def plan(batch, width, *, branching=False):
     index, table = empty(batch, dtype=torch.int64), empty(33, 4096, dtype=torch.int64)
     words = empty(batch * width, dtype=torch.int64) if branching else None
     fields = rows.grid(table, index, index, width, 1, 0, words, 16)
-    laid_out = AttentionRows(table, *fields[:3], words, 16, 32768, (width,) * batch)
-    rows.addresses(laid_out)
-    if branching:
-        rows.tails(laid_out, 64)
+    request, committed, offset, _ = fields
+    rows.addresses(table, request, committed, offset, words, 16)
+    if words is not None:
+        rows.tails(table, request, committed, words, 16, 64)
 
 
 def move_on(batch, width, *, branching=False):
     wide, narrow = empty(batch, width, dtype=torch.int64), empty(batch, width, dtype=torch.int32)
-    index, results = empty(batch, dtype=torch.int64), empty(batch, FIELDS + 2 * width, dtype=torch.int64)
+    index, results = empty(batch, dtype=torch.int64), empty(batch, LEADING + 2 * width, dtype=torch.int64)
     progress = Progress(index, index, index, wide, index, index, results)
     nodes, table = Nodes(wide, narrow, narrow, wide, index), empty(33, 4096, dtype=torch.int64)
     advance.advance(nodes, wide, progress, table, 16, width=width, is_chain=not branching)
@@ -185,7 +193,7 @@ def grow(batch, nodes, fan_out):
 def leave_early(batch):
     number, index = empty(batch, dtype=torch.float32), empty(batch, dtype=torch.int64)
     chains = Drafting(empty(batch, dtype=torch.bool), index, number)
-    early_exit.exit_level(chains, empty(batch, COLUMNS + 10, dtype=torch.float32), index, number, 0, 1e-3)
+    early_exit.exit_level(chains, empty(batch, SHARED + 10, dtype=torch.float32), index, number, 0, 1e-3)
 
 
 def accept(typical_mask=None):

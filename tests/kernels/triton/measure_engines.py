@@ -26,8 +26,8 @@ from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
-from scripts.gpu_check.measure import copy_bandwidth
 from tests.device import DEVICE, ON_GPU, orders, sized
+from tests.kernels.timing import copy_bandwidth
 from tests.kernels.triton import targets
 
 TEXTS = (

@@ -12,10 +12,9 @@ from kernels import acceptance, elementwise
 from kernels.block_attention import block_attention, dense_block_attention
 from kernels.choose import choose, choose_best, logprobs
 from kernels.convolution import two_taps
+from kernels.copies import gather_rows, move_slots
 from kernels.early_exit import exit_level
-from kernels.gather import gather_rows
 from kernels.linear import PackedLinear
-from kernels.move import move_slots
 from kernels.residual import residual_silu
 from kernels.rotary import rotate_and_write
 from kernels.shape import shape

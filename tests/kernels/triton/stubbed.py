@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.ggml_tiles import empty_tiles
-from kernels.rotary import QKNorm
+from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from kernels.triton import launch
 from kernels.triton.attention import TritonAttention

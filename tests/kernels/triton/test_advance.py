@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from infer.speculation.tree import MAX_NODES, DraftTree
-from kernels.advance import FIELDS, Nodes, Progress, advance
+from kernels.advance import advance
+from kernels.operands import LEADING, Nodes, Progress
 from kernels.triton import SWITCH
 from tests.kernels.triton.test_verify import random_trees
 from tests.operations import counted
@@ -24,7 +25,7 @@ def progress_of(batch, capacity, seed):
     slots = torch.randperm(batch + 2, generator=generator)[:batch]
     ids = numbers(9, batch, capacity + 3)
     return Progress(
-        slots, roots, roots + numbers(6), ids, numbers(9), numbers(9), numbers(9, batch, FIELDS + 2 * capacity)
+        slots, roots, roots + numbers(6), ids, numbers(9), numbers(9), numbers(9, batch, LEADING + 2 * capacity)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from infer.speculation.tree import DraftTree
 from kernels.attention import plan_attention
-from kernels.move import read_slots
+from kernels.copies import read_slots
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention

@@ -9,10 +9,11 @@ from functools import cache
 import pytest
 import torch
 
-from kernels.choose import NO_LIMITS, ChoiceParameters, Limits, choice_keys, choose, choose_best, logprobs, restrict
+from kernels.choose import choice_keys, choose, choose_best, logprobs, restrict
 from kernels.fixed_point import FRACTION_BITS, exp_weights
 from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
-from kernels.shape import Shaping, packed, shape, shape_in_torch
+from kernels.operands import NO_LIMITS, ChoiceParameters, Limits, Shaping
+from kernels.shape import packed, shape, shape_in_torch
 from kernels.triton import choose as gpu
 from tests.device import BF16, DEVICE, FP32, served, sized
 from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked

@@ -17,8 +17,8 @@ from kernels.rows import AttentionRows
 from kernels.triton.dependent import SWITCH, switched_on
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget
-from scripts.gpu_check.measure import captured
 from tests.device import DEVICE, ON_GPU, served, sized
+from tests.kernels.timing import captured
 from tests.kernels.triton.targets import config_of, randomised
 
 COUNT = sized(2, 4)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.early_exit import FIELDS, Drafting, exit_level
+from kernels.early_exit import exit_level
+from kernels.operands import SHARED, Drafting
 from tests.device import DEVICE, sized
 
 LEAST = 1e-6  # how far from 0 and 1 the probability of a token is taken to be
@@ -14,8 +15,8 @@ LEAST = 1e-6  # how far from 0 and 1 the probability of a token is taken to be
 def exit_case(batch, depth):
     """Return chains, terms, depths and log-probabilities; every fifth chain is not scored."""
     generator = torch.Generator().manual_seed(batch)
-    terms = torch.rand(batch, FIELDS + 2 * depth, generator=generator)
-    terms[:, 1:FIELDS] *= 0.05  # prices
+    terms = torch.rand(batch, SHARED + 2 * depth, generator=generator)
+    terms[:, 1:SHARED] *= 0.05  # prices
     terms[::5] = torch.tensor([0.0, 0.0, 0.0, 0.0, *[torch.inf] * (2 * depth)])
     depths = torch.randint(1, depth + 1, (batch,), generator=generator)
     log_probs = torch.rand(batch, generator=generator).log()
@@ -25,9 +26,9 @@ def exit_case(batch, depth):
 def exited(chains, terms, depths, log_probs, level):
     """Return the chains after the level, in float64 on the CPU."""
     active, length, chance = (part.cpu() for part in chains)
-    wide, depth = terms.double().cpu(), (terms.shape[1] - FIELDS) // 2
-    slope, row, step, level_price = wide[:, :FIELDS].T
-    offset, following = wide[:, FIELDS + level], wide[:, FIELDS + depth + level]
+    wide, depth = terms.double().cpu(), (terms.shape[1] - SHARED) // 2
+    slope, row, step, level_price = wide[:, :SHARED].T
+    offset, following = wide[:, SHARED + level], wide[:, SHARED + depth + level]
     confidence = log_probs.double().cpu().exp().clamp(LEAST, 1 - LEAST).logit()
     chance = chance.double() * (offset + slope * confidence).sigmoid()
     keep = active if level == 0 else active & (chance >= row)

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels import elementwise
-from kernels.gather import gather_rows
-from kernels.move import move_slots, read_slots
+from kernels.copies import gather_rows, move_slots, read_slots
+from kernels.operands import QKNorm
 from kernels.residual import residual_silu
-from kernels.rotary import QKNorm, rotate_and_write
+from kernels.rotary import rotate_and_write
 from tests.device import BF16, DEVICE, FP16, FP32, ON_GPU, served, sized
 from tests.pairwise import parametrize_pairs
 

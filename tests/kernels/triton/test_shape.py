@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infer.sampling.logits_processors import allowed_words
-from kernels.shape import Shaping, packed, shape, unpacked
+from kernels.operands import Shaping
+from kernels.shape import packed, shape, unpacked
 
 V, ROWS = 2500, 3  # more than a block
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.dispatch import uses_triton
 from kernels.linear import PackedLinear
-from kernels.triton import INTERPRET, SWITCH, in_use
+from kernels.triton import INTERPRET, SWITCH
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -25,7 +26,7 @@ def test_the_switch(monkeypatch, switch, on_cpu, on_cuda):
     monkeypatch.delenv(SWITCH, raising=False)
     if switch is not None:
         monkeypatch.setenv(SWITCH, switch)
-    assert (in_use(CPU), in_use(CUDA), in_use(torch.device("meta"))) == (on_cpu, on_cuda, False)
+    assert (uses_triton(CPU), uses_triton(CUDA), uses_triton(torch.device("meta"))) == (on_cpu, on_cuda, False)
 
 
 def test_a_switch_that_makes_no_sense_is_an_error(monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infer.speculation.proposers.draft_loops.tree_shapes import DynamicShape, StaticShape, grow
-from kernels.tree import Frontier, best_nodes, grow_level
+from kernels.operands import Frontier
+from kernels.tree import best_nodes, grow_level
 from kernels.triton import SWITCH
 from tests.drafts import checked_tree
 from tests.operations import counted

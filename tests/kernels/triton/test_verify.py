@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.speculation.tree import MAX_NODES, DraftTree
+from kernels.operands import Nodes
 from kernels.verify import accept
 from tests.device import DEVICE, served, sized
 from tests.drafts import checked_tree
@@ -40,7 +41,7 @@ def test_accept_equals_the_torch_form(monkeypatch, lengths, seed):
         tree = DraftTree.chains([0] * len(lengths), [[1] * (length - 1) for length in lengths])
         choice = torch.ones_like(tree.token)
     typical_mask = torch.rand(tree.token.shape, generator=generator) < 0.3 if seed > 1 else None
-    args = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice, typical_mask)
+    args = (tree.nodes, choice, typical_mask)
     outputs = []
     for switch in ("torch", "triton"):
         monkeypatch.setenv("HEADWAY_KERNELS", switch)
@@ -66,5 +67,6 @@ def tree_case(batch, nodes):
 def test_accept_equals_the_walk(in_triton, compare, batch, nodes):
     token, parent, _, _, length, choice = case = tree_case(batch, nodes)
     trees = zip(token.tolist(), parent.tolist(), length.tolist(), choice.tolist(), strict=True)
-    last = accept(*(x.to(DEVICE) for x in case))
+    *nodes, choices = (x.to(DEVICE) for x in case)
+    last = accept(Nodes(*nodes), choices)
     compare.same("accept", f"{batch} trees of up to {nodes}", last, torch.tensor([walk(*tree) for tree in trees]))

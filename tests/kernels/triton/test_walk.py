@@ -8,9 +8,10 @@ from functools import cache, partial
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choose, choose_best
+from kernels.choose import choose, choose_best
+from kernels.operands import ChoiceParameters, Transition
 from kernels.triton import SWITCH
-from kernels.walk import Transition, make_lattice, rank_candidates, walk_chain
+from kernels.walk import make_lattice, rank_candidates, walk_chain
 from tests.device import BF16, DEVICE, FP32, sized
 from tests.kernels.test_walk import POSITIONS, make, parameters
 

@@ -17,10 +17,10 @@ from infer.kvcache.tensors import KVLayers
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit
 from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape, grow
 from infer.speculation.tree import MAX_NODES
-from kernels.choose import ChoiceParameters, choose, choose_best
+from kernels.choose import choose, choose_best
 from kernels.draft import NativeChains, NativeDraft, NativeTrees, fuse_draft
+from kernels.operands import Candidates, ChoiceParameters, Picked
 from kernels.rows import AttentionRows
-from kernels.tree import Candidates, Picked
 from models.attention import Attention, no_attention
 from models.heads.base import Head, MaskHead, RecurrentHead
 

@@ -17,9 +17,9 @@ from infer.speculation.proposers.draft_loops.base import LogitsAt, Unread, rows_
 from infer.speculation.proposers.draft_loops.mask import OneForwardLoop
 from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape
 from infer.speculation.tree import MAX_NODES
+from kernels.operands import Lattice, Picked, Transition
 from kernels.rows import AttentionRows
-from kernels.tree import Picked
-from kernels.walk import Lattice, Transition, make_lattice, rank_candidates, walk_chain
+from kernels.walk import make_lattice, rank_candidates, walk_chain
 from models.attention import Attention, WriteKeys
 from models.heads.block import BlockHead, base_logits, block_inputs
 from models.heads.config import CANDIDATES

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from infer.request import Request
 from infer.speculation.control.confidence import FREE, MIN_CHANCE, Confidence
-from kernels.early_exit import FIELDS, Drafting, exit_level
+from kernels.early_exit import exit_level
+from kernels.operands import SHARED, Drafting
 
 LIKELY = 1e30  # stands for a probability in the terms: a next token is worth any price, if the one before it is kept
 
 
 def num_terms(deepest: int) -> int:
     """Return the number of terms of a chain of at most `deepest` tokens."""
-    return FIELDS + 2 * deepest
+    return SHARED + 2 * deepest
 
 
 def exit_rows(
@@ -39,8 +40,8 @@ def exit_rows(
     for request, depth in zip(requests, depths, strict=True):
         terms = None if confidence is None or request is None else confidence.terms(request, depth, deepest)
         if terms is not None and parallel:
-            terms[2:FIELDS] = FREE.step, FREE.level
-            terms[FIELDS + deepest :] = [LIKELY] * deepest
+            terms[2:SHARED] = FREE.step, FREE.level
+            terms[SHARED + deepest :] = [LIKELY] * deepest
         rows.append(terms or unscored)
     return rows
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from infer.speculation.proposers.draft_loops.base import Chains, DraftLoop, LogitsAt, Unread, last_states
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit
 from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape
-from kernels.choose import ChoiceParameters
+from kernels.operands import ChoiceParameters
 from kernels.rows import repeated
 from models.heads.base import MaskHead
 

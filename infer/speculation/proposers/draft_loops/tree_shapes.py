@@ -22,10 +22,10 @@ from torch import Tensor
 
 from infer.config import ProposerConfig
 from infer.options.draft_tree import Beam, Measured
-from infer.speculation.budget import Budget
-from infer.speculation.tree import DraftTree
-from kernels.tree import BestNodes, Candidates, Frontier, Level, Picked, best_nodes, grow_level
-from kernels.upload import upload, upload_lists
+from infer.speculation.tree import Budget, DraftTree
+from kernels.copies import upload, upload_lists
+from kernels.operands import Candidates, Frontier, Level, Nodes, Picked
+from kernels.tree import best_nodes, grow_level
 
 
 @dataclass(frozen=True)
@@ -154,4 +154,4 @@ def propose_best(roots: Sequence[int], grown: Candidates, budgets: Sequence[Budg
     candidates = ((grown.score > -torch.inf) & (grown.level <= depth[:, None])).sum(1)
     width = int(torch.minimum(candidates, nodes).max())
     fields = best_nodes(root, grown, nodes, depth, width, max(budget.depth for budget in budgets))
-    return DraftTree(*BestNodes(*(field.cpu() for field in fields)))
+    return DraftTree(*Nodes(*(field.cpu() for field in fields)))

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infer.request import Request
-from infer.speculation.budget import Budget
 from infer.speculation.proposers.base import EstimatingProposer
 from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, CopyRates
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, Generation
 from infer.speculation.proposers.suffix_decoding.sources import CopySource, Earlier, Interrupted, Text
 from infer.speculation.proposers.tenants import PerTenant
-from infer.speculation.tree import DraftTree
+from infer.speculation.tree import Budget, DraftTree
 
 READ_BACK = 64  # tokens of a prompt that are matched with earlier responses: few matches are longer
 
@@ -53,6 +52,7 @@ class SuffixProposer(EstimatingProposer):
     """
 
     name = "suffix"
+    self_limiting = True
 
     def __init__(
         self,

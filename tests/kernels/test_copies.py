@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.gather import select_rows
-from kernels.upload import upload_columns, upload_lists
+from kernels.copies import select_rows, upload_columns, upload_lists
 
 CPU = torch.device("cpu")
 

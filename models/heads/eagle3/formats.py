@@ -1,19 +1,22 @@
-"""SafeAILab's EAGLE-3: a flat LlamaConfig and `midlayer.*`. SpecForge writes the same, with flags that vLLM reads.
+"""SafeAILab's EAGLE-3, a flat LlamaConfig and `midlayer.*`, and llama.cpp's, a GGUF file (models/gguf/head.py).
 
-Readers disagree on what the layer ids count and on what norm_output does. Where a file leaves this ambiguous, the user
-must specify it (ConversionOptions).
+SpecForge writes the former too, with flags that vLLM reads. Readers disagree on what the layer ids count and on what
+norm_output does; where a file leaves this ambiguous, the user must specify it (ConversionOptions). Of a GGUF file keys
+and layouts are converted to those of the former, without what llama.cpp has no forward for.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from models.fields import Fields
-from models.formats import eagle3
+from models.formats import eagle3, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.llama import read_layer
-from models.heads.config import HeadShape
+from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
 from models.heads.eagle3.config import FLAGS, Eagle3Config
 from models.heads.layer_config import layer_json
 
@@ -129,3 +132,68 @@ FORMAT = Format(
     asks=frozenset({"layer_ids", "norm_output"}),
     states_tokens=False,
 )
+
+GGUF_LAYERS = 3  # of the target, which llama.cpp's encoder expects
+GGUF_NAMES = {
+    EMBEDDING: "token_embd.weight",
+    LM_HEAD: "output.weight",
+    "norm.weight": "output_norm.weight",
+    "input_norm.weight": "enc.output_norm.weight",
+}
+GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def read_gguf(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    """Layer ids are hidden_states, whatever the first of them is: llama.cpp takes the inputs of these layers."""
+    return read(fields, shapes, replace(provided, layer_ids="hidden_states", norm_output="vllm"))
+
+
+def spell_gguf(name: str, config: HeadShape) -> str:
+    match = re.fullmatch(r"layers\.0\.(.+)\.(weight|bias)", name)
+    return f"blk.0.{GGUF_LAYER[match[1]]}.{match[2]}" if match else GGUF_NAMES.get(name, name)
+
+
+def write_gguf(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = cast(Eagle3Config, checkpoint.config)
+    layer = config.layer
+    for unsupported, message in (
+        (layer.num_layers != 1, f"num_hidden_layers={layer.num_layers}: llama.cpp has room for one layer"),
+        (
+            len(config.aux_layers) != GGUF_LAYERS,
+            f"aux_layers={list(config.aux_layers)}: llama.cpp feeds a head {GGUF_LAYERS} layers",
+        ),
+        (config.fc_norm, "fc_norm=true: llama.cpp has no norm per feature"),
+        (config.norm_output, "norm_output=true: llama.cpp feeds the state back without a norm"),
+        (layer.attention_bias or layer.mlp_bias, "attention_bias, mlp_bias: llama.cpp has no biases in a head"),
+    ):
+        if unsupported:
+            raise ValueError(message)
+    return write(checkpoint)
+
+
+GGUF_FORMAT = Format(
+    name="llama.cpp",
+    heads=("eagle3",),
+    matches=lambda config, files: False,  # a file, not a folder
+    read=read_gguf,
+    write=write_gguf,
+    spell=spell_gguf,
+    optional=eagle3.shared_with_target,
+    implied=frozenset({"t2d"}),
+    blame=((r"attn|ffn", ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")),),
+    incoming=eagle3.incoming,
+    states_tokens=False,
+    gguf=True,
+)
+FORMATS, LAYOUT = (speculators.FORMAT, FORMAT, GGUF_FORMAT), speculators.FORMAT

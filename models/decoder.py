@@ -1,0 +1,194 @@
+"""Decoder layers, of targets and heads: attention and gated MLP; and the fused decoder.
+
+The fused decoder runs all layers in one kernel (kernels/decoder.py), once they are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.decoder import LayerParts, NativeDecoder, fuse_layers
+from kernels.draft import DraftParts
+from kernels.elementwise import rotate
+from kernels.linear import PackedLinear
+from kernels.operands import QKNorm
+from models.attention import Attention, Decode, Project
+from models.config import TargetConfig
+from models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm
+
+
+class SelfAttention(nn.Module):
+    """Projections and rotary embedding around `Attention`. `input_size` differs from H in an EAGLE-3 head."""
+
+    def __init__(self, config: TargetConfig, layer: int, *, input_size: int | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.window = config.window(layer)
+        self.scale = config.attention_scale
+        self.rotary_dim = config.rotary_dim
+        self.rotary_table = int(config.local_rope is not None and self.window is not None)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
+
+    @property
+    def head_norm(self) -> QKNorm | None:
+        if not self.qk_norm:
+            return None
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centered)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
+    ) -> Tensor:
+        """Return the projected output `[..., H]`, added to `residual` if there is one."""
+        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention)
+        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
+
+    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions
+        scoring: Any = {"window": self.window, "scale": self.scale, "sinks": self.sinks}
+        if project is not None and self.rotary_dim is None:
+            return project(self.layer, qkv, rotary, self.head_norm, **scoring)
+        num_rotated = self.num_heads + self.num_kv_heads
+        qk = qkv[..., :num_rotated, :]
+        if self.qk_norm:
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
+        qk = rotate(qk, *rotary)
+        q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
+        v = qkv[..., num_rotated:, :]
+        return attention(self.layer, q, k, v, **scoring)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
+        self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), rotary, attention, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+    @property
+    def forward_norm(self) -> RMSNorm:
+        """The norm of the MLP's input."""
+        return self.post_attention_layernorm
+
+    def parts(self) -> LayerParts | None:
+        """Return the weights for kernels that run whole layers; None where none can."""
+        return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
+
+
+def parts_of(
+    attention: SelfAttention,
+    mlp: nn.Module,
+    post_norm: RMSNorm,
+    *,
+    input_norm: RMSNorm | None = None,
+    token_norm: RMSNorm | None = None,
+    residual_normed: bool = False,
+    attended_norm: RMSNorm | None = None,
+    mlp_norm: RMSNorm | None = None,
+) -> LayerParts | None:
+    """Return a layer's weights for the fused decoder; None if no kernel runs such a layer."""
+    if type(mlp) is not GatedMLP or attention.rotary_dim is not None:
+        return None
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    packed = [linear.packed for linear in linears if type(linear) is Linear and linear.packed is not None]
+    if len(packed) < len(linears):
+        return None
+    qkv, output, gate_up, down = packed
+    return LayerParts(
+        input_norm=None if input_norm is None else input_norm.weight,
+        qkv=qkv,
+        qk_norm=attention.head_norm,
+        output=output,
+        post_norm=post_norm.weight,
+        gate_up=gate_up,
+        down=down,
+        window=attention.window,
+        token_norm=None if token_norm is None else token_norm.weight,
+        residual_normed=residual_normed,
+        attended_norm=None if attended_norm is None else attended_norm.weight,
+        mlp_norm=None if mlp_norm is None else mlp_norm.weight,
+        centered=post_norm.centered,
+        gelu=mlp.gelu,
+        scale=attention.scale,
+        rotary=attention.rotary_table,
+    )
+
+
+def draft_parts_of(
+    head: Any,
+    decoder: NativeDecoder | None,
+    embedding: nn.Module | Tensor,
+    lm_head: nn.Module,
+    *,
+    joined: PackedLinear | None = None,
+    norm: Tensor | None = None,
+    **inputs: Any,
+) -> DraftParts | None:
+    """Return a recurrent head's weights for kernels that run whole levels; None where none runs these layers.
+
+    `inputs`: fields of DraftParts on what `joined` reads.
+    """
+    if decoder is None or type(lm_head) is not Linear or lm_head.packed is None:
+        return None
+    if isinstance(embedding, PackedEmbedding):
+        stored: Any = embedding.packed
+    else:
+        stored = embedding if isinstance(embedding, Tensor) else embedding.weight
+    layer, ids = head.config.layer, head.target_ids
+    rotary = head.rotary.tables(ids.device, decoder.dtype)
+    return DraftParts(
+        decoder, layer.num_heads, layer.num_kv_heads, stored, rotary, joined, norm, lm_head.packed, ids, **inputs
+    )
+
+
+class FusedDecoder:
+    """The lazily built fused decoder of one module, whose layers have `parts()`. A copy of the module builds anew."""
+
+    def __init__(self) -> None:
+        self._decoder: NativeDecoder | None = None
+        self._built = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedDecoder:
+        return FusedDecoder()
+
+    def decoder(self, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool) -> NativeDecoder | None:
+        """Return the decoder of `layers`, followed by `norm`; None before they are `packed` or if no kernel fits."""
+        if packed and not self._built:
+            self._decoder, self._built = self._build(list(layers), norm), True
+        return self._decoder
+
+    @staticmethod
+    def _build(layers: list[Any], norm: RMSNorm | None) -> NativeDecoder | None:
+        parts = [layer_parts for layer in layers if (layer_parts := layer.parts()) is not None]
+        if len(parts) < len(layers):
+            return None
+        eps, head_dim = layers[0].post_attention_layernorm.eps, layers[0].self_attn.head_dim
+        return fuse_layers(parts, None if norm is None else norm.weight, eps, head_dim)
+
+    def over(
+        self, attention: Attention, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool
+    ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
+        """Return models.attention.Decode bound to these layers; None where they run one after another."""
+        decode: Decode | None = getattr(attention, "decode", None)
+        if decode is None or torch.is_grad_enabled():
+            return None
+        decoder = self.decoder(layers, norm, packed=packed)
+        return None if decoder is None else partial(decode, decoder)

@@ -1,0 +1,133 @@
+"""MTP modules in speculators' layout, which our export follows, and in the checkpoint of a target that ships them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from models.checkpoint import open_tensors
+from models.config import TargetConfig, read_json
+from models.fields import Fields
+from models.formats import llama
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
+from models.formats.speculators import read_proposal
+from models.heads.mtp.config import FLAGS, MtpConfig, MtpOptions
+from models.targets import ARCHITECTURES
+from models.targets.mtp import QWEN_NEXT, layout_of
+from models.weights import NamedTensors
+
+MODULES = "num_nextn_predict_layers"
+# as in speculators' own modules, whose files state none of these
+THEIRS = {"hidden_first": False, "pre_norm": False, "norm_recycled": True, "zero_first": False}
+KINDS: dict[str, dict[str, bool]] = {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
+UNLIKE = {  # part of a tensor's name -> the kind of layer that has it
+    ".kv_a_proj_with_mqa.": "multi-head latent attention",
+    ".mlp.experts.": "a mixture of experts",
+    ".mlp.gate.": "a mixture of experts",
+}
+PLAIN: dict[str, Any] = {"rotary_dim": None, "activation": "silu", "attention_scale": None, "stream_scale": 1.0}
+
+
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    notes = list[str]()
+    fields.only("speculators_model_type", MtpConfig.algorithm)
+    fields.ignore("speculators_version", "architectures")
+    verifier, tokens = read_proposal(fields, MtpConfig.algorithm)
+    section = fields.need_section("transformer_layer_config")
+    section.ignore("architectures")
+    section.only("model_type", *KINDS)
+    layer = replace(
+        llama.read_layer(section, notes),  # whose num_hidden_layers are the target's in speculators' files
+        num_layers=fields.size(MODULES, 1),
+        centered_norms=fields.take("centered_norms", bool, False),
+        **KINDS[section.need("model_type", str)],
+    )
+    notes += section.done()
+    fields.only("draft_vocab_size", layer.vocab_size)
+    flags = {flag: fields.take(flag, bool, default) for flag, default in THEIRS.items()}
+    unstated = [f"{flag}={value}" for flag, value in flags.items() if flag not in fields.values]
+    notes += [f"not stated, so as in speculators: {', '.join(unstated)}"] if unstated else []
+    return ParsedConfig(MtpConfig(layer, **flags), verifier, tokens, notes)
+
+
+def losses(checkpoint: Checkpoint) -> list[str]:
+    config = cast(MtpConfig, checkpoint.config)
+    stated = {flag: getattr(config, flag) for flag in FLAGS} | {"centered_norms": config.layer.centered_norms}
+    other = [f"{key}={value}" for key, value in stated.items() if value != THEIRS.get(key, False)]
+    other += [f"{MODULES}={config.layer.num_layers}"] if config.layer.num_layers > 1 else []
+    return [f"speculators' own modules have no {', '.join(other)}"] if other else []
+
+
+def ships_modules(config: Mapping[str, Any], files: Collection[str] = ()) -> bool:
+    """Return whether a config.json is that of a target with modules of its own."""
+    return "speculators_model_type" not in config and (
+        bool(config.get(MODULES)) or layout_of(architecture_of(config)) is QWEN_NEXT
+    )
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def find_shipped(folder: Path) -> tuple[NamedTensors, dict[str, str]]:
+    """Return a target's tensors, each read on access, and by our names those of its modules.
+
+    Raises ValueError naming a kind of module that is not supported.
+    """
+    config = read_json(folder / "config.json")
+    layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
+    tensors = open_tensors(folder)
+    names = layout.names(tensors, fields.size("num_hidden_layers"), fields.take(MODULES, int, 1))
+    unlike = [f"{name} is of {kind}" for name in names.values() for part, kind in UNLIKE.items() if part in name]
+    if layout is QWEN_NEXT:
+        unlike = [f"{len(names)} tensors mtp.* are of a hybrid target's layer, with an output gate"]
+    if unlike:
+        raise ValueError(f"{folder}: {unlike[0]}, which head=mtp has no modules for yet")
+    return tensors, names
+
+
+def open_shipped(folder: Path) -> dict[str, Tensor]:
+    """Read the modules that a target ships, by our names. Raises ValueError as `find_shipped`."""
+    tensors, names = find_shipped(folder)
+    return {name: tensors[stored] for name, stored in names.items()}
+
+
+def read_target(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    architecture = architecture_of(fields.values)
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{fields.name}: architectures={architecture!r}: one of {', '.join(ARCHITECTURES)}")
+    fields.ignore(*fields.values)
+    target: TargetConfig = ARCHITECTURES[architecture].read_config(dict(fields.values)).extended()
+    if target != replace(target, **PLAIN):
+        raise ValueError(f"{fields.name}: head=mtp has no modules of {architecture}'s layers")
+    return ParsedConfig(MtpOptions().for_target(target))
+
+
+def refuse(checkpoint: Checkpoint) -> dict[str, Any]:
+    raise ValueError("native-mtp is a part of a target: convert.py --stitch writes it")
+
+
+LAYOUT = Format(
+    name="speculators-mtp",
+    heads=(MtpConfig.name,),
+    matches=lambda config, files: config.get("speculators_model_type") == MtpConfig.algorithm,
+    read=read,
+    blame=(*llama.BLAME, (r"^mtp_layers\.", (MODULES, "hidden_size"))),
+    losses=losses,
+)
+NATIVE = Format(
+    name="native-mtp",
+    heads=(MtpConfig.name,),
+    matches=ships_modules,
+    read=read_target,
+    write=refuse,
+    open=open_shipped,
+    blame=(*llama.BLAME, (r"^mtp_layers\.", (MODULES, "hidden_size"))),
+    states_tokens=False,
+)
+FORMATS = (LAYOUT, NATIVE)

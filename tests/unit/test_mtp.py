@@ -1,0 +1,225 @@
+"""MTP modules that a target ships: read by name, served without a path, trained further, and stitched back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infer.config import GenerateConfig, ProposerConfig
+from infer.engine import Engine
+from infer.generate import run
+from infer.options.cli import compose
+from infer.options.exported_heads import with_head
+from infer.request import SamplingParams
+from models.heads import HEADS
+from models.heads.files import load_head, save_head
+from models.heads.weights import checkpoint_tensors, initialize
+from models.targets import check_weights, empty_target, load_target
+from models.weights import INDEX, LazyTensors, shard_files
+from scripts import convert
+from tests.heads import make_head
+
+AROUND = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
+STORED_AS = {  # prefix of module i of a target of 8 layers, what AROUND is called there, copies of the target's tensors
+    "deepseek": (
+        "model.layers.{}.",
+        ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+        {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"},
+    ),
+    "mimo": ("model.mtp_layers.{}.", AROUND, {}),
+}
+
+
+@pytest.fixture(scope="module", params=STORED_AS)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def plain_folder(family, tiny_target_folder, tmp_path_factory):
+    """A target of 8 layers without modules; MiMo's is Qwen2's."""
+    if family == "deepseek":
+        return tiny_target_folder
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.1, tie_word_embeddings=False))
+    folder = tmp_path_factory.mktemp("qwen2")
+    model.save_pretrained(folder)
+    for path in tiny_target_folder.glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ship(family, plain_folder, tmp_path_factory):
+    """`ship(modules)`: a copy of the target with random modules, in two shards, and these by speculators' names."""
+    prefix, around, copies = STORED_AS[family]
+
+    def make(modules: int = 1) -> tuple[Path, dict[str, torch.Tensor]]:
+        target = load_target(str(plain_folder))
+        head = make_head(target, "mtp", num_modules=modules, hidden_first=family == "mimo")
+        tensors, ours = load_file(plain_folder / "model.safetensors"), checkpoint_tensors(head)
+        renamed, theirs = dict(zip(AROUND, around, strict=True)), {}
+        for name, value in ours.items():
+            _, index, rest = name.split(".", 2)
+            module, _, kind = rest.rpartition(".")
+            place = int(index) + (8 if family == "deepseek" else 0)
+            theirs[f"{prefix.format(place)}{renamed.get(module, module)}.{kind}"] = value
+            theirs |= {prefix.format(place) + copy: tensors[name].clone() for copy, name in copies.items()}
+        folder = tmp_path_factory.mktemp("shipped")
+        for path in plain_folder.iterdir():
+            if path.name != "model.safetensors":
+                (folder / path.name).write_bytes(path.read_bytes())
+        config = json.loads((plain_folder / "config.json").read_text()) | {"num_nextn_predict_layers": modules}
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"} if family == "mimo" else {}
+        (folder / "config.json").write_text(json.dumps(config))
+        last = sorted(tensors)[-1]
+        shards = {"model-1.safetensors": tensors, "model-2.safetensors": {**theirs, last: tensors.pop(last)}}
+        for name, part in shards.items():
+            save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map = {name: file for file, part in shards.items() for name in part}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        return folder, ours
+
+    return make
+
+
+def test_a_target_loads_without_its_modules(ship, plain_folder):
+    folder, _ = ship(2)
+    check_weights(folder, empty_target(folder))
+    target, plain = load_target(str(folder)), load_target(str(plain_folder))
+    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), plain.parameters(), strict=True))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with pytest.raises(ValueError, match="not part of this architecture"):
+        load_target(str(folder))
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_the_modules_are_read_from_the_targets_shards(ship, family, modules):
+    folder, ours = ship(modules)
+    head = load_head(folder, name="mtp", target=load_target(str(folder)))
+    assert (head.config.layer.num_layers, head.config.hidden_first) == (modules, family == "mimo")
+    read = checkpoint_tensors(head)
+    assert read.keys() == ours.keys()
+    assert all(torch.equal(value, ours[name]) for name, value in read.items())
+
+
+def test_a_target_with_modules_needs_no_path(ship, capsys):
+    folder, _ = ship()
+    words = [f"model={folder}", "model.device=cpu", "head=mtp", "proposer=head", "compare=true", "prompt=Hello"]
+    words += ["chat=false", "max_tokens=12", "ignore_eos=true"]
+    run(with_head(compose("generate", GenerateConfig, words)))
+    assert f"head mtp from {folder}" in (text := capsys.readouterr().out)
+    assert "acceptance" in text
+
+
+def test_a_target_without_modules_has_no_head_mtp(tiny_target_folder):
+    words = [f"model={tiny_target_folder}", "head=mtp", "proposer=head"]
+    config = with_head(compose("generate", GenerateConfig, words))
+    assert config.head.path is None
+    with pytest.raises(ValueError, match="no exported head"):
+        Engine.load(config.model, head=config.head, proposer="head")
+
+
+def test_training_goes_on_from_the_modules_that_the_target_ships(ship):
+    folder, ours = ship()
+    target = load_target(str(folder))
+    head = HEADS["mtp"]().make(target.config)
+    initialize(head, target, from_target=True)
+    assert all(torch.equal(value, ours[name]) for name, value in checkpoint_tensors(head).items())
+    initialize(head, target, from_target=False)
+    assert not torch.equal(
+        checkpoint_tensors(head)["mtp_layers.0.input_proj.weight"], ours["mtp_layers.0.input_proj.weight"]
+    )
+    two = HEADS["mtp"](num_modules=2).make(target.config)
+    with pytest.raises(ValueError, match=r"mtp_layers\.1\..*: missing"):
+        initialize(two, target, from_target=True)
+
+
+def stitch(folder, head, out, *more):
+    words = ["--from", "auto", "--stitch", "--verifier", folder, *more, head, out]
+    return convert.main([str(word) for word in words])
+
+
+def export(head, target, folder):
+    folder.mkdir()
+    facts = {"verifier": target.path, "verifier_architecture": target.config.architecture, "speculative_tokens": 3}
+    save_head(head, folder, provenance={"target_fingerprint": target.fingerprint}, **facts)
+    return folder
+
+
+def test_a_trained_head_is_stitched_into_a_copy_of_its_target(ship, tmp_path, capsys):
+    folder, ours = ship()
+    target = load_target(str(folder))
+    head = load_head(folder, name="mtp", target=target)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.25
+    trained, out = checkpoint_tensors(head), tmp_path / "out"
+    assert stitch(folder, export(head, target, tmp_path / "head"), out) == 0
+    assert "read back and equal" in capsys.readouterr().out
+    before, after = LazyTensors(shard_files(folder)), LazyTensors(shard_files(out))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert (before.keys(), len(changed)) == (after.keys(), len(ours))
+    for name in ("model-1.safetensors", "model-2.safetensors"):  # hard-linked, and written anew
+        assert (folder / name).samefile(out / name) == (name == "model-1.safetensors")
+    for name in ("config.json", INDEX):
+        assert (folder / name).read_bytes() == (out / name).read_bytes()
+        assert not (folder / name).samefile(out / name)
+    stitched = load_target(str(out))
+    again = load_head(out, name="mtp", target=stitched)
+    assert all(torch.equal(value, trained[name]) for name, value in checkpoint_tensors(again).items())
+    prompt = list(range(30, 60))
+    drafts = ProposerConfig(name="head", max_draft_tokens=3)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    answers = [
+        Engine(load_target(str(place)), head=module, proposer=name, proposer_config=drafts).generate([prompt], params)
+        for place, module, name in ((folder, None, "none"), (out, again, "head"))
+    ]
+    assert answers[0][0].token_ids == answers[1][0].token_ids
+
+
+def test_what_cannot_be_stitched_is_named(ship, tiny_target_folder, tmp_path, capsys):
+    folder, _ = ship()
+    target = load_target(str(folder))
+    two = export(make_head(target, "mtp", num_modules=2), target, tmp_path / "two")
+    plain = load_target(str(tiny_target_folder))
+    fresh = export(make_head(plain, "mtp"), plain, tmp_path / "fresh")
+    eagle = export(make_head(target, "eagle"), target, tmp_path / "eagle")
+    for target_folder, head, message in (
+        (folder, two, "differ in mtp_layers.1."),
+        (tiny_target_folder, fresh, "ships no MTP modules"),
+        (folder, eagle, "needs a head of MTP modules"),
+        ("some/target.gguf", two, "no such file"),
+    ):
+        assert stitch(target_folder, head, tmp_path / "out") == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    assert convert.main(["--from", "auto", "--stitch", str(two), str(tmp_path / "out")]) == 2
+    assert "--verifier" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "message"),
+    [
+        ("DeepseekV3ForCausalLM", "model.layers.8.self_attn.kv_a_proj_with_mqa.weight", "multi-head latent attention"),
+        ("Glm4MoeForCausalLM", "model.layers.8.mlp.experts.0.up_proj.weight", "a mixture of experts"),
+        ("Qwen3NextForCausalLM", "mtp.layers.0.self_attn.q_proj.weight", "a hybrid target's layer"),
+        ("Glm4ForCausalLM", "model.layers.8.enorm.weight", "architectures='Glm4ForCausalLM': one of"),
+    ],
+)
+def test_modules_of_other_layers_are_refused_by_name(tmp_path, architecture, name, message):
+    config = {"architectures": [architecture], "num_hidden_layers": 8, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({name: torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, name="mtp")
