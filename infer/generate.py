@@ -23,8 +23,7 @@ CORPUS_MODEL = "demo"  # the only target whose corpus is in the repository, so t
 def run(config: GenerateConfig) -> None:
     texts = user_prompts(config)
     # Imports that take seconds come only now, so that a mistake above is reported at once.
-    from infer.console.prompts import prompt_ids
-    from infer.console.show import show_comparison, show_texts
+    from infer.console.show import prompt_ids, show_comparison, show_texts
     from infer.engine import Engine
 
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)

@@ -11,22 +11,10 @@ from torch import Tensor
 
 from infer.sampling.constraint import Constraint
 from infer.sampling.logprobs import TokenLogprob
-from infer.sampling.params import MAX_SEED, SamplingParams
+from infer.sampling.params import SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
 from infer.sampling.token_counts import TokenCounts
 from infer.speculation.tree import Budget
-
-__all__ = [
-    "MAX_SEED",
-    "Completion",
-    "DrafterState",
-    "FinishReason",
-    "Phase",
-    "Request",
-    "SamplingParams",
-    "SpeculationStats",
-    "StepOutput",
-]
 
 
 @dataclass

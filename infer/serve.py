@@ -38,7 +38,7 @@ def run(config: ServeConfig) -> None:
         return run_replicas(config, listener, address, api_keys)
 
     # Imports that take seconds come only now, so that a mistake above is reported at once.
-    from infer.console.card import describe_costs, describe_engine, print_card
+    from infer.console.card import describe_costs, describe_engine
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.runtime import Runtime
@@ -51,16 +51,12 @@ def run(config: ServeConfig) -> None:
 
     def show(engine: Engine, _service: object) -> None:
         infer.options.environment.wake_collector()
-        print_card(
-            "Headway serves",
-            [
-                *describe_engine(engine, config.model, config.head, config.output_dir),
-                *([("graphs", str(engine.graphs))] if engine.graphs else ()),
-                *describe_costs(engine.costs),
-                ("address", address + (", API key needed" if api_keys else "")),
-            ],
-        )
-        print_invitation(address, config.model.name, keyed=bool(api_keys))
+        rows = [
+            *describe_engine(engine, config.model, config.head, config.output_dir),
+            *([("graphs", str(engine.graphs))] if engine.graphs else ()),
+            *describe_costs(engine.costs),
+        ]
+        announce(rows, address, config.model.name, keyed=bool(api_keys))
 
     runtime = Runtime(load, config.server)
     code = serve(config.model.name, runtime, listener, api_keys=api_keys, on_ready=show)
@@ -69,7 +65,7 @@ def run(config: ServeConfig) -> None:
 
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
-    from infer.console.card import describe_end_tokens, print_card
+    from infer.console.card import describe_end_tokens
     from infer.options.devices import dtype_name
     from infer.server.ray_app import serve_replicas
     from models.targets import resolve_checkpoint
@@ -82,17 +78,18 @@ def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: 
             ("model", f"{config.model.name} ({config.model.path}), {dtype_name(config.model)}"),
             ("end tokens", describe_end_tokens(tokenizer.eos_ids, tokenizer)),
             ("replicas", f"{config.server.replicas}, by Ray Serve; a session (x-session-id) stays with one"),
-            ("address", address + (", API key needed" if api_keys else "")),
         ]
-        print_card("Headway serves", rows)
-        print_invitation(address, config.model.name, keyed=bool(api_keys))
+        announce(rows, address, config.model.name, keyed=bool(api_keys))
 
     port = listener.getsockname()[1]
     listener.close()  # it only checked that the address is free; from here on Ray's proxy listens
     serve_replicas(config, port=port, api_keys=api_keys, on_ready=show)
 
 
-def print_invitation(address: str, model: str, *, keyed: bool) -> None:
+def announce(rows: Sequence[tuple[str, str]], address: str, model: str, *, keyed: bool) -> None:
+    from infer.console.card import print_card
+
+    print_card("Headway serves", [*rows, ("address", address + (", API key needed" if keyed else ""))])
     body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 64, "stream": True})
     key = ' -H "authorization: Bearer $HEADWAY_API_KEY"' if keyed else ""
     print(f"\nopen {address}/ in a browser, or", end="")

@@ -96,18 +96,16 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
     if not args.dry_run:
         atomic.free_disk(args.out)  # refuses a place that cannot be written
-    if args.speculative_tokens is not None and args.speculative_tokens < 1:
-        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: must be at least 1")
     if args.stitch:
         args.target = NATIVE.name  # which refuses what has no place in a target
-    if args.speculative_tokens is not None and not FORMATS[args.target].states_tokens:
-        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: {args.target} does not say how many")
-    if args.dtype is not None and not FORMATS[args.target].gguf:
+    target, tokens = FORMATS[args.target], args.speculative_tokens
+    if tokens is not None and (tokens < 1 or not target.states_tokens):
+        why = "must be at least 1" if tokens < 1 else f"{args.target} does not say how many"
+        raise ValueError(f"--speculative-tokens {tokens}: {why}")
+    if args.dtype is not None and not target.gguf:
         raise ValueError(f"--dtype {args.dtype}: {args.target} keeps the dtype of every tensor; only GGUF files differ")
-    if is_gguf(args.out) != FORMATS[args.target].gguf:
-        wanted = (
-            f"one file; end its name in {SUFFIX}" if FORMATS[args.target].gguf else "a folder; give it another name"
-        )
+    if is_gguf(args.out) != target.gguf:
+        wanted = f"one file; end its name in {SUFFIX}" if target.gguf else "a folder; give it another name"
         raise ValueError(f"{args.out}: {args.target} is {wanted}")
     args.origin = args.folder.resolve().name
     if not args.folder.exists() and is_hub_id(str(args.folder)):
@@ -116,7 +114,7 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
     source = detect(args.folder) if args.source == "auto" else FORMATS[args.source]
     args.source = source.name
     verifier, folder = find_verifier(args.verifier) if args.verifier else (None, None)
-    provided = ConversionOptions(verifier, args.speculative_tokens, args.layer_ids, args.norm_output)
+    provided = ConversionOptions(verifier, tokens, args.layer_ids, args.norm_output)
     checkpoint = read_checkpoint(source, args.folder, provided)
     trained_for = (checkpoint.provenance or {}).get("target_fingerprint")
     if folder and trained_for and trained_for != fingerprint(folder):
@@ -125,7 +123,6 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
         return checkpoint, stitch(args, checkpoint, folder)
     if args.target == "headway" and checkpoint.provenance is None:
         checkpoint = replace(checkpoint, provenance=record(args, checkpoint, folder))
-    target = FORMATS[args.target]
     of_target, tokenizer = weights_of(folder) if folder else None, None
     if target.gguf and folder and is_gguf(folder):
         from models.gguf.head import tokenizer_keys

@@ -15,12 +15,13 @@ import infer.options.environment  # noqa: F401
 
 # isort: split
 
+import contextlib
 import importlib.util
 import json
 import platform
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -164,12 +165,8 @@ def check_cpu() -> Check:
         detail += "; torch has no oneDNN, so what has no C kernel is slow"
         return Check("cpu", "warning", detail, "install torch's official wheel for this platform")
     if capability == "DEFAULT" and platform.machine() == "x86_64":
-        return Check(
-            "cpu",
-            "warning",
-            detail,
-            "unset ATEN_CPU_CAPABILITY; if it is not set, this CPU has no AVX2 and will be slow",
-        )
+        fix = "unset ATEN_CPU_CAPABILITY; if it is not set, this CPU has no AVX2 and will be slow"
+        return Check("cpu", "warning", detail, fix)
     return Check("cpu", "ok", detail)
 
 
@@ -230,71 +227,52 @@ def check_ptxas(capability: tuple[int, int], version: str | None) -> Check:
     return Check("ptxas", "warning", f"{version or 'unknown'}, whose kernels nobody has checked on {architecture}", fix)
 
 
-def has_wandb_init() -> bool:
-    try:
-        import wandb
-    except ImportError:
-        return False
-    return hasattr(wandb, "init")
-
-
-def kernels_location() -> Path | None:
-    spec = importlib.util.find_spec("kernels")
-    return Path(spec.origin).resolve() if spec and spec.origin else None
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run_checks() -> list[Check]:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    checks = [check_python(pyproject, platform.python_version())]
-    for extra, requirement in requirements(pyproject):
-        checks.append(check_package(extra, requirement, installed_version(requirement.name)))
-    checks.append(check_kernels(installed_version("kernels"), kernels_location()))
-    checks.append(check_wandb(installed_version("wandb"), has_wandb_init(), ROOT / "wandb"))
-    checks.append(check_disk(shutil.disk_usage(ROOT).free, ROOT))
-    checks.append(check_cache(writable_folder(), os.environ.get("TMPDIR") or "/tmp"))
-    checks.append(check_demo(ROOT / "models" / "demo"))
-    checks.append(check_triton_interpret(os.environ.get("TRITON_INTERPRET")))
-    torch_checks: list[Callable[[], Check]] = [check_devices, check_cpu]
+    spec = importlib.util.find_spec("kernels")
+    has_wandb_init = False
+    with contextlib.suppress(ImportError):
+        import wandb
+
+        has_wandb_init = hasattr(wandb, "init")
+    checks = [
+        check_python(pyproject, platform.python_version()),
+        *(check_package(extra, each, installed_version(each.name)) for extra, each in requirements(pyproject)),
+        check_kernels(installed_version("kernels"), Path(spec.origin).resolve() if spec and spec.origin else None),
+        check_wandb(installed_version("wandb"), has_wandb_init, ROOT / "wandb"),
+        check_disk(shutil.disk_usage(ROOT).free, ROOT),
+        check_cache(writable_folder(), os.environ.get("TMPDIR") or "/tmp"),
+        check_demo(ROOT / "models" / "demo"),
+        check_triton_interpret(os.environ.get("TRITON_INTERPRET")),
+    ]
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        return [
-            *checks,
-            Check("torch", "broken", f"import fails: {error}", "pip install --force-reinstall torch==2.13.0"),
-        ]
-    has_nvidia = shutil.which("nvidia-smi") is not None
-    checks.append(
-        check_torch_build(torch.__version__, has_nvidia, torch.cuda.is_available(), installed_version("torchvision"))
-    )
-    if torch.cuda.is_available():
+        fix = "pip install --force-reinstall torch==2.13.0"
+        return [*checks, Check("torch", "broken", f"import fails: {error}", fix)]
+    has_nvidia, has_cuda = shutil.which("nvidia-smi") is not None, torch.cuda.is_available()
+    checks.append(check_torch_build(torch.__version__, has_nvidia, has_cuda, installed_version("torchvision")))
+    if has_cuda:
         from scripts.gpu_check.ptxas import version_in_use
 
         checks.append(check_ptxas(torch.cuda.get_device_capability(), version_in_use()))
     from kernels.cpu.library import SWITCH, compiler, library
 
     checks.append(check_cpu_kernels(library(), compiler(), os.environ.get(SWITCH)))
-    checks.append(check_threads(usable_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    checks.append(check_threads(cores, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
+    checks += [check_devices(), check_cpu()]
     from kernels.trials import try_all
 
     with torch.no_grad():
-        return [*checks, *(check() for check in torch_checks), *check_layers(try_all())]
-
-
-def check_layers(trials: Iterable[Trial]) -> list[Check]:
-    """Say of every kind of layer what computes it and how fast, and which are slow."""
-    from kernels.cpu.library import library
-
-    return [check_layer(trial, has_kernels=library() is not None) for trial in trials]
+        return [*checks, *(check_layer(trial, has_kernels=library() is not None) for trial in try_all())]
 
 
 def check_layer(trial: Trial, *, has_kernels: bool) -> Check:
-    """A wrong layer is broken; a slow one is a warning where C kernels should serve it.
+    """Say what computes a kind of layer, and how fast.
 
-    Without C kernels all are slow for the one reason that another check names. fp16 has none anywhere.
+    A wrong layer is broken; a slow one is a warning where C kernels should serve it. Without those all are slow, for
+    the one reason that another check names. fp16 has none anywhere.
     """
     from kernels.cpu.level import level
     from kernels.trials import IN_C

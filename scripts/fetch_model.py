@@ -16,24 +16,18 @@ import infer.options.environment  # noqa: F401
 
 # isort: split
 
-import argparse
 from pathlib import Path
 
 from models.fetching import MODELS, bring, fetch, place_of
 from scripts.errors import command_line, reports_errors
 
 
-def parser() -> argparse.ArgumentParser:
+@reports_errors
+def main(argv: list[str]) -> int:
     options = command_line("fetch_model.py", __doc__)
     options.add_argument("name", nargs="?", choices=sorted(MODELS), help="the model")
     options.add_argument("--from", dest="file", type=Path, metavar="FILE", help="take this file instead of a download")
     options.add_argument("--list", action="store_true", help="which models there are, and where they are kept")
-    return options
-
-
-@reports_errors
-def main(argv: list[str]) -> int:
-    options = parser()
     args = options.parse_args(argv)
     if args.list:
         for name, model in MODELS.items():

@@ -69,14 +69,14 @@ def digests(completions: Sequence[Completion]) -> dict[str, str]:
     return {"ids": digest([completion.token_ids for completion in completions]), "drafts": digest(stats)}
 
 
-def run(model: ModelConfig, head: str, *, max_tokens: int, dtypes: Sequence[str], graphs: str) -> Iterator[Cells]:
+def run(model: ModelConfig, head: str, *, max_tokens: int, dtypes: Sequence[str]) -> Iterator[Cells]:
     """Yield the cells one at a time."""
     for dtype in dtypes:
         shape = {"max_draft_tokens": 4, "draft_model": model.path}
         engine = Engine.load(
             replace(model, dtype=dtype),
             head=head,
-            engine=EngineConfig(max_batch=8, graphs=graphs),
+            engine=EngineConfig(max_batch=8),
             proposer=ProposerConfig(name="combined", **shape),
         )
         for name, (proposer, tree) in DRAFTS.items():
@@ -122,7 +122,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", default="smollm2-135m", help="as in model= (default: %(default)s)")
     parser.add_argument("--head", default=DEFAULT_HEAD, help="as in head=, or a folder (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, help="of every answer (default: %(default)s)")
-    parser.add_argument("--graphs", default="auto", help="as in engine.graphs= (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(default: both)")
     parser.add_argument("--save", type=Path, metavar="FILE")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="what --save wrote")
@@ -131,7 +130,7 @@ def main(argv: list[str]) -> int:
         free_disk(args.save)  # refuses a place that cannot be written
     cells: Cells = {}
     before = None if args.compare is None else read(args.compare)
-    parts = run(read_model(args.model), args.head, max_tokens=args.tokens, dtypes=args.dtypes, graphs=args.graphs)
+    parts = run(read_model(args.model), args.head, max_tokens=args.tokens, dtypes=args.dtypes)
     for part in tqdm(parts, total=4 * len(DRAFTS) * len(args.dtypes), unit="cell", disable=None):
         cells |= part
     wrong = unequal(cells) + ([] if before is None else differing(before, cells))

@@ -45,6 +45,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             *("meta-llama/Llama-2-7b-chat-hf", "meta-llama/Llama-2-13b-chat-hf", "meta-llama/Llama-2-70b-chat-hf"),
             *("meta-llama/Meta-Llama-3-8B-Instruct", "meta-llama/Meta-Llama-3-70B-Instruct"),
             *("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"),
+            "meta-llama/Llama-3.3-70B-Instruct",
             *("lmsys/vicuna-7b-v1.3", "lmsys/vicuna-13b-v1.3", "lmsys/vicuna-33b-v1.3"),
             *("codellama/CodeLlama-34b-Instruct-hf", "ibm-granite/granite-7b-instruct"),
             *("ibm-granite/granite-3b-code-instruct", "ibm-granite/granite-8b-code-instruct"),
@@ -54,7 +55,12 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "qwen3": (
         "Qwen3Config",
         {**EIGHT, "head_dim": 16},
-        ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Thinking-2507"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B"),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**EIGHT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507",),
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
     "opt": (
@@ -83,7 +89,13 @@ HEADS: dict[str, Source] = {
     "yuhuili/EAGLE-LLaMA3-Instruct-70B": LLAMA3,
     "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": LLAMA3,
     "yuhuili/EAGLE-Qwen2-72B-Instruct": PUBLISHED["yuhuili/EAGLE-Qwen2-7B-Instruct"],
-    "RedHatAI/Qwen3-8B-speculator.eagle3": PUBLISHED["RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"],
+    **{
+        f"RedHatAI/{target}-speculator.eagle3": PUBLISHED["RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3"]
+        for target in (
+            *("Qwen3-8B", "Qwen3-14B", "Qwen3-32B", "Qwen3-30B-A3B-Instruct-2507"),
+            *("Llama-3.3-70B-Instruct", "gpt-oss-20b"),
+        )
+    },
     "RedHatAI/Qwen3-8B-speculator.peagle": SOURCES["speculators p-eagle"],
     "RedHatAI/Qwen3-8B-speculator.dflash": SOURCES["speculators dflash"],
     "RedHatAI/Qwen3-8B-speculator.dflash2": SOURCES["speculators dflash2"],
@@ -110,6 +122,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": "MiMoV2ForCausalLM",
             "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
             "deepseek-ai/DeepSeek-V4-Flash-DSpark": "DeepseekV4ForCausalLM",
+            "openai/gpt-oss-20b": "GptOssForCausalLM",
             "google/gemma-4-E2B-it": "Gemma4ForConditionalGeneration",
             "chiennv/Orthrus-Qwen3-1.7B": "OrthrusForCausalLM",
         }.items()

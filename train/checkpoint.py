@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -65,7 +65,7 @@ def save_checkpoint(
     if stable:
         mark_stable(path)
     atomic.write_text(folder / LATEST, path.name + "\n")
-    kept = {path, best_checkpoint(folder), stable_checkpoint(folder)}
+    kept = {path, find_checkpoint(folder, BEST), find_checkpoint(folder, STABLE)}
     for old in [*sorted(folder.glob("step-*"))[:-keep], *folder.glob(f"{ASIDE}*")]:
         if old not in kept:
             atomic.discard(old)
@@ -79,7 +79,7 @@ def mark_stable(path: Path) -> None:
 def return_to(path: Path) -> None:
     """Make `path` the newest checkpoint. Remove later ones, but keep the best under a name that no step will use."""
     folder = path.parent
-    best = best_checkpoint(folder)
+    best = find_checkpoint(folder, BEST)
     if best is not None and best.name > path.name:
         aside = folder / f"{ASIDE}{best.name}"
         with atomic.replace_folder(aside) as staging:
@@ -96,22 +96,8 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, None if there is none yet."""
-    return named_checkpoint(folder, LATEST)
-
-
-def best_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest acceptance length when evaluated, None if there is none."""
-    return named_checkpoint(folder, BEST)
-
-
-def stable_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint at which the decay of schedule=wsd began, None if it has not begun."""
-    return named_checkpoint(folder, STABLE)
-
-
-def named_checkpoint(folder: Path, name: str) -> Path | None:
+def find_checkpoint(folder: Path, name: str = LATEST) -> Path | None:
+    """Return the newest complete checkpoint, or the one of that name; None if there is none."""
     if not (folder / name).is_file():
         return None
     path = folder / (folder / name).read_text(encoding="utf-8").strip()
@@ -120,10 +106,8 @@ def named_checkpoint(folder: Path, name: str) -> Path | None:
     return path
 
 
-def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection[str] = ()) -> Checkpoint:
-    """Load what `save_checkpoint` wrote. Raises ValueError if it cannot be read, has other tensors than `expected` or
-    lacks one of the `keys` in its state.
-    """
+def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
+    """Load what `save_checkpoint` wrote. Raises ValueError if that cannot be read or is not of `expected` tensors."""
     try:
         module, optimizer, random = (load_file(path / f"{name}.safetensors") for name in FILES)
     except (OSError, SafetensorError, ValueError) as error:
@@ -132,8 +116,6 @@ def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection
     if module.keys() != expected.keys():
         names = sorted(module.keys() ^ expected.keys())
         raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
-    if missing := ", ".join(sorted(set(keys) - state.keys())):
-        raise ValueError(f"{path}: of another version, without {missing}; begin anew with another run=<name>")
     return Checkpoint(Trained(module, optimizer), random, state)
 
 

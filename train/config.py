@@ -217,7 +217,7 @@ class OptimConfig:
 
 @dataclass
 class MuonConfig(OptimConfig):
-    """Muon for the matrices of hidden layers, AdamW for everything else (train/distributed/optimizers.py).
+    """Muon for the matrices of hidden layers, AdamW for everything else (train/distributed/strategies.py).
 
     Its updates have the root mean square of AdamW's, so that `lr` and `weight_decay` mean the same for both.
     """

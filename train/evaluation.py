@@ -9,24 +9,152 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from infer.config import TrackerConfig, WandbConfig
 from infer.console.compare import Comparison, compare
 from infer.engine import Engine
-from infer.request import Completion, SamplingParams, SpeculationStats
+from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
+from kernels.choose import NO_LIMITS, ChoiceParameters, choose_best
+from kernels.noise import MASK32
+from kernels.walk import make_lattice, rank_candidates
 from models.heads.base import Head
+from models.heads.block import BlockHead, base_logits
+from models.heads.config import CANDIDATES
 from models.heads.weights import dtype_of
+from models.tokenizer import Tokenizer
 from models.vocab import coverage
-from train.acceptance import Sampling, count_ranks, simulate
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, FeatureSource
+from train.objectives import alignment
 from train.objectives.base import Objective, StepSums
+from train.objectives.draft_states import draft_states
 from train.publishing.export import Acceptance, Measured, stated, tau
-from train.publishing.samples import marked_responses
 from train.publishing.trackers import Sample, warn
+
+WALKED_ROWS = 512  # of which the candidates' rows of a corrector's table are in memory at a time
+
+
+class Sampling(NamedTuple):
+    """How the B responses of a batch were sampled."""
+
+    temperature: float
+    seeds: Sequence[int]
+
+    def parameters(self, rows: Tensor) -> ChoiceParameters:
+        """Return the parameters of each row; `rows` `[R]` holds the index of the response that the row belongs to."""
+        count, device = len(self.seeds), rows.device
+        off = torch.zeros(count, device=device)
+        return ChoiceParameters(
+            temperature=torch.full((count,), self.temperature, device=device),
+            top_k=off.long(),
+            top_p=off + 1,
+            min_p=off,
+            seed_low=torch.tensor([seed & MASK32 for seed in self.seeds], device=device),
+            seed_high=torch.tensor([seed >> 32 for seed in self.seeds], device=device),
+            limits=NO_LIMITS,
+        ).rows(rows)
+
+
+def best_drafts(
+    head: Head, state: Tensor, depth: int, parameters: ChoiceParameters | None, positions: Tensor, count: int
+) -> Tensor:
+    """Return the `count` target ids that the engine drafts first from N states `[N, S]` of a depth, `[N, count]`.
+
+    Fewer if there are no more. A corrector chooses among as many candidates as in an engine with the default
+    proposer.candidates.
+    """
+    candidates = head.corrector.num_candidates(CANDIDATES) if isinstance(head, BlockHead) else None
+    if not isinstance(head, BlockHead) or candidates is None:
+        count = min(count, head.config.draft_vocab_size)
+        return choose_best(head.logits(state, depth), parameters, positions, head.target_ids, count)[0]
+    parts, corrector, size = list[Tensor](), head.corrector, head.config.hidden_size
+    for rows in torch.arange(len(state), device=state.device).split(WALKED_ROWS):
+        states, sampling, at = state[rows], parameters and parameters.rows(rows), positions[rows]
+        base = base_logits(head, states)[:, None]
+        lattice = make_lattice(base, sampling, at, head.target_ids, candidates)
+        query, transition = corrector.query(states)[:, None], corrector.transition(states[:, None, :size])
+        assert transition is not None
+        parts.append(rank_candidates(lattice, 0, transition, query, sampling, at, count)[0][:, 0])
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def draft_matches(head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None) -> Tensor:
+    """Return bool `[B, T, K]`: whether the draft of slot i at depth k equals the sequence's token t[i + 2 + k].
+
+    Tokens are teacher-forced: depth k counts only if all shallower drafts matched, and then the forced tokens are the
+    drafted ones. (A parallel head does not read drafted tokens.)
+    """
+    first = int(alignment.served(batch.assistant).any(0).int().argmax())
+    matches = batch.assistant.new_zeros(*batch.ids.shape, steps)
+    slots = torch.arange(first, batch.ids.shape[1], device=batch.ids.device)
+    owner = torch.arange(len(batch.ids), device=slots.device).repeat_interleave(len(slots))
+    parameters = sampling and sampling.parameters(owner)
+    for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
+        positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row at which the target samples t[i + 2 + step]
+        drafts = best_drafts(head, state.flatten(0, 1), step, parameters, positions, 1)[:, 0]
+        predicted = alignment.predicted_tokens(batch.ids, step)[:, first:]
+        matches[:, first:, step] = drafts.view_as(predicted) == predicted
+    return matches
+
+
+@torch.no_grad()
+def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """Count how often the sequence's token has each rank in the draft, `[K, ranks]`, and the slots per depth, `[K]`."""
+    masks = alignment.step_masks(batch.assistant, steps)
+    first = int(masks[0].any(0).int().argmax())
+    counts, slots = [], masks.flatten(1).sum(1)
+    for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
+        mask = masks[step][:, first:]
+        tokens = alignment.predicted_tokens(batch.ids, step)[:, first:][mask]
+        best = best_drafts(head, state[mask], step, None, torch.zeros_like(tokens), ranks)
+        hits = (best == tokens[:, None]).sum(0)
+        counts.append(torch.nn.functional.pad(hits, (0, ranks - len(hits))))
+    return torch.stack(counts), slots
+
+
+def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
+    """Return the counts for one response t[first .. end-1], whose first token came from prefill; `matches [T, K]`.
+
+    Like the engine it drafts no more than the tokens left in the response, less the bonus token. (Where a response ends
+    with an end token, the engine cannot foresee that and drafts more; steps and emitted tokens are the same.)
+    """
+    stats = SpeculationStats()
+    runs = matches.int().cumprod(1).sum(1).tolist()
+    root = first
+    while root < end - 1:
+        drafted = min(matches.shape[1], end - 2 - root)
+        accepted = min(runs[root - 1], drafted)
+        stats.record(drafted=drafted, accepted=accepted, emitted=accepted + 1)
+        root += accepted + 1
+    return stats
+
+
+def simulate(
+    head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None
+) -> SpeculationStats:
+    """Return what the engine would accept, computed from the trainer's logits, over all rows: a prompt and a response.
+
+    A response, greedy unless `sampling` is set, is walked as the engine decodes it: draft a chain of up to K tokens,
+    accept the longest prefix that equals the response, emit it and the bonus token, continue from there. Drafts of
+    sampled responses are sampled with the noise that the target used at the same position. The counts therefore equal
+    the engine's.
+    """
+    matches = draft_matches(head, batch, features, steps, sampling).cpu()
+    total = SpeculationStats()
+    for index, assistant in enumerate(batch.assistant.cpu()):
+        places = assistant.nonzero().squeeze(-1)
+        total.merge(walk(matches[index], int(places[0]), int(places[-1]) + 1))
+    return total
+
 
 SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
 RANKS = 10
@@ -69,26 +197,24 @@ def prompts_of(sequences: Sequences) -> list[list[int]]:
     return [ids[: int(assistant.int().argmax())].tolist() for ids, assistant in rows]
 
 
+@dataclass
 class Evaluator:
     """`held_out`: the engine's greedy responses. `check` is called while the engine runs and may raise to stop."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Engine,
-        held_out: Sequences,
-        features: FeatureSource,
-        check: Callable[[], None] = lambda: None,
-        about_target: Mapping[str, float] | None = None,
-    ) -> None:
-        self._config, self._engine, self._check = config, engine, check
-        self._held_out, self._features = held_out, features
-        self._prompts = prompts_of(held_out)
-        self.about_target = dict(about_target or {})  # metrics reported along with the losses
+    config: TrainConfig
+    engine: Engine
+    held_out: Sequences
+    features: FeatureSource
+    check: Callable[[], None] = lambda: None
+    about_target: Mapping[str, float] = field(default_factory=dict)  # metrics reported along with the losses
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return prompts_of(self.held_out)
 
     def measure(self, head: Head) -> Acceptance:
         """Return the greedy acceptance."""
-        return self._acceptance(head, self._held_out, 0.0)
+        return self._acceptance(head, self.held_out, 0.0)
 
     def measure_fully(self, head: Head) -> Measured:
         """Return the model card's measurements: greedy and sampled acceptance, and accuracy by rank of the draft."""
@@ -104,32 +230,32 @@ class Evaluator:
 
     def _serving(self, head: Head) -> Head:
         """Return the head in the dtype in which the engine runs it."""
-        return head if dtype_of(head) == self._engine.dtype else copy.deepcopy(head).to(self._engine.dtype)
+        return head if dtype_of(head) == self.engine.dtype else copy.deepcopy(head).to(self.engine.dtype)
 
     def _batches(self, sequences: Sequences) -> Iterator[tuple[Batch, Features]]:
-        size = self._config.batch_size
+        size = self.config.batch_size
         for start in range(0, len(sequences), size):
-            batch = sequences.batch(range(start, min(start + size, len(sequences)))).to(self._engine.device)
-            yield batch, self._features(batch)
+            batch = sequences.batch(range(start, min(start + size, len(sequences)))).to(self.engine.device)
+            yield batch, self.features(batch)
 
     def _simulate(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
-        serving, steps, total = self._serving(head), self._config.eval_draft_tokens, SpeculationStats()
+        serving, steps, total = self._serving(head), self.config.eval_draft_tokens, SpeculationStats()
         for batch, features in self._batches(responses):
             sampling = Sampling(temperature, batch.rows) if temperature else None
             total.merge(simulate(serving, batch, features, steps, sampling))
         return total
 
     def _rank_accuracy(self, head: Head) -> list[list[float]]:
-        serving, steps = self._serving(head), self._config.eval_draft_tokens
-        counts = [count_ranks(serving, *pair, steps, RANKS) for pair in self._batches(self._held_out)]
+        serving, steps = self._serving(head), self.config.eval_draft_tokens
+        counts = [count_ranks(serving, *pair, steps, RANKS) for pair in self._batches(self.held_out)]
         hits, slots = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
         return (hits / slots.clamp(min=1)[:, None]).tolist()
 
     def _run_engine(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
         """Run the engine with this head over the held-out prompts, with each prompt's index as its seed."""
-        self._engine.set_proposer("head", head)
+        self.engine.set_proposer("head", head)
         completions = self._generate(temperature)
-        self._engine.set_proposer("none")
+        self.engine.set_proposer("none")
         total = SpeculationStats()
         for index, completion in enumerate(completions):
             total.merge(completion.stats)
@@ -140,7 +266,7 @@ class Evaluator:
 
     def _explain(self, index: int, completion: Completion, temperature: float) -> None:
         """Raises ValueError if the engine's output differs from the stored response even without a head."""
-        if not self._config.engine.exact:
+        if not self.config.engine.exact:
             warn("the engine's tokens differ with and without the head (engine.exact=false)")
             return
         plain = self._generate(temperature)[index].token_ids
@@ -153,35 +279,72 @@ class Evaluator:
 
     def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
         """Return the median greedy speed-up of this head over plain decoding, by number of concurrent prompts."""
-        self._engine.set_proposer("head", head)
-        params, ratios = SamplingParams(max_tokens=self._config.eval_max_tokens), {}
+        self.engine.set_proposer("head", head)
+        params, ratios = SamplingParams(max_tokens=self.config.eval_max_tokens), {}
         for count in concurrency:
-            groups = [self._prompts[start : start + count] for start in range(0, len(self._prompts), count)]
-            ratios[count] = Comparison(list(compare(self._engine, groups, params))).ratio.median
-            self._check()
-        self._engine.set_proposer("none")
+            groups = [self.prompts[start : start + count] for start in range(0, len(self.prompts), count)]
+            ratios[count] = Comparison(list(compare(self.engine, groups, params))).ratio.median
+            self.check()
+        self.engine.set_proposer("none")
         return ratios
 
     def samples(self, head: Head, count: int) -> list[Sample]:
         """Return greedy responses to the first held-out prompts, with accepted draft tokens marked."""
-        self._engine.set_proposer("head", head)
-        samples = marked_responses(self._engine, self._prompts[:count], self._config.eval_max_tokens)
-        self._engine.set_proposer("none")
+        self.engine.set_proposer("head", head)
+        samples = marked_responses(self.engine, self.prompts[:count], self.config.eval_max_tokens)
+        self.engine.set_proposer("none")
         return samples
 
     def _generate(self, temperature: float) -> list[Completion]:
-        params = SamplingParams(temperature=temperature, max_tokens=self._config.eval_max_tokens)
-        seeded = [replace(params, seed=index) for index in range(len(self._prompts))]
-        return self._engine.generate(self._prompts, seeded, on_output=lambda *_: self._check())
+        params = SamplingParams(temperature=temperature, max_tokens=self.config.eval_max_tokens)
+        seeded = [replace(params, seed=index) for index in range(len(self.prompts))]
+        return self.engine.generate(self.prompts, seeded, on_output=lambda *_: self.check())
 
     @torch.no_grad()
     def losses(self, objective: Objective) -> dict[str, float]:
         """Return loss, per-step means and draft-vocabulary coverage over all held-out responses."""
         sums = None
-        for batch, features in self._batches(self._held_out):
-            teacher = objective.teach(self._engine.target, features.hidden, batch)
+        for batch, features in self._batches(self.held_out):
+            teacher = objective.teach(self.engine.target, features.hidden, batch)
             part_sums = objective(batch, features, teacher, objective.denominators(batch))[1]
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))
         assert sums is not None
-        covered = coverage(self._held_out.ids[self._held_out.assistant], objective.head.target_ids)
+        covered = coverage(self.held_out.ids[self.held_out.assistant], objective.head.target_ids)
         return {**step_metrics("eval", sums, objective.step_weight), "eval/coverage": covered, **self.about_target}
+
+
+SHOWN_TEXTS = 2  # in a report
+
+
+def how_many(tracker: TrackerConfig) -> int:
+    """Return the number of samples needed: for the report, or for the tracker if that is more."""
+    return max(SHOWN_TEXTS, tracker.samples if isinstance(tracker, WandbConfig) else 0)
+
+
+def marked_responses(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
+    """Generate greedy responses with the engine's current proposer and mark accepted tokens."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    flags: dict[int, list[bool]] = {}
+
+    def keep(index: int, output: StepOutput) -> None:
+        flags.setdefault(index, []).extend(output.accepted)
+
+    completions = engine.generate(prompts, SamplingParams(max_tokens=max_tokens), on_output=keep)
+    return [
+        Sample(
+            tokenizer.decode(prompt),
+            mark(tokenizer, prompt, completion.token_ids, flags[index]),
+            completion.stats.acceptance_length,
+        )
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def mark(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], accepted: Sequence[bool]) -> str:
+    """Return the text after the prompt, with every run of accepted draft tokens between ⟦ and ⟧."""
+    stream = tokenizer.stream(context=prompt)
+    pieces = [(stream.push([token]), flag) for token, flag in zip(ids, accepted, strict=True)]
+    pieces.append((stream.flush(), False))
+    runs = [(flag, "".join(text for text, _ in run)) for flag, run in groupby(pieces, lambda piece: piece[1])]
+    return "".join(f"⟦{text}⟧" if flag else text for flag, text in runs if text)

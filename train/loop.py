@@ -40,19 +40,16 @@ from train.distributed.liveness import OtherProcesses
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
-from train.planning.flops import head_flops
-from train.planning.plan import check_plan, describe_plan
+from train.planning.plan import check_plan, describe_plan, refuse
 from train.planning.precision import choose_precision
-from train.planning.refusals import refuse
 from train.planning.time_limit import time_limit
 from train.preparation.prepare import prepare, start_engine
 from train.preparation.threads import work_threads
 from train.publishing.export import stated
-from train.publishing.publish import publish_run
+from train.publishing.publish import publish_run, verdict
 from train.publishing.trackers import Trackers, make_trackers
-from train.publishing.verdict import verdict
 from train.signals import Interrupted, StopRequest
-from train.step_clock import StepClock, memory_bytes
+from train.step_clock import StepClock, head_flops, memory_bytes
 from train.storage import run_folder
 
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
@@ -132,7 +129,7 @@ class Run:
             self._log("runs with the same data settings and output_dir will reuse these sequences")
             return {"run": config.run, "data": str(self.folder / "data"), "counts": data.counts}
         self.prepared = prepare(config, accelerator, engine, data, self.stop, self.resources)
-        self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
+        self._restore(checkpoint.find_checkpoint(self.folder / "checkpoints"))
         budget = run_folder.read_budget(self.folder)
         limits = config.steps, config.minutes
         if budget is None or self.step < budget.decided or limits != (budget.steps, budget.minutes):
@@ -269,7 +266,7 @@ class Run:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.config.max_skipped:
-            kept = checkpoint.latest_checkpoint(self.folder / "checkpoints")
+            kept = checkpoint.find_checkpoint(self.folder / "checkpoints")
             rows = ", ".join(map(str, self._sequences_of_step()[:SHOWN_ROWS]))
             raise ValueError(
                 f"step {self.step + 1}: the {wrong} is {loss if wrong == 'loss' else norm}, the "
@@ -305,7 +302,7 @@ class Run:
         if path is None:
             return
         placement = self.prepared.placement
-        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained), STATE)
+        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained))
         state = loaded.state
         if state["data_hash"] != self.prepared.data_hash:
             raise ValueError(
@@ -316,7 +313,7 @@ class Run:
         checkpoint.restore_random_state(loaded.random)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.skipped, self.best, self.evaluated = state["skipped"], state["best"], state["evaluated"]
-        best = checkpoint.best_checkpoint(path.parent)
+        best = checkpoint.find_checkpoint(path.parent, checkpoint.BEST)
         if best is not None:  # may be of a later step than `path`, if an extended run went back
             self.best = max(self.best, checkpoint.read_state(best)["best"])
         self._log(f"resumed after step {self.step}")
@@ -394,11 +391,11 @@ class Run:
             return old
         move = schedule.extension(self.step, old.decided, new.decided, config.optim)
         if move == "mark" and self.accelerator.is_main_process:
-            newest = checkpoint.latest_checkpoint(folder)
+            newest = checkpoint.find_checkpoint(folder)
             assert newest is not None, "steps were done, and saved"
             checkpoint.mark_stable(newest)
         if move == "return":
-            stable = checkpoint.stable_checkpoint(folder)
+            stable = checkpoint.find_checkpoint(folder, checkpoint.STABLE)
             if stable is None:
                 self._log("no checkpoint from before the decay exists; the rate rises again from here")
             else:

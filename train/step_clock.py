@@ -1,4 +1,4 @@
-"""Timing of a training step by part, and peak memory.
+"""Timing of a training step by part, peak memory, and the FLOPs that a step needs for its head.
 
 data        the batch, from memory or disk            time/data, time/target, time/head, time/optimizer:
 target      features and the teacher                  seconds of the step, in this process
@@ -14,8 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.heads.base import Head
+from models.heads.weights import dtype_of
+from train.objectives.draft_states import draft_states
 
 PARTS = ("data", "target", "head", "optimizer")
 
@@ -54,3 +60,34 @@ def memory_bytes(device: torch.device) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+WITH_BACKWARD = 3  # forward, gradient of the input, gradient of the weight
+
+
+class HeadFlops(NamedTuple):
+    per_token: float  # states of all depths
+    per_slot: float  # logits of one slot that is compared with the teacher, averaged over depths
+
+    def step(self, tokens: float, slots: float) -> float:
+        """Return the FLOPs of a step; `slots` is summed over all depths."""
+        return self.per_token * tokens + self.per_slot * slots
+
+
+@torch.no_grad()
+def head_flops(head: Head, steps: int) -> HeadFlops:
+    """Count the head's FLOPs by running a single token through it; its parameters must not be sharded.
+
+    Divided by time and peak FLOP/s they are the model FLOPs utilisation (MFU). The matrix products of a forward on real
+    tokens count, times three to include the backward pass; anything beyond (padding, recomputed logits) does not.
+    """
+    device = next(head.parameters()).device
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    feature = torch.zeros(1, 1, head.config.target_hidden_size, dtype=dtype_of(head), device=device)
+    aux = [feature] * len(head.config.aux_layers)
+    with FlopCounterMode(display=False) as body:
+        states = list(draft_states(head, ids, aux, steps))
+    with FlopCounterMode(display=False) as logits:
+        for depth, state in enumerate(states):
+            head.logits(state, depth)
+    return HeadFlops(WITH_BACKWARD * body.get_total_flops(), WITH_BACKWARD * logits.get_total_flops() / steps)

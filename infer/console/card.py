@@ -64,7 +64,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
         ("KV pool", f"{pages} pages of {size} tokens"),
         ("steps", str(engine.sizes)),
         *describe_weights(engine),
-        *describe_head_weights(engine),
+        *(quantized_row("head weights", engine.config.head_weights, engine) if engine.head else ()),
         *describe_draft_model(engine),
         *describe_activations(engine),
         *([("ranks", f"{ranks}, each with a part of the target and of its KV; rank 0 drafts")] if ranks > 1 else []),
@@ -89,11 +89,6 @@ def describe_weights(engine: Engine) -> Sequence[Row]:
     return [("weights", f"{text}: {why_widened(target.folder, engine.dtype, engine.device, divided=divided)}")]
 
 
-def describe_head_weights(engine: Engine) -> Sequence[Row]:
-    """Return how the head's weights were quantized, and whether a kernel reads them so."""
-    return [] if engine.head is None else quantized_row("head weights", engine.config.head_weights, engine)
-
-
 def describe_draft_model(engine: Engine) -> Sequence[Row]:
     """Return which draft model there is, what it shares with the target, and how its weights are stored."""
     draft, vocab_size = engine.draft_model, engine.target.config.vocab_size
@@ -110,6 +105,7 @@ def describe_draft_model(engine: Engine) -> Sequence[Row]:
 
 
 def quantized_row(name: str, choice: str, engine: Engine) -> Sequence[Row]:
+    """Return how a drafter's weights were quantized, and whether a kernel reads them so."""
     chosen = drafter_format(choice, engine.dtype, engine.device)
     if chosen == "same":
         return []

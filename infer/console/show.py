@@ -1,4 +1,4 @@
-"""Output of generate.py: streamed texts with a card, or the comparison with a card and one JSON line."""
+"""Prompts of generate.py, and its output: streamed texts with a card, or a comparison with a card and one JSON line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from infer.config import GenerateConfig
 from infer.console.card import acceptance, describe_engine, describe_sampling, print_card
 from infer.console.compare import Comparison, Prompts, compare, timed
 from infer.console.display import Display, use_color
-from infer.console.prompts import uses_chat
 from infer.engine import Engine
 from infer.options.devices import dtype_name
 from infer.request import SamplingParams, SpeculationStats
+from models.tokenizer import Tokenizer
 
 
 def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> None:
@@ -38,28 +38,27 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
             stats.merge(completion.stats)
             tokens += len(completion.token_ids)
     print()
-    print_card(
-        title(config),
-        [
-            *describe_prompt(config, engine),
-            ("sampling", describe_sampling(params)),
-            *describe_engine(engine, config.model, config.head, config.output_dir),
-            ("tokens", f"{tokens} in {seconds:.2f} s"),
-            ("tokens/s", f"{tokens / seconds:.1f}"),
-            *(acceptance(stats) if engine.proposer_name != "none" else ()),
-            *([("color", "green: accepted draft tokens")] if color else ()),
-        ],
-    )
+    rows = [
+        ("tokens", f"{tokens} in {seconds:.2f} s"),
+        ("tokens/s", f"{tokens / seconds:.1f}"),
+        *(acceptance(stats) if engine.proposer_name != "none" else ()),
+        *([("color", "green: accepted draft tokens")] if color else ()),
+    ]
+    show_card(config, engine, params, rows)
 
 
-def describe_prompt(config: GenerateConfig, engine: Engine) -> list[tuple[str, str]]:
-    """Return how the user's prompts were formatted; no row for prompts of the corpus."""
+def show_card(config: GenerateConfig, engine: Engine, params: SamplingParams, rows: Sequence[tuple[str, str]]) -> None:
+    """Print how the user's prompts were formatted, the engine's configuration and the results `rows`."""
     assert engine.tokenizer is not None
-    if config.prompt is None and config.prompts_file is None:
-        return []
-    if uses_chat(config.chat, engine.tokenizer):
-        return [("prompt", "a user's message, in the model's chat template; chat=false continues a plain text")]
-    return [("prompt", "a plain text" + ("" if config.chat is False else ": the model has no chat template"))]
+    formatted = []
+    if config.prompt is not None or config.prompts_file is not None:
+        text = "a plain text" + ("" if config.chat is False else ": the model has no chat template")
+        if uses_chat(config.chat, engine.tokenizer):
+            text = "a user's message, in the model's chat template; chat=false continues a plain text"
+        formatted = [("prompt", text)]
+    described = describe_engine(engine, config.model, config.head, config.output_dir)
+    title = f"{config.model.name}, {dtype_name(config.model)}"
+    print_card(title, [*formatted, ("sampling", describe_sampling(params)), *described, *rows])
 
 
 def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> bool:
@@ -87,20 +86,15 @@ def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Pro
     checks = ", ".join(
         f"{describe_sampling(mode)}: {yes_no(result.identical)}" for mode, result in zip(modes, results, strict=True)
     )
-    print_card(
-        title(config),
-        [
-            *describe_prompt(config, engine),
-            ("sampling", describe_sampling(params)),
-            *describe_engine(engine, config.model, config.head, config.output_dir),
-            ("prompts", f"{prompts}, {config.batch} at a time, {measured.tokens} tokens each way"),
-            ("tokens/s off", f"{measured.off_tokens_per_s:.1f}"),
-            ("tokens/s on", f"{measured.on_tokens_per_s:.1f}"),
-            ("ratio on/off", f"{ratio.median:.2f} median of pairs, quartiles {ratio.low:.2f} to {ratio.high:.2f}"),
-            *acceptance(measured.speculation),
-            ("compared", checks),
-        ],
-    )
+    rows = [
+        ("prompts", f"{prompts}, {config.batch} at a time, {measured.tokens} tokens each way"),
+        ("tokens/s off", f"{measured.off_tokens_per_s:.1f}"),
+        ("tokens/s on", f"{measured.on_tokens_per_s:.1f}"),
+        ("ratio on/off", f"{ratio.median:.2f} median of pairs, quartiles {ratio.low:.2f} to {ratio.high:.2f}"),
+        *acceptance(measured.speculation),
+        ("compared", checks),
+    ]
+    show_card(config, engine, params, rows)
     print(f"identical token ids: {yes_no(identical)}")
     document = {
         "identical": identical,
@@ -115,9 +109,22 @@ def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Pro
     return identical
 
 
-def title(config: GenerateConfig) -> str:
-    return f"{config.model.name}, {dtype_name(config.model)}"
-
-
 def yes_no(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def uses_chat(chat: bool | None, tokenizer: Tokenizer) -> bool:
+    """Return whether to use the chat template. `chat` None: if there is one. True: ValueError if there is none."""
+    if chat and not tokenizer.chat.texts:
+        raise ValueError(f"chat=true: {tokenizer.source} has no chat template; leave out chat=true for a plain text")
+    return bool(tokenizer.chat.texts) if chat is None else chat
+
+
+def prompt_ids(text: str, tokenizer: Tokenizer, *, chat: bool | None) -> list[int]:
+    """Return a prompt's ids. A text in the chat template gets the ids that it would get as a message to the server.
+
+    Raises ValueError as `uses_chat` does.
+    """
+    if not uses_chat(chat, tokenizer):
+        return tokenizer.encode(text)
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])

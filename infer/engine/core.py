@@ -28,11 +28,11 @@ from infer.processes.exactness import probe_exactness, same_bits
 from infer.processes.target_worker import Shard
 from infer.processes.tensor_parallel import LeadingShard
 from infer.processes.threads import plan_threads
-from infer.request import MAX_SEED, FinishReason, Request, SamplingParams, StepOutput
+from infer.request import FinishReason, Request, SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.emission import check_first_row
 from infer.sampling.grammar import Grammar
-from infer.sampling.params import as_ids, seed_source
+from infer.sampling.params import MAX_SEED, as_ids, seed_source
 from infer.sampling.stopping import StopText
 from infer.speculation.drafter import drafter_of
 from infer.speculation.proposers.base import Proposer

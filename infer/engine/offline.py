@@ -9,7 +9,8 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from infer.engine.core import EngineCore
-from infer.request import MAX_SEED, Completion, Request, SamplingParams, StepOutput
+from infer.request import Completion, Request, SamplingParams, StepOutput
+from infer.sampling.params import MAX_SEED
 from models.tokenizer import Tokenizer
 
 

@@ -89,9 +89,8 @@ class Ranks:
                 if error:
                     return
                 messages.receive(self._connections[0])
-        connect = _nccl if self.device.type == "cuda" else _gloo
         with self._others():
-            self._data = connect(self._store, self.rank, self.count)
+            self._data = _process_group(self._store, self.rank, self.count, self.device)
         self.gather(torch.zeros(1, device=self.device), [1] * self.count)  # NCCL connects at the first collective
 
     def _await_loaded(self) -> None:
@@ -243,25 +242,23 @@ class Ranks:
             self._leave("" if what == FAILED else f"error: {message}. Rank {self.rank} ends too")
         elif not self._raises:
             print(f"error: {message}", file=sys.stderr, flush=True)  # NCCL's watchdog may abort this process first
-            if not self._liveness.closed(GRACE_S) and self._in_collective():
+            if self._liveness.closed(GRACE_S):
+                return
+            # a collective may be unfinished on the GPU, where the host has moved on
+            if self._communicating or (self._work is not None and not self._work.is_completed()):
                 end_at_once(f"error: {message}. Rank {self.rank} waits for its results and ends too")
 
-    def _in_collective(self) -> bool:
-        """Return whether a collective is unfinished, on the GPU too, where the host may have moved on."""
-        return self._communicating or (self._work is not None and not self._work.is_completed())
 
+def _process_group(store: Store, rank: int, count: int, device: torch.device) -> Any:
+    """Return a process group of gloo on loopback or, on GPUs, of NCCL."""
+    if device.type == "cuda":
+        from torch.distributed import ProcessGroupNCCL
 
-def _gloo(store: Store, rank: int, count: int) -> Any:
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        kind: Any = ProcessGroupNCCL
+        options = kind.Options()
+    else:
+        kind = ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname="127.0.0.1")]
     options._timeout = PATIENCE
-    return gloo(store, rank, count, options)
-
-
-def _nccl(store: Store, rank: int, count: int) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    options: Any = ProcessGroupNCCL.Options()
-    options._timeout = PATIENCE
-    return ProcessGroupNCCL(store, rank, count, options)
+    return kind(store, rank, count, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -62,22 +63,13 @@ def probe_division(shard: Shard, threads: int) -> None:
     heads = even(config.num_kv_heads, shard.ranks)
     group, length = config.num_heads // config.num_kv_heads, 2 * KV_TILE + 40
 
-    def linear(in_features: int) -> Callable[[Sequence[int]], Tensor]:
-        return lambda sizes: _linear(in_features, sizes, shard.dtype, shard.device)
-
-    def attention(width: int, length: int) -> Callable[[Sequence[int]], Tensor]:
-        return lambda sizes: _attention(sizes, group, config.head_dim, width, length, shard)
-
-    probes = [(f"a linear layer of {size} inputs", linear(size), parts) for size, parts in divided]
+    probes: list[tuple[str, Callable[[Sequence[int]], Tensor], Sequence[int]]] = [
+        (f"a linear layer of {size} inputs", partial(_linear, shard, size), parts) for size, parts in divided
+    ]
     activation: Gate = "silu" if config.activation == "silu" else "gelu"
-    probes += [
-        ("an MLP's activation", lambda sizes: _gated(activation, sizes, shard.dtype, shard.device), p)
-        for p in inner
-        if p
-    ]
-    probes += [
-        ("attention", attention(width, keys), heads) for width, keys in ((1, 9), (8, 9), (1, length), (8, length))
-    ]
+    probes += [("an MLP's activation", partial(_gated, shard, activation), parts) for parts in inner if parts]
+    sizes = ((width, keys) for keys in (9, length) for width in (1, 8))
+    probes += [("attention", partial(_attention, shard, group, width, keys), heads) for width, keys in sizes]
     for name, compute, parts in probes:
         with cpu_threads(threads * shard.ranks):
             unsplit = compute([sum(parts)])
@@ -89,24 +81,25 @@ def probe_division(shard: Shard, threads: int) -> None:
                 )
 
 
-def _linear(in_features: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
+def _linear(shard: Shard, in_features: int, sizes: Sequence[int]) -> Tensor:
+    generator, dtype, device = torch.Generator().manual_seed(0), shard.dtype, shard.device
     few = torch.randn(257, in_features, generator=generator).to(device, dtype)  # a whole vocabulary would take seconds
     x = torch.randn(64, in_features, generator=generator).to(device, dtype)
     parts = (torch.arange(sum(sizes), device=device) % len(few)).split(list(sizes))
     return torch.cat([PackedLinear(few[rows])(x) for rows in parts], dim=-1)
 
 
-def _gated(activation: Gate, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    gate, up = torch.randn(2, 3, sum(sizes), generator=torch.Generator().manual_seed(0)).to(device, dtype)
+def _gated(shard: Shard, activation: Gate, sizes: Sequence[int]) -> Tensor:
+    random = torch.randn(2, 3, sum(sizes), generator=torch.Generator().manual_seed(0))
+    gate, up = random.to(shard.device, shard.dtype)
     pairs = zip(gate.split(list(sizes), -1), up.split(list(sizes), -1), strict=True)
     return torch.cat([gate_mul(torch.cat(pair, dim=-1), activation) for pair in pairs], dim=-1)
 
 
-def _attention(kv_heads: Sequence[int], group: int, dim: int, width: int, length: int, shard: Shard) -> Tensor:
+def _attention(shard: Shard, group: int, width: int, length: int, kv_heads: Sequence[int]) -> Tensor:
     """Attend from the last `width` of `length` positions, `kv_heads[r]` KV heads (of `group` queries) at a time."""
     generator, page_size, dtype, device = torch.Generator().manual_seed(0), 16, shard.dtype, shard.device
-    pages, total = -(-length // page_size), sum(kv_heads)
+    pages, total, dim = -(-length // page_size), sum(kv_heads), shard.target.config.head_dim
     cache = torch.randn(2, total, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)
     q = torch.randn(width, total, group, dim, generator=generator).to(device, dtype)
     k, v = torch.randn(2, width, total, dim, generator=generator).to(device, dtype)

@@ -27,20 +27,15 @@ def run_process(main: Callable[[], Any]) -> None:
         return
     try:
         main()
-    except SystemExit as error:
-        end_process(exit_code(error))
+    except SystemExit as error:  # a text is an error message, as to the interpreter
+        if error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+            end_process(1)
+        end_process(error.code or 0)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         end_process(1)
     end_process(0)
-
-
-def exit_code(error: SystemExit) -> int:
-    """Return the exit code as the interpreter would: a text is an error message, which is printed, with code 1."""
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    print(error.code, file=sys.stderr)
-    return 1
 
 
 def end_at_once(message: str = "", code: int = 1) -> NoReturn:

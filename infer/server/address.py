@@ -72,13 +72,8 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=dualstack)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ValueError(
-            f"server.port={port}: cannot listen on {at} ({reason}); try server.port={other(port)}"
-        ) from error
-
-
-def other(port: int) -> int:
-    return port + 1 if 1024 <= port < 65535 else 8000
+        other = port + 1 if 1024 <= port < 65535 else 8000
+        raise ValueError(f"server.port={port}: cannot listen on {at} ({reason}); try server.port={other}") from error
 
 
 def url(listener: socket.socket) -> str:

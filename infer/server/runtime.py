@@ -19,7 +19,7 @@ from infer.config import ServerConfig
 from infer.engine import Engine
 from infer.engine.offline import completion_params
 from infer.engine.stats import EngineStats
-from infer.request import SamplingParams, StepOutput
+from infer.request import SamplingParams
 from infer.sampling.constraint import Constraint
 from infer.server.engine_loop import Add, Command, EngineLoop, Event, Failure, is_last
 from infer.server.protocol.errors import ApiError
@@ -35,43 +35,6 @@ WHY_CLOSED = {
 }
 
 
-class Generation:
-    """The engine requests of one HTTP request, one per choice.
-
-    `next` returns each output with the index of its choice, until every choice has finished. `close` must always be
-    called: it aborts the choices that are still running.
-    """
-
-    def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
-        self._abort = abort
-        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
-        self._open = set(request_ids)
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-
-    @property
-    def finished(self) -> bool:
-        return not self._open and self._events.empty()
-
-    async def next(self) -> tuple[int, StepOutput]:
-        event = await self._events.get()
-        if isinstance(event, Failure):
-            raise event.error
-        return self._index[event.request_id], event
-
-    def deliver(self, event: Event) -> None:
-        if is_last(event):
-            self._open.discard(event.request_id)
-        self._events.put_nowait(event)
-
-    def close(self) -> int:
-        """Abort the unfinished choices and return how many there were."""
-        aborted = list(self._open)
-        self._open.clear()
-        for request_id in aborted:
-            self._abort(request_id)
-        return len(aborted)
-
-
 class Runtime:
     """Loads the engine in a separate thread and runs it there until `stop`."""
 
@@ -81,7 +44,7 @@ class Runtime:
         self.stalls = 0  # steps that took longer than `server.stall_s`
         self.config, self._load = config, load
         self._max_batch = 0  # set once the engine is loaded
-        self._generations: dict[str, Generation] = {}  # by engine request id, unfinished ones
+        self._outputs: dict[str, asyncio.Queue[Event]] = {}  # of unfinished engine requests, by id
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -101,7 +64,7 @@ class Runtime:
 
     @property
     def in_flight(self) -> int:
-        return len(self._generations)
+        return len(self._outputs)
 
     def check_open(self) -> None:
         """Raises a 503 ApiError that names the state, unless it is ready."""
@@ -119,9 +82,16 @@ class Runtime:
             raise ApiError(429, "too many requests are waiting; try again later", code="queue_full", retry_after=1)
 
     def submit(
-        self, prompts: Sequence[list[int]], params: SamplingParams, constraint: Constraint | None = None
-    ) -> Generation:
-        """Queue `params.n` choices per prompt, in prompt order. Each choice gets a copy of `constraint`."""
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        constraint: Constraint | None,
+        outputs: asyncio.Queue[Event],
+    ) -> list[str]:
+        """Queue `params.n` choices per prompt and return their ids, in prompt order. `outputs` takes what they yield.
+
+        Each choice gets a copy of `constraint`, and must be ended by `abort` unless its last output was taken.
+        """
         self.check_open()
         self.check_room(len(prompts) * params.n)
         singles = completion_params(params)
@@ -132,20 +102,19 @@ class Runtime:
                 constraint_copy = constraint and constraint.copy()
                 jobs.append(Add(f"r{next(self._ids)}", prompt_ids, single, first, constraint_copy))
                 first = first or jobs[-1].request_id
-        generation = Generation([job.request_id for job in jobs], self._abort)
         for job in jobs:
-            self._generations[job.request_id] = generation
+            self._outputs[job.request_id] = outputs
             self._commands.put(job)
-        return generation
+        return [job.request_id for job in jobs]
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait up to `seconds` for the running ones, then fail the rest with a 503."""
         if self.state != "dead":
             self.state = "draining"
         deadline = self._loop.time() + seconds
-        while self._generations and self._loop.time() < deadline:
+        while self._outputs and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
-        if self._generations:
+        if self._outputs:
             log.warning("shutting down: ending %d requests that did not finish in time", self.in_flight)
         self._fail_all(ApiError(503, WHY_CLOSED["draining"], code="draining", retry_after=1))
 
@@ -155,14 +124,17 @@ class Runtime:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _abort(self, request_id: str) -> None:
-        if self._generations.pop(request_id, None) is not None:
+    def abort(self, request_id: str) -> bool:
+        """End a choice. Returns whether it was unfinished."""
+        unfinished = self._outputs.pop(request_id, None) is not None
+        if unfinished:
             self._commands.put(request_id)
+        return unfinished
 
     def _fail_all(self, error: ApiError) -> None:
-        for request_id, generation in list(self._generations.items()):
-            generation.deliver(Failure(request_id, error))
-            self._abort(request_id)
+        for request_id, outputs in list(self._outputs.items()):
+            outputs.put_nowait(Failure(request_id, error))
+            self.abort(request_id)
 
     def _on_loaded(self, engine: Engine) -> None:
         self._max_batch = engine.config.max_batch
@@ -179,11 +151,11 @@ class Runtime:
     def _on_step(self, events: list[Event], snapshot: EngineStats) -> None:
         self.snapshot = snapshot
         for event in events:
-            generation = self._generations.get(event.request_id)
-            if generation is not None:  # else it was aborted while this event was in flight
+            outputs = self._outputs.get(event.request_id)
+            if outputs is not None:  # else it was aborted while this event was in flight
                 if is_last(event):
-                    del self._generations[event.request_id]
-                generation.deliver(event)
+                    del self._outputs[event.request_id]
+                outputs.put_nowait(event)
 
     def _on_stall(self) -> None:
         self.stalls += 1

@@ -15,6 +15,7 @@ from infer.request import SamplingParams
 from infer.sampling.constraint import Constraint
 from infer.sampling.grammar import Grammar
 from infer.sampling.stopping import StopText
+from infer.server.engine_loop import Event
 from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of
 from infer.server.parsing.grammar_check import GrammarCheck
@@ -28,7 +29,7 @@ from infer.server.protocol.logprobs import TokenNames
 from infer.server.protocol.structure import check_size
 from infer.server.runtime import Runtime
 from infer.server.session import Choice, Prompt, Session
-from models.tokenizer import DetokenizeStream, Tokenizer
+from models.tokenizer import Tokenizer
 
 ENCODE_LIMIT_S = 30.0  # for templates that loop; Jinja's sandbox bounds memory but not time
 
@@ -42,10 +43,6 @@ class Service:
         self.unknown_fields = UnknownFields(strict=self.config.strict)
         self.created = int(time.time())
         self.context = 0
-
-    @property
-    def attached(self) -> bool:
-        return self.context > 0
 
     def attach(self, engine: Engine) -> None:
         assert engine.tokenizer is not None, "the server needs text"
@@ -72,7 +69,7 @@ class Service:
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
     async def close(self) -> None:
-        if self.attached:
+        if self.context:
             await self.grammars.close()
 
     def check_model(self, model: str) -> None:
@@ -133,20 +130,18 @@ class Service:
         params = replace(params, skip_special_tokens=params.skip_special_tokens and not with_special)
         assert params.seed is not None
         constraint = await self._constraint(*structure) if structure is not None else None
-        generation = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint)
-        choice_prompts = [prompt for prompt in encoded for _ in range(params.n)]
+        outputs: asyncio.Queue[Event] = asyncio.Queue()
+        request_ids = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint, outputs)
+        choices: list[Choice] = []
+        for prompt in (prompt for prompt in encoded for _ in range(params.n)):
+            stream = self.tokenizer.stream(context=prompt.ids, with_special=not params.skip_special_tokens)
+            text = StopText(stream, params.stop)
+            choices.append(Choice(len(choices), prompt, text, params.min_tokens, only_prompt=only_prompt))
         return Session(
-            generation,
-            [
-                Choice(
-                    index,
-                    prompt,
-                    StopText(self._stream(prompt, params), params.stop),
-                    min_tokens=params.min_tokens,
-                    only_prompt=only_prompt,
-                )
-                for index, prompt in enumerate(choice_prompts)
-            ],
+            request_ids,
+            choices,
+            outputs,
+            self.runtime.abort,
             seed=params.seed,
             prompt_tokens=sum(len(prompt.ids) for prompt in encoded),
             metrics=self.metrics,
@@ -164,9 +159,6 @@ class Service:
             why = f"takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
             raise invalid_field(param, why, "prompt_timeout") from None
 
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> DetokenizeStream:
-        return self.tokenizer.stream(context=prompt.ids, with_special=not params.skip_special_tokens)
-
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > self.max_characters:
             raise self._too_long(f"{len(text)} characters", param)
@@ -178,21 +170,10 @@ class Service:
             raise invalid_field(param, "empty; it must hold at least one token", "empty_prompt")
         return ids
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        generation_prompt: bool = True,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text of a conversation; `options` are those of `Tokenizer.render_chat`."""
         try:
-            return self.tokenizer.render_chat(
-                messages,
-                tools=tools,
-                generation_prompt=generation_prompt,
-                **(options or {}),
-            )
+            return self.tokenizer.render_chat(messages, **options)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from error
 
@@ -214,14 +195,16 @@ class Service:
         return Prompt(ids, text, tuple(offsets), stream.flush())
 
     def _params(self, body: GenerationRequest, max_tokens: int, tenant: str, grammar: Grammar | None) -> SamplingParams:
+        # each bad word with and without a leading space, which tokenizers encode differently
+        words = [form for word in body.bad_words or () for form in (word, " " + word.lstrip(" "))]
         try:
-            params = body.sampling_params(max_tokens, self._bad_word_ids(body.bad_words or ()))
+            ids = (tuple(self.encode(word, "bad_words", add_special_tokens=False)) for word in words)
+            params = body.sampling_params(max_tokens, tuple(dict.fromkeys(ids)))
             seed = self.seeds.randrange(2**53) if params.seed is None else params.seed  # JavaScript represents it
-            params = replace(params, grammar=grammar, cache_salt=f"{tenant}/{params.cache_salt}", seed=seed)
+            return replace(params, grammar=grammar, cache_salt=f"{tenant}/{params.cache_salt}", seed=seed)
         except ValueError as error:
             name = str(error).partition("=")[0]
             raise ApiError(400, str(error), param=name, code="invalid_value") from error
-        return params
 
     async def _constraint(self, param: str, grammar: Grammar) -> Constraint:
         """Compile a grammar in a worker thread, after a separate process has compiled it safely (grammar_check.py)."""
@@ -231,12 +214,6 @@ class Service:
             return await asyncio.to_thread(self._compile, grammar)
         except ValueError as error:
             raise invalid_field(param, str(error), "invalid_grammar") from error
-
-    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Encode each bad word with and without a leading space, which tokenizers encode differently."""
-        forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
-        ids = (tuple(self.encode(form, "bad_words", add_special_tokens=False)) for form in forms)
-        return tuple(dict.fromkeys(ids))
 
     def _too_long(self, length: str, param: str) -> ApiError:
         why = f"{length}; prompt and answer together may have {self.context} tokens"

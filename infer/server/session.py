@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,10 @@ from infer.request import FinishReason, SpeculationStats, StepOutput
 from infer.sampling.isolation import panics_as_errors
 from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.stopping import StopText
+from infer.server.engine_loop import Event, Failure, is_last
 from infer.server.metrics import Metrics
 from infer.server.protocol.errors import ApiError, internal_error
 from infer.server.protocol.logprobs import ScoredToken
-from infer.server.runtime import Generation
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def tokens_within(tokens: Sequence[ShownToken], span: tuple[int, int]) -> int:
 class Choice:
     """One choice of a response. `only_prompt`: drop the generated tokens and return the echoed prompt alone."""
 
-    def __init__(self, index: int, prompt: Prompt, text: StopText, *, min_tokens: int, only_prompt: bool) -> None:
+    def __init__(self, index: int, prompt: Prompt, text: StopText, min_tokens: int, *, only_prompt: bool) -> None:
         self.index, self.prompt = index, prompt
         self.whole = Piece()
         self.finish_reason: FinishReason | None = None
@@ -126,8 +126,10 @@ class Choice:
 class Session:
     """The choices of one HTTP request. `close` must always be called; it aborts those that have not finished."""
 
-    generation: Generation
+    request_ids: Sequence[str]  # of the engine's requests, one per choice
     choices: list[Choice]
+    outputs: asyncio.Queue[Event]
+    abort: Callable[[str], bool]
     seed: int
     prompt_tokens: int  # of all prompts
     metrics: Metrics
@@ -135,30 +137,38 @@ class Session:
     arrival: float  # of time.monotonic
     timeout: float  # seconds after it
 
+    def __post_init__(self) -> None:
+        self._unfinished = dict(zip(self.request_ids, self.choices, strict=True))
+
     @property
     def finished(self) -> bool:
-        return self.generation.finished
+        """Whether the last piece of every choice was returned."""
+        return not self._unfinished
 
     async def next(self) -> tuple[Choice, Piece]:
         """Return the next piece of any choice; it may be empty. Raises ApiError if the request fails or times out."""
         try:
             async with asyncio.timeout(self.arrival + self.timeout - time.monotonic()):
-                index, output = await self.generation.next()
+                output = await self.outputs.get()
         except TimeoutError:
             message = f"not finished within {self.timeout:g} s (server.request_timeout_s or the request's timeout_s)"
             raise ApiError(504, message, code="timeout") from None
+        choice = self._unfinished[output.request_id]
+        if is_last(output):
+            del self._unfinished[output.request_id]
+        if isinstance(output, Failure):
+            raise output.error
         if output.error is not None:
             self.metrics.finished("error")
             code = "grammar_failed" if output.error.startswith("the grammar") else "no_token_allowed"
             raise internal_error() if output.internal else ApiError(400, output.error, code=code)
-        choice = self.choices[index]
         with panics_as_errors():
             piece = choice.take(output)
         self._observe(choice, output)
         return choice, piece
 
     def close(self) -> None:
-        if aborted := self.generation.close():
+        if aborted := sum(map(self.abort, self._unfinished)):
             self.metrics.finished("abort", aborted)
 
     def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
@@ -168,11 +178,13 @@ class Session:
         from the endpoint that parses reasoning.
         """
         completion_tokens = sum(len(choice.whole.tokens) for choice in self.choices)
+        # hits of the prefix cache: a prompt's are those of its first choice
+        cached = {id(choice.prompt): choice.cached_tokens for choice in reversed(self.choices)}
         usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
         details: dict[str, int] = {}
         if reasoning_tokens is not None:
@@ -208,12 +220,6 @@ class Session:
         for choice in self.choices:
             total.merge(choice.stats)
         return total
-
-    @property
-    def _cached_tokens(self) -> int:
-        """Prefix-cache hits in tokens. Each prompt counts once, with the hits of its first choice."""
-        first = {id(choice.prompt): choice.cached_tokens for choice in reversed(self.choices)}
-        return sum(first.values())
 
     def _observe(self, choice: Choice, output: StepOutput) -> None:
         now = time.monotonic()

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from models.checks import MISSING, bounded, check_fields, choice, number
 
-LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses/functions.py
+LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
 
 
 @dataclass

@@ -77,6 +77,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # the weights are written widened
+    config.pop("num_nextn_predict_layers", None)  # of modules that were not loaded
     if config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as decided by the loaded weights
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}

@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from types import TracebackType
 from typing import Any, ClassVar
 
 import httpx
@@ -50,7 +49,7 @@ LLAMA_CPP = "llama.cpp"
 
 @dataclass
 class Server:
-    """A server process on the loopback interface, alive within a `with` block, that speaks OpenAI's completions API.
+    """A server process on the loopback interface that speaks OpenAI's completions API.
 
     SIGTERM to this process stops it too only where that raises KeyboardInterrupt, as Ctrl-C does.
     """
@@ -66,15 +65,18 @@ class Server:
 
     def __post_init__(self) -> None:
         self.url = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
         self._counted = [0, 0]  # verifies and accepted drafted tokens at the last look
         self._client = httpx.Client(base_url=self.url, timeout=600, limits=httpx.Limits(max_connections=None))
 
-    def __enter__(self) -> Server:
-        """Start the process and wait until it is ready. Raises ValueError with the end of its log if it fails."""
+    @contextmanager
+    def running(self) -> Iterator[Server]:
+        """Start the process, wait until it is ready, and stop it after the `with` block.
+
+        Raises ValueError with the end of its log if it does not become ready.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 self.command,
                 stdout=log,
                 stderr=log,
@@ -83,18 +85,21 @@ class Server:
             )
         try:
             self._wait_until_ready()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
+            yield self
+        finally:
+            self._client.close()
+            for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # SIGCONT: it may be paused
+                try:
+                    for number in numbers:
+                        os.killpg(self.process.pid, number)
+                    self.process.wait(GRACE_S)
+                except (ProcessLookupError, subprocess.TimeoutExpired):
+                    continue
+            self.process.wait()
 
     def _wait_until_ready(self) -> None:
-        assert self._process is not None
         end = time.monotonic() + START_S
-        while time.monotonic() < end and self._process.poll() is None:
+        while time.monotonic() < end and self.process.poll() is None:
             try:
                 if self._client.get("/health", timeout=5).status_code == 200:
                     return
@@ -106,34 +111,16 @@ class Server:
 
     def rest(self) -> None:
         """Pause its processes."""
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        os.killpg(self.process.pid, signal.SIGSTOP)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Let a paused server run within the `with` block."""
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGCONT)
+        os.killpg(self.process.pid, signal.SIGCONT)
         try:
             yield
         finally:
             self.rest()
-
-    def stop(self) -> None:
-        self._client.close()
-        if self._process is None:
-            return
-        for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # SIGCONT: it may be paused
-            try:
-                for number in numbers:
-                    os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                break
-            try:
-                self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                continue
-        self._process.wait()
 
     def body(self, task: Task, temperature: float, seed: int) -> dict[str, Any]:
         sampling = {"max_tokens": task.tokens, "temperature": temperature, "seed": seed, "ignore_eos": self.ignore_eos}

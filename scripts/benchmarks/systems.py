@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -156,7 +156,10 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
             **options,
         )
         completions = [ids[width : width + task.tokens] for ids, task in zip(out.tolist(), tasks, strict=True)]
-        return completions if config.ignore_eos else [until_end(ids, ends) for ids in completions]
+        if config.ignore_eos:
+            return completions
+        lengths = (next((i + 1 for i, token in enumerate(ids) if token in ends), len(ids)) for ids in completions)
+        return [ids[:length] for ids, length in zip(completions, lengths, strict=True)]
 
     def system(size: int | None, **options: Any) -> System:
         """Return a system that generates `size` prompts at once, None for as many as are to be in flight."""
@@ -171,11 +174,6 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
 
     systems = {"hf": system(None), "hf_lookup": system(1, prompt_lookup_num_tokens=config.proposer.max_draft_tokens)}
     return {name: systems[name] for name in wanted}
-
-
-def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return the ids up to and including the first end token."""
-    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def make_systems(config: CompareConfig, engine: Any, stack: ExitStack) -> dict[str, System]:
@@ -213,7 +211,7 @@ def make_systems(config: CompareConfig, engine: Any, stack: ExitStack) -> dict[s
 
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C it then stops them
         for name in servers:
-            server = stack.enter_context(make_server(name, config))
+            server = stack.enter_context(make_server(name, config).running())
             server.rest()
             systems[name] = partial(server.run, seed=config.seed)
     return {name: systems[name] for name in sorted(systems, key=lambda name: name != "off")}

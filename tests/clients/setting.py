@@ -66,5 +66,5 @@ def serving() -> Iterator[str]:
     port = free_port()
     options = ["model=demo", f"model.name={MODEL}", f"model.path={target}", "head=none", "proposer=ngram"]
     command = [sys.executable, "infer/serve.py", *options, f"server.port={port}"]
-    with Server("server", MODEL, command, port, FOLDER / "server.log") as server:
+    with Server("server", MODEL, command, port, FOLDER / "server.log").running() as server:
         yield server.url

@@ -124,7 +124,7 @@ def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path, monkeypa
     (tmp_path / "health").write_text("well")
     port = free_port()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
-    with Server("files", "files", command, port, tmp_path / "log") as server:
+    with Server("files", "files", command, port, tmp_path / "log").running() as server:
         server.rest()
         with pytest.raises(httpx.ReadTimeout):
             httpx.get(f"{server.url}/health", timeout=0.5)
@@ -132,8 +132,7 @@ def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path, monkeypa
             assert httpx.get(f"{server.url}/health", timeout=30).text == "well"
         with pytest.raises(httpx.ReadTimeout):
             httpx.get(f"{server.url}/health", timeout=0.5)
-        process = server._process
-    assert process is not None
+        process = server.process
     assert process.returncode == -signal.SIGTERM
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health", timeout=5)

@@ -135,6 +135,7 @@ class Switch(Planner):
     [
         ("head", None, "chain"),
         ("head", None, "tree"),
+        ("head", "mtp", "tree"),
         ("head", "p-eagle, one layer", "chain"),
         ("head", "medusa", "tree"),
         ("draft_model", None, "chain"),

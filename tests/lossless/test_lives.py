@@ -41,6 +41,8 @@ DRAFTS = {
     "head tree": {"proposer": "head", "shape": {"tree": "beam:3x4:10"}},
     "eagle tree": {"proposer": "head", "head": "eagle", "shape": {"tree": "beam:2x4"}},
     "medusa tree": {"proposer": "head", "head": "medusa", "shape": {"tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}},
+    "mtp chain": {"proposer": "head", "head": "mtp"},
+    "mtp tree": {"proposer": "head", "head": "mtp, three modules", "shape": {"tree": "beam:2x4"}},
     "mlp chain": {"proposer": "head", "head": "mlp"},
     "p-eagle chain": {"proposer": "head", "head": "p-eagle, one layer"},
     "dflash chain": {"proposer": "head", "head": "dflash"},

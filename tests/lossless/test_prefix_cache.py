@@ -15,6 +15,8 @@ ENGINES = {
     "ngram": {"proposer": "ngram"},
     "head chain": {"proposer": "head"},
     "head tree": {"proposer": "head", "shape": {"tree": "beam:4x4"}},
+    "mtp head chain": {"proposer": "head", "head": "mtp"},
+    "mtp head tree": {"proposer": "head", "head": "mtp, three modules", "shape": {"tree": "beam:4x4"}},
     "mlp head chain": {"proposer": "head", "head": "mlp"},
     "p-eagle head chain": {"proposer": "head", "head": "p-eagle, one layer"},
     "dflash head chain": {"proposer": "head", "head": "dflash"},

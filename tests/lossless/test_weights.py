@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
-from infer.console.card import describe_head_weights
+from infer.console.card import quantized_row
 from models.heads.block import BlockHead, base_logits
 from tests.heads import ONE_OF_EACH
 from tests.interpreted import scaled
@@ -38,7 +38,8 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     for params in (GREEDY, SAMPLED):
         plain = expected[torch.float32, params][2:5]
         assert [ids(engine.generate(few, params)) for engine in engines] == [plain, plain]
-    assert [describe_head_weights(engine) for engine in engines] == [[], [("head weights", weights)]]
+    rows = [quantized_row("head weights", engine.config.head_weights, engine) for engine in engines]
+    assert rows == [[], [("head weights", weights)]]
     accepted = [engine.stats.speculation.accepted for engine in engines]
     assert accepted[1] > accepted[0] / 2 > 0
     modules = [engine.head for engine in engines]

@@ -45,8 +45,8 @@ def style_of(case: str) -> Any:
 def parse(parser: ChatParser, chunks: list[str], *, cut: bool) -> Parts:
     parts = Parts()
     for chunk in chunks:
-        parts.add(parser.push(chunk))
-    parts.add(parser.finish(cut=cut))
+        parts.items += parser.take(chunk, None).items
+    parts.items += parser.take("", "length" if cut else "stop").items
     return parts
 
 

@@ -99,8 +99,8 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 def parse(parser: ChatParser, chunks: list[str]) -> Parts:
     parts = Parts()
     for chunk in chunks:
-        parts.add(parser.push(chunk))
-    parts.add(parser.finish())
+        parts.items += parser.take(chunk, None).items
+    parts.items += parser.take("", "stop").items
     return parts
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from infer.console.prompts import prompt_ids
+from infer.console.show import prompt_ids
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, CONVERSATIONS, LOOK, RESULT, TEMPLATES, USER, calling, with_templates
 from tests.server.harness import MODEL, Server
 from train.config import FilesDataConfig
-from train.data.dialogue import provided_rows
+from train.data.dialogue import provided_dialogue
 from train.data.examples import parse_row
 from train.data.prompts import Reader
 
@@ -94,7 +94,7 @@ def test_every_answer_is_learnt_behind_the_prompt_that_is_served(family: str, se
     messages = [USER, calling(json.dumps({"city": "Zürich"})), RESULT, ANSWER, USER, {**ANSWER, "content": "Rain."}]
     row = {"messages": messages, "tools": json.dumps([LOOK])}
     _, example = parse_row(row, FilesDataConfig(name="files", path="x", responses="given"), tokenizer)
-    rows = provided_rows(example, tokenizer, LONGEST)
+    rows = provided_dialogue(example, tokenizer, LONGEST).rows
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = served(server, messages[:index], [LOOK])

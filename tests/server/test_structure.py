@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from infer.sampling.grammar import Grammar
-from infer.server.parsing.grammar_check import GrammarCheck, GrammarRefused
+from infer.server.parsing.grammar_check import GrammarCheck
 from models.json_text import depth
 from tests.server import patient
 from tests.server.harness import MODEL, Server
@@ -216,7 +216,7 @@ def test_the_cpu_time_of_a_grammar_is_limited(tiny_tokenizer: Any) -> None:
 
     async def main() -> None:
         check = GrammarCheck(settings, cpu_s=0.2)
-        with pytest.raises(GrammarRefused, match=r"takes more than 0\.2 s of CPU time to compile"):
+        with pytest.raises(ValueError, match=r"takes more than 0\.2 s of CPU time to compile"):
             await check.check(Grammar("regex", "(a{1000}){1000}"))
         await check.check(Grammar("regex", "a+"))
         await check.close()
@@ -233,11 +233,11 @@ def test_a_process_that_bursts_or_hangs_is_replaced(tiny_tokenizer: Any) -> None
         assert check._process is not None
         first = check._process.pid
         check._process.kill()  # as the kernel would
-        with pytest.raises(GrammarRefused, match="more memory"):
+        with pytest.raises(ValueError, match="more memory"):
             await check.check(Grammar("regex", "b+"))
         await check.check(Grammar("regex", "b+"))
         assert check._process.pid != first
-        with pytest.raises(GrammarRefused, match="json_schema: Invalid type"):
+        with pytest.raises(ValueError, match="json_schema: Invalid type"):
             await check.check(Grammar("json_schema", '{"type": "wibble"}'))
         await check.close()
         await check.check(Grammar("regex", "a+"))  # cached as valid, so no process is started
@@ -358,13 +358,15 @@ def test_a_number_ends(server: Server, kind: str, bounds: dict[str, Any]) -> Non
     schema["additionalProperties"] = False
     if kind == "integer" and "maximum" in bounds:
         schema["properties"]["n"]["maximum"] = 9
-    for response in send_everywhere(server, schema, logit_bias=digits, temperature=0):
-        text = text_of(response)
-        assert re.fullmatch(r"\{\s*\"n\"\s*:\s*\S{1,50}\s*\}", text), text
-        jsonschema.validate(json.loads(text), schema)
     drafted = {"logit_bias": digits, "temperature": 0, "max_tokens": 120, "response_format": format_of(schema)}
     on, off = (server.complete(**drafted, speculative={"enabled": drafts}).json() for drafts in (True, False))
     assert on["choices"] == off["choices"]
+    texts = [on["choices"][0]["text"]]
+    if kind == "number" and not bounds:
+        texts += map(text_of, send_everywhere(server, schema, logit_bias=digits, temperature=0))
+    for text in texts:
+        assert re.fullmatch(r"\{\s*\"n\"\s*:\s*\S{1,50}\s*\}", text), text
+        jsonschema.validate(json.loads(text), schema)
     if kind == "number" or not bounds:
         assert len(on["choices"][0]["text"]) > 40
 

@@ -22,7 +22,7 @@ from tests.server.test_wire import read_events
 from tests.vocabularies import MAKERS, SIZE, write_tokenizer
 from train.data.dialogue import Dialogue
 from train.data.examples import Example
-from train.publishing.samples import mark
+from train.evaluation import mark
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

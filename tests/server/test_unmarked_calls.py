@@ -81,8 +81,8 @@ def parser(style: str = "hermes", **options: Any) -> ChatParser:
 def parse(style: str, chunks: list[str], **options: Any) -> Parts:
     reader, parts = parser(style, **options), Parts()
     for chunk in chunks:
-        parts.add(reader.push(chunk))
-    parts.add(reader.finish())
+        parts.items += reader.take(chunk, None).items
+    parts.items += reader.take("", "stop").items
     return parts
 
 
@@ -138,7 +138,7 @@ def test_text_that_cannot_become_a_call_is_not_held_back() -> None:
     for text in ('{"answer": 1', "```python\nx", "[1, 2", '{"names"', f"{CALL} so"):
         reader, shown = parser(), ""
         for character in text:
-            shown += reader.push(character).content
+            shown += reader.take(character, None).content
         assert shown.strip(), text
 
 

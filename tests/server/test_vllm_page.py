@@ -182,11 +182,10 @@ def test_an_option(default: ServeConfig, there: str, here: str, answer: str) -> 
     if answer.startswith("taken"):
         assert (words, others) == ([f"{first}={words[0].partition('=')[2]}"], [])
         return
-    with pytest.raises(ValueError, match=f"^{first}: unknown key") as error:
-        compose("serve", ServeConfig, [f"{first}=1"])
     if answer == "no such key":
-        assert "; here " not in str(error.value)
-        assert [key for key in others if elsewhere(key)] == []
+        with pytest.raises(ValueError, match=f"^{first}: unknown key(?!; here)"):
+            compose("serve", ServeConfig, [f"{first}=1"])
+        assert [key for key in (first, *others) if elsewhere(key)] == []
         return
     for key in (first, *others):
         for word, message in (

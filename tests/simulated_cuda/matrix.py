@@ -12,7 +12,7 @@ from typing import Any
 from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
 
-STEPS: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+STEPS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5} | STEPS
 
 REQUESTS: dict[str, SamplingParams] = {
@@ -25,7 +25,7 @@ REQUESTS: dict[str, SamplingParams] = {
     "bias": SamplingParams(logit_bias={5: 2.0}, **STEPS),
     "bad words": SamplingParams(bad_words=((5, 6), (7,)), min_tokens=2, stop_token_ids=(9,), **STEPS),
     "allowed ids": SamplingParams(allowed_token_ids=(0, 5, 6), **SAMPLED),
-    "grammar": SamplingParams(grammar=Grammar("regex", "[a-z]{30}"), temperature=1.0, seed=4, max_tokens=12),
+    "grammar": SamplingParams(grammar=Grammar("regex", "[a-z]{30}"), temperature=1.0, seed=4, max_tokens=8),
     "logprobs": SamplingParams(logprobs=3, **SAMPLED),
     "processed logprobs": SamplingParams(logprobs=2, logprobs_of="processed", presence_penalty=0.5, **SAMPLED),
     "prompt logprobs": SamplingParams(prompt_logprobs=2, **STEPS),
@@ -45,7 +45,7 @@ class Drafter:
     requests: tuple[str, ...] = ("greedy", "top-p")  # of REQUESTS; the first is what others are compared with
 
 
-BEAM: dict[str, Any] = {"tree": "beam:2x3:6"}
+BEAM: dict[str, Any] = {"tree": "beam:2x2:4"}
 STATIC: dict[str, Any] = {"tree": [[0], [1], [0, 0]]}
 EAGLE3 = "eagle3, whole vocabulary"
 EXACT = tuple(name for name, params in REQUESTS.items() if params.acceptance is None)  # all but what needs a draft

@@ -17,7 +17,8 @@ from tests.heads import make_head
 from tests.simulated_cuda.machine import Machine, Wait
 from tests.simulated_cuda.matrix import DRAFTERS, REQUESTS, Drafter
 
-PROMPTS = ([5, 6, 7, 8] * 4 + [5, 6], [9, 8] * 9)  # of one length: no step both prefills and decodes
+# Of one length: no step both prefills and decodes. With what follows they fill two pages and begin a third.
+PROMPTS = ([5, 6, 7, 8] * 6 + [5, 6], [9, 8] * 13)
 SIZES: dict[str, Any] = {"max_batch": 2, "max_tokens_in_cache": 512, "prefill_chunk": 16, "max_rows": 32}
 CONTROL = {"advance_kernel", "grow_kernel", "best_kernel"}  # what decides on the course of a step is always computed
 SAMPLER = {"shape_kernel", "best_of_block", "best_of_row"}
@@ -62,14 +63,17 @@ def serve(engine: Engine, machine: Machine, params: SamplingParams) -> Phases:
     return phases
 
 
-def waits_of(folder: Path, machine: Machine, name: str, *, graphs: str, device: str = "cuda:0") -> dict[str, Phases]:
-    """Serve every kind of request of a drafter; return the waits by kind. What is built on first use is not counted."""
+def waits_of(folder: Path, machine: Machine, name: str, *, graphs: str) -> dict[str, Phases]:
+    """Serve every kind of request of a drafter on the second device, which is not the current one; return the waits by
+    kind. What is built on first use is not counted.
+    """
     drafter = DRAFTERS[name]
-    engine = make_engine(folder, drafter, device, graphs=graphs)
+    engine = make_engine(folder, drafter, "cuda:1", graphs=graphs)
     serve(engine, machine, REQUESTS[drafter.requests[0]])
     waits = {}
     for kind in drafter.requests:
         machine.computed = CONTROL | SAMPLER if kind == "grammar" else CONTROL  # whose tokens must obey the mask
         waits[kind] = serve(engine, machine, REQUESTS[kind])
     assert engine.stats.proposer_failures == 0
+    assert drafter.proposer in ("none", "auto") or engine.stats.speculation.drafted > 0
     return waits

@@ -65,18 +65,6 @@ def test_every_device_serves(cuda: Machine, target_folder: Path, device: str, gr
     serve(engine, cuda, SAMPLED)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, drafter in DRAFTERS.items() if drafter.head and "adaptive" not in name]
-)
-@pytest.mark.parametrize("graphs", ["off", "on"])
-def test_heads_draft_on_the_second_device(cuda: Machine, target_folder: Path, name: str, graphs: str) -> None:
-    engine = make_engine(target_folder, DRAFTERS[name], "cuda:1", graphs=graphs)
-    for params in (GREEDY, SAMPLED):
-        serve(engine, cuda, params)
-    assert engine.stats.proposer_failures == 0
-    assert engine.stats.speculation.drafted > 0
-
-
 # ---- planted faults of the product -----------------------------------------------------------------------------------
 
 

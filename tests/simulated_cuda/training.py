@@ -14,7 +14,7 @@ from tests.simulated_cuda.machine import Machine, Wait
 from tests.simulated_cuda.matrix import EAGLE3
 from train.config import OptimConfig
 from train.data.sequences import Sequences
-from train.distributed.optimizers import make_optimizers
+from train.distributed.strategies import make_optimizers
 from train.features.online import compute_features
 from train.objectives.joint import JointObjective
 

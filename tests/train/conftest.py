@@ -71,7 +71,7 @@ def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def plots() -> None:
-    """Runs of a test that names this fixture write their plots, for which others are not looked at."""
+    """Runs of a test that names this fixture write plots and plan, for which others are not looked at."""
 
 
 @pytest.fixture(autouse=True)

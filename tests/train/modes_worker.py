@@ -1,7 +1,7 @@
 """One of two processes that train in every parallel mode in turn: `modes_worker.py MODE,... SETTING ...`
 
-Each mode has an uninterrupted run of every head of HEADS, one of TORN that stops after its third step and is resumed,
-and one with bad steps.
+Each mode has an uninterrupted run of a block drafter, one that stops after its third step and is resumed, and one of
+EAGLE-3 with bad steps.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from train.loop import Run, StepResult
 from train.loop import train as run
 from train.signals import Interrupted
 
-HEADS = {"eagle3": ["head=eagle3"], "dspark": ["head=dspark", "head.num_layers=1", "head.block_size=4"]}
-TORN = "dspark"  # whose confidence bias, of one element, no two processes can divide
+# its confidence bias, of one element, no two processes can divide
+BLOCK = ["head=dspark", "head.num_layers=1", "head.block_size=4"]
 REAL, REAL_PASS, REAL_CLOSE = Run._between_steps, Run._forward_backward, Zero.close
 
 
@@ -71,9 +71,8 @@ def main() -> None:
     modes, *settings = sys.argv[1:]
     for mode in modes.split(","):
         common = [*settings, f"parallel={mode}"]
-        for head, options in HEADS.items():
-            assert run(compose("train", TrainConfig, [*common, *options, f"run={head}-{mode}"])) is not None
-        torn = [*common, *HEADS[TORN], f"run={TORN}-{mode}-torn"]
+        assert run(compose("train", TrainConfig, [*common, *BLOCK, f"run=block-{mode}"])) is not None
+        torn = [*common, *BLOCK, f"run=block-{mode}-torn"]
         Run._between_steps = stopping
         assert run(compose("train", TrainConfig, torn)) is None
         Run._between_steps = REAL
@@ -81,8 +80,7 @@ def main() -> None:
         Run._forward_backward = poisoned
         assert run(compose("train", TrainConfig, [*common, f"run=eagle3-{mode}-bad", "steps=4"])) is not None
         Run._forward_backward = REAL_PASS
-        runs = len(HEADS) + 3
-        assert closed == [True] * (runs if mode.startswith("zero") else 0), "DeepSpeed is ended however a run ends"
+        assert closed == [True] * (4 if mode.startswith("zero") else 0), "DeepSpeed is ended however a run ends"
         closed.clear()
     torch.distributed.destroy_process_group()
 

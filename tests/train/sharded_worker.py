@@ -21,10 +21,9 @@ from models.targets import load_target
 from tests.train.running import leave_out_plots
 from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, outputs_of
 from train.config import TrainConfig
-from train.distributed.collectives import make_accelerator
-from train.distributed.exchange import ProcessExchange
+from train.distributed.collectives import ProcessExchange, make_accelerator
 from train.loop import train as run
-from train.preparation.target import open_engine
+from train.preparation.models import open_engine
 
 
 def forget(accelerator: object) -> None:

@@ -14,8 +14,8 @@ from models.heads.eagle3.head import Eagle3Head
 from models.targets.llama import LlamaTarget
 from tests import heads
 from tests.train.conftest import STEPS, make_head
-from train.acceptance import Sampling, count_ranks, draft_matches, simulate, walk
 from train.data.sequences import Sequences
+from train.evaluation import Sampling, count_ranks, draft_matches, simulate, walk
 from train.features.online import compute_features
 from train.objectives import alignment
 

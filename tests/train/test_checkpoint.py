@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from train import checkpoint
-from train.checkpoint import best_checkpoint, latest_checkpoint
+from train.checkpoint import BEST, find_checkpoint
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -48,7 +48,7 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     restored, restored_optimizer = make(0)
     work(restored, restored_optimizer, 1)  # something to overwrite
     torch.manual_seed(99)
-    path = latest_checkpoint(tmp_path)
+    path = find_checkpoint(tmp_path)
     assert path is not None
     assert load(path, restored, restored_optimizer) == {"step": 3, "tokens": 7}
     work(restored, restored_optimizer, 3)
@@ -88,30 +88,30 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3, 10):
         save(tmp_path, step, module, optimizer, {}, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "step-000010"]
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-000010"
+    assert find_checkpoint(tmp_path) == tmp_path / "step-000010"
 
 
 def test_the_best_is_kept_beside_them(tmp_path: Path) -> None:
     module, optimizer = make(0)
-    assert best_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path, BEST) is None
     for step in range(1, 7):
         save(tmp_path, step, module, optimizer, {}, keep=1, best=step in (2, 3))
-    assert best_checkpoint(tmp_path) == tmp_path / "step-000003"
+    assert find_checkpoint(tmp_path, BEST) == tmp_path / "step-000003"
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003", "step-000006"]
     (tmp_path / "best").write_text("step-000002\n")
     with pytest.raises(ValueError, match=r"best: names step-000002, which is not there; delete it to go on without"):
-        best_checkpoint(tmp_path)
+        find_checkpoint(tmp_path, BEST)
 
 
 def test_returning_to_the_stable_one_keeps_the_best(tmp_path: Path) -> None:
     module, optimizer = make(0)
     for step in range(1, 7):
         save(tmp_path, step, module, optimizer, {"best": step}, keep=2, best=step == 5, stable=step == 3)
-    stable = checkpoint.stable_checkpoint(tmp_path)
+    stable = checkpoint.find_checkpoint(tmp_path, checkpoint.STABLE)
     assert stable == tmp_path / "step-000003"
     checkpoint.return_to(stable)
-    assert latest_checkpoint(tmp_path) == stable
-    assert best_checkpoint(tmp_path) == tmp_path / "aside-step-000005"
+    assert find_checkpoint(tmp_path) == stable
+    assert find_checkpoint(tmp_path, BEST) == tmp_path / "aside-step-000005"
     assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["aside-step-000005", "step-000003"]
     for step in (4, 5, 6):
         save(tmp_path, step, module, optimizer, {}, keep=1)
@@ -139,11 +139,11 @@ def test_a_kill_before_latest_moves_leaves_the_previous_one(tmp_path: Path, monk
     monkeypatch.setattr(checkpoint.atomic, "write_text", die)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2, module, optimizer, {}, keep=2)
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
+    assert find_checkpoint(tmp_path) == tmp_path / "step-000001"
 
 
 def test_no_checkpoint_yet(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path / "none") is None
+    assert find_checkpoint(tmp_path / "none") is None
 
 
 def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
@@ -152,11 +152,9 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
     mismatched = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"of another head; these tensors are on one side only: 0.bias, 1\.bias"):
         load(path, mismatched, torch.optim.AdamW(mismatched.parameters()))
-    with pytest.raises(ValueError, match="step-000001: of another version, without best, tokens; begin anew"):
-        checkpoint.load_checkpoint(path, checkpoint.module_tensors(module), ("step", "tokens", "best"))
     (path / "optimizer.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="step-000001: this checkpoint cannot be read"):
         load(path, module, optimizer)
     (tmp_path / "latest").write_text("step-000077\n")
     with pytest.raises(ValueError, match="names step-000077, which is not there"):
-        latest_checkpoint(tmp_path)
+        find_checkpoint(tmp_path)

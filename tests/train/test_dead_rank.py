@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.train.launching import two_ranks
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import find_checkpoint
 from train.publishing.trackers import read_metrics
 
 BOUND_S = 300
@@ -38,7 +38,7 @@ def wait_for(file: Path, ranks: list[subprocess.Popen[str]]) -> None:
 
 
 def complete_checkpoint(folder: Path) -> Path:
-    checkpoint = latest_checkpoint(folder)
+    checkpoint = find_checkpoint(folder)
     assert checkpoint is not None
     for name in ("module", "optimizer", "random"):
         assert load_file(checkpoint / f"{name}.safetensors")
@@ -46,25 +46,23 @@ def complete_checkpoint(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_the_other_process_ends_with_a_clear_error(settings: list[str], tmp_path: Path, killed: int) -> None:
+def test_the_other_process_ends_with_a_clear_error(settings: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "torn" / "checkpoints"
     with two_ranks([*settings, "checkpoint_every=3"]) as ranks:
         wait_for(folder / "latest", ranks)
-        ranks[killed].send_signal(signal.SIGKILL)
-        _, errors = ranks[1 - killed].communicate(timeout=BOUND_S)
-    assert ranks[1 - killed].returncode == 2, errors
+        ranks[0].send_signal(signal.SIGKILL)
+        _, errors = ranks[1].communicate(timeout=BOUND_S)
+    assert ranks[1].returncode == 2, errors
     checkpoint = complete_checkpoint(folder)
     last = [line for line in errors.splitlines() if "error" in line][-1]
-    assert f"parallel=ddp: rank {killed} has ended, so this process ends too" in last
+    assert "parallel=ddp: rank 0 has ended, so this process ends too" in last
     assert f"Last good checkpoint: {checkpoint}; resume with: " in last
     assert re.search(r"resume with: .*--nproc_per_node 2 \S*train/run.py", last)
     assert "Traceback" not in errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("scenario", ["loading", "collective"])
+@pytest.mark.parametrize(("scenario", "killed"), [("loading", 0), ("collective", 1)])
 def test_a_process_ends_wherever_it_is(settings: list[str], scenario: str, killed: int) -> None:
     """Where it would never learn of the other's end: see tests/train/lost_worker.py."""
     with two_ranks([scenario, *settings], Path(__file__).with_name("lost_worker.py")) as ranks:

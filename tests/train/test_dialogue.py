@@ -8,7 +8,7 @@ import pytest
 
 from models.tokenizer import Tokenizer
 from tests.vocabularies import backend_of
-from train.data.dialogue import Dialogue, Row, TooLong, first_prompt, provided_rows
+from train.data.dialogue import Dialogue, Row, TooLong, first_prompt, provided_dialogue
 from train.data.examples import Example
 
 PLAIN = (
@@ -127,7 +127,7 @@ def test_calls_of_tools_stay_with_their_results(tiny_tokenizer: Tokenizer) -> No
         "[1 tools]<user>a?<|endoftext|>\n<assistant>!look<|endoftext|>\n<tool>blue<|endoftext|>\n<assistant>"
     ]
     assert spans(tokenizer, dialogue.rows[0]) == ["so."]
-    (row,) = provided_rows(example, tokenizer, 200)
+    (row,) = provided_dialogue(example, tokenizer, 200).rows
     assert spans(tokenizer, row) == ["!look.", "fine."]
 
 
@@ -136,7 +136,7 @@ def test_given_answers(template: str, rows: list[list[str]], tiny_tokenizer: Tok
     tokenizer = with_template(tiny_tokenizer, template)
     thought = "hm</think>" if template is STRIPS else ""
     messages = (user("a?"), assistant(f"{thought}one"), user("b?"), assistant("two"), user("c?"))
-    actual = provided_rows(Example(messages=messages), tokenizer, 200)
+    actual = provided_dialogue(Example(messages=messages), tokenizer, 200).rows
     assert [spans(tokenizer, row) for row in actual] == rows
 
 
@@ -146,7 +146,7 @@ def test_given_answers_behind_a_reasoning_span(tiny_tokenizer: Tokenizer) -> Non
 
     def texts(*responses: str) -> list[tuple[str, list[str]]]:
         turns = [turn for number, text in enumerate(responses) for turn in (user(f"{number}?"), assistant(text))]
-        rows = provided_rows(Example(messages=tuple(turns)), tokenizer, 200)
+        rows = provided_dialogue(Example(messages=tuple(turns)), tokenizer, 200).rows
         return [(tokenizer.backend.decode(row.ids, skip_special_tokens=False), spans(tokenizer, row)) for row in rows]
 
     end = "<|endoftext|>"
@@ -169,7 +169,7 @@ def test_turns_before_one_that_cannot_be_told_apart_are_kept(tiny_tokenizer: Tok
     rewrites = PLAIN.replace("{{ m.content }}", "{{ '(hurry)' if loop.index == 3 and not loop.last else m.content }}")
     tokenizer = with_template(tiny_tokenizer, rewrites)
     messages = (user("a?"), assistant("one"), user("b?"), assistant("two"))
-    (row,) = provided_rows(Example(messages=messages), tokenizer, 200)
+    (row,) = provided_dialogue(Example(messages=messages), tokenizer, 200).rows
     assert spans(tokenizer, row) == ["one."]
 
 
@@ -178,10 +178,10 @@ def test_what_cannot_be_learnt_is_said(tiny_tokenizer: Tokenizer) -> None:
     with pytest.raises(TooLong, match=r"the prompt has \d+ tokens; 1 to 5 are possible"):
         first_prompt(Example(messages=(user("a long question"),)), tokenizer, 5)
     with pytest.raises(ValueError, match="the row holds no answer of two tokens"):
-        provided_rows(Example(messages=(user("a?"),)), tokenizer, 200)
+        provided_dialogue(Example(messages=(user("a?"),)), tokenizer, 200)
     broken = with_template(tiny_tokenizer, "{% if add_generation_prompt %}x{% endif %}{{ messages[0].content }}")
     with pytest.raises(ValueError, match="does not continue its own prompt"):
-        provided_rows(Example(messages=(user("a?"), assistant("b"))), broken, 200)
+        provided_dialogue(Example(messages=(user("a?"), assistant("b"))), broken, 200)
 
 
 def test_a_conversation_that_grows_too_long_ends_there(tiny_tokenizer: Tokenizer) -> None:
@@ -203,7 +203,7 @@ def test_a_given_answer_has_the_ids_that_serving_would_see(kind: str) -> None:
     backend = backend_of(kind)
     tokenizer = Tokenizer(backend, eos_ids=[2], chat_template=template, special_tokens={"eos_token": "</s>"})
     talk = (user("Hello"), assistant("the world"), user("here"), assistant("Hello world"))
-    (row,) = provided_rows(Example(messages=talk), tokenizer, 200)
+    (row,) = provided_dialogue(Example(messages=talk), tokenizer, 200).rows
     text = tokenizer.render_chat(list(talk), generation_prompt=False)
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
     learnt = [token for token, flag in zip(row.ids, row.loss_mask, strict=True) if flag]

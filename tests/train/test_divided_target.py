@@ -14,13 +14,13 @@ from kernels.quantize import NarrowFormat, quantize, widen
 from models.config import LAST
 from models.layers import Linear, pack
 from models.targets import load_target
-from train.checkpoint import latest_checkpoint, load_file
+from train.checkpoint import find_checkpoint, load_file
 from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 from train.loop import train
 from train.planning.memory_plan import target_bytes
-from train.preparation.target import open_engine
+from train.preparation.models import open_engine
 
 AUX = (2, 4, 5, LAST)
 
@@ -74,7 +74,7 @@ def trained(folder: Path, overrides: list[str]) -> dict[str, torch.Tensor]:
     """Train and return the tensors of the last checkpoint."""
     result = train(compose("train", TrainConfig, overrides))
     assert result is not None
-    path = latest_checkpoint(folder / result["run"] / "checkpoints")
+    path = find_checkpoint(folder / result["run"] / "checkpoints")
     assert path is not None
     return load_file(path / "module.safetensors")
 

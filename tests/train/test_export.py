@@ -18,11 +18,11 @@ from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
 from train.config import TrainConfig
-from train.planning.refusals import outputs_have_room
-from train.planning.shapes import Shapes
+from train.planning.plan import outputs_have_room
+from train.preparation.models import Shapes
 from train.publishing.export import Acceptance, Measured, export_head
 from train.publishing.provenance import provenance
-from train.publishing.report import line
+from train.publishing.publish import line
 
 FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
 

@@ -18,8 +18,8 @@ from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.train.conftest import STEPS, write_family
-from train.acceptance import simulate
 from train.data.sequences import Sequences
+from train.evaluation import simulate
 from train.features.online import compute_features
 
 UNNAMED = {"intermediate_size": None, "num_key_value_heads": None}  # keys that a family does not have

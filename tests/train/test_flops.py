@@ -6,7 +6,7 @@ import pytest
 
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head
-from train.planning.flops import head_flops
+from train.step_clock import head_flops
 
 H, F, V, VD = 64, 128, 384, 200  # of the tiny target and its draft vocabulary
 ATTENTION = 2 * 64 * 2 * 2  # scores and values of one key: counted too, but negligible here

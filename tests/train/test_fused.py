@@ -15,9 +15,9 @@ from train.data.sequences import Batch, Sequences
 from train.features.online import compute_features
 from train.loop import train
 from train.objectives import teacher
-from train.objectives.losses.fused import SharedGradients, chunked_sums
+from train.objectives.losses import SharedGradients, chunked_sums
 from train.objectives.teacher import teach
-from train.planning.activations import LiveBytes
+from train.planning.memory_plan import LiveBytes
 from train.storage.run_folder import read_budget
 
 CHUNK = 13  # slots

@@ -19,13 +19,11 @@ from models.vocab import build_draft_vocab
 from tests.train.launching import ROOT
 from train.config import TrainConfig
 from train.data.sequences import Batch
-from train.distributed.optimizers import hidden_matrices
+from train.distributed.strategies import hidden_matrices
 from train.features.online import compute_features
 from train.loop import train
-from train.planning.activations import rehearse
-from train.planning.memory_plan import memory_parts, parameters
-from train.planning.shapes import shapes
-from train.preparation.head import make_head, make_objective
+from train.planning.memory_plan import memory_parts, parameters, rehearse
+from train.preparation.models import make_head, make_objective, shapes
 from train.publishing.trackers import read_metrics
 
 ROWS, LENGTH = 4, 48

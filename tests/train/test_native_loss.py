@@ -12,7 +12,7 @@ from tests.heads import make_head, make_objective
 from train.data.sequences import Batch, Sequences
 from train.features.online import compute_features
 from train.objectives.base import Objective
-from train.objectives.losses.narrow import NarrowWeights
+from train.objectives.losses import NarrowWeights
 
 needs_compiler = pytest.mark.skipif(
     not vocabulary.supported(torch.device("cpu"), torch.float32), reason="needs a C compiler"

@@ -27,7 +27,7 @@ from train.objectives import alignment
 from train.objectives.base import Objective
 from train.objectives.draft_states import draft_states
 from train.objectives.joint import JointObjective
-from train.objectives.losses.functions import overlap, slot_losses
+from train.objectives.losses import overlap, slot_losses
 from train.objectives.teacher import Teacher, teach
 
 K = 4

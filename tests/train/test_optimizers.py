@@ -16,7 +16,7 @@ from tests.heads import OBJECTIVE_OF, VARIANTS, make_head, make_objective
 from tests.train.running import assert_equal, run
 from tests.train.test_killed import killed_after
 from train.config import MuonConfig, OptimConfig
-from train.distributed.optimizers import hidden_matrices, make_optimizers
+from train.distributed.strategies import hidden_matrices, make_optimizers
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

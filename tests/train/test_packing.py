@@ -16,12 +16,11 @@ from models.heads.objectives import BlockObjectiveConfig, JointObjectiveConfig
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective
-from train.checkpoint import latest_checkpoint, load_file
+from train.checkpoint import find_checkpoint, load_file
 from train.config import SCHEMAS, TrainConfig
 from train.data.sequences import Batch, Sequences, best_fit
-from train.features.layout import Layout
 from train.features.online import Features, compute_features
-from train.features.store import CachedFeatures
+from train.features.store import CachedFeatures, Layout
 from train.loop import train
 from train.objectives import alignment
 from train.objectives.base import Objective
@@ -183,7 +182,7 @@ def test_a_packed_run_resumes_with_the_same_bits(tiny_target_folder: Path, tmp_p
 
     def run(*more: str) -> dict[str, torch.Tensor]:
         assert train(compose("train", TrainConfig, [*settings, *more])) is not None
-        path = latest_checkpoint(tmp_path / more[0][4:] / "checkpoints")
+        path = find_checkpoint(tmp_path / more[0][4:] / "checkpoints")
         assert path is not None
         return load_file(path / "module.safetensors")
 

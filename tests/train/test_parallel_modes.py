@@ -1,6 +1,6 @@
 """In every parallel mode two processes learn what one learns, and a resumed run what an uninterrupted one does.
 
-With `eagle3`, and with a block drafter, which reads the target's embedding and LM head in place.
+With a block drafter, which reads the target's embedding and LM head in place, and with `eagle3` in runs with bad steps.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from infer.options.cli import compose
 from tests.train.launching import on_two_processes
-from tests.train.modes_worker import HEADS, TORN, poisoned
+from tests.train.modes_worker import BLOCK, poisoned
 from tests.train.running import leave_out_plots
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import find_checkpoint
 from train.config import TrainConfig
 from train.distributed.collectives import zero_settings
 from train.loop import Run, train
@@ -32,14 +32,13 @@ KEYS = ("train/loss", "train/loss_2", "train/accuracy_0", "train/grad_norm", "tr
 
 @pytest.fixture(scope="module")
 def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of runs named HEAD-MODE and HEAD-single; those with `-bad` skip updates."""
+    """Return the folder of runs named block-MODE and block-single; those with `-bad` skip updates."""
     folder = tmp_path_factory.mktemp("outputs")
     common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={folder}"]
     with pytest.MonkeyPatch.context() as patch:
         leave_out_plots(patch)
-        for head, settings in HEADS.items():
-            single = [*common, *settings, f"run={head}-single", "batch_size=8"]
-            assert train(compose("train", TrainConfig, single)) is not None
+        single = [*common, *BLOCK, "run=block-single", "batch_size=8"]
+        assert train(compose("train", TrainConfig, single)) is not None
         patch.setattr(Run, "_forward_backward", poisoned)
         bad = [*common, "run=eagle3-single-bad", "batch_size=8", "steps=4"]
         assert train(compose("train", TrainConfig, bad)) is not None
@@ -49,15 +48,14 @@ def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("head", HEADS)
-def test_two_processes_learn_what_one_learns(head: str, mode: str, outputs: Path) -> None:
+def test_two_processes_learn_what_one_learns(mode: str, outputs: Path) -> None:
     """Up to the rounding of fp32 sums in another order: 0.2 %, and 1e-4 for parameters."""
-    single, double = (read_metrics(outputs / f"{head}-{name}") for name in ("single", mode))
+    single, double = (read_metrics(outputs / f"block-{name}") for name in ("single", mode))
     for key in KEYS:
         values = [[row[key] for row in rows if key in row] for rows in (single, double)]
         assert len(values[0]) == 5
         assert values[1] == pytest.approx(values[0], rel=2e-3), key
-    expected, actual = (last(outputs / f"{head}-{name}", "module") for name in ("single", mode))
+    expected, actual = (last(outputs / f"block-{name}", "module") for name in ("single", mode))
     for name, value in expected.items():
         assert value.float().sub(actual[name].float()).abs().max() < 1e-4, name
 
@@ -66,7 +64,7 @@ def test_two_processes_learn_what_one_learns(head: str, mode: str, outputs: Path
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_has_the_same_bits(mode: str, outputs: Path) -> None:
     for file in ("module", "optimizer"):
-        steady, torn = (last(outputs / f"{TORN}-{name}", file) for name in (mode, f"{mode}-torn"))
+        steady, torn = (last(outputs / f"block-{name}", file) for name in (mode, f"{mode}-torn"))
         assert steady.keys() == torn.keys()
         for name, value in steady.items():
             assert value.equal(torn[name]), name
@@ -80,16 +78,17 @@ def test_a_step_that_is_bad_in_one_process_is_left_out_by_all(mode: str, outputs
     for rows in (single, double):
         skipped = [(row["step"], row["train/skipped_steps"]) for row in rows if "train/skipped_steps" in row]
         assert skipped == [(2, 1), (3, 2)]
-    losses = [[row["train/loss"] for row in rows if "train/loss" in row] for rows in (single, double)]
-    assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    for key in KEYS:
+        values = [[row[key] for row in rows if key in row] for rows in (single, double)]
+        assert len(values[0]) == 2
+        assert values[1] == pytest.approx(values[0], rel=2e-3), key
     expected, actual = (last(outputs / f"eagle3-{name}-bad", "module", step=4) for name in ("single", mode))
     for name, value in expected.items():
         assert value.float().sub(actual[name].float()).abs().max() < 1e-4, name
 
 
 def last(run: Path, file: str, step: int = 5) -> dict:
-    path = latest_checkpoint(run / "checkpoints")
+    path = find_checkpoint(run / "checkpoints")
     assert path is not None
     assert path.name == f"step-{step:06d}"
     return load_file(path / f"{file}.safetensors")

@@ -65,7 +65,7 @@ def test_refused_at_once(
     for missing in ("torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr(
-        "train.preparation.target.load_target", lambda *parts, **more: pytest.fail("a target was loaded")
+        "train.preparation.models.load_target", lambda *parts, **more: pytest.fail("a target was loaded")
     )
     monkeypatch.setattr("train.planning.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
     overrides = line.format(**paths).split()

@@ -326,7 +326,7 @@ def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings
         before = read_metrics(folder) if folder.is_dir() else []
         live([*overrides, "run=torn"], duration * moments.uniform(0.1, 0.9))
         done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
-        latest = checkpoint.latest_checkpoint(folder / "checkpoints")
+        latest = checkpoint.find_checkpoint(folder / "checkpoints")
         saved = int(latest.name.removeprefix("step-")) if latest else 0
         assert saved >= done - 3  # the step in progress, and two since the last checkpoint
     run([*overrides, "run=torn"])

@@ -12,10 +12,9 @@ from infer.options.cli import compose
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, LOOK, RESULT, SYSTEM, USER, calling, with_templates
 from train.config import FilesDataConfig, TrainConfig
-from train.data.dialogue import provided_rows
-from train.data.examples import parse_row
+from train.data.dialogue import provided_dialogue
+from train.data.examples import drop_nulls, parse_row
 from train.data.sources import read_items
-from train.data.tables import drop_nulls
 from train.loop import train
 
 OTHER = {
@@ -46,7 +45,7 @@ def config(path: Path, **settings: Any) -> FilesDataConfig:
 
 def learnt(row: Any, tokenizer: Tokenizer) -> list[Any]:
     _, example = parse_row(row, config(Path("x")), tokenizer)
-    return provided_rows(example, tokenizer, 4000)
+    return provided_dialogue(example, tokenizer, 4000).rows
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from models.targets.zero3 import shared_elements
 from tests.conftest import MakeTarget
 from tests.gguf_writing import write_gguf
 from tests.train.launching import on_two_processes
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import find_checkpoint
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
 from train.features.online import compute_features
@@ -94,7 +94,7 @@ def test_a_process_holds_half_of_the_layers(outputs: Path, target_folder: Path) 
 def test_a_head_trained_on_it_has_the_same_bits(features: str, outputs: Path) -> None:
     heads = []
     for name in ("whole", features):
-        path = latest_checkpoint(outputs / name / "checkpoints")
+        path = find_checkpoint(outputs / name / "checkpoints")
         assert path is not None
         heads.append(load_file(path / "module.safetensors"))
     for name, value in heads[0].items():

@@ -20,8 +20,8 @@ from train.data.folder import HELD_OUT, SOURCE, TRAIN
 from train.data.regenerate import OUT_OF_TIME, EngineGenerator, read_parts, regenerate
 from train.data.sequences import Sequences
 from train.planning.time_limit import TimeLimit, spread
-from train.publishing.verdict import ENOUGH, USEFUL, verdict
-from train.storage.reuse import LIMITED, find_twin
+from train.publishing.publish import ENOUGH, USEFUL, verdict
+from train.storage.run_folder import LIMITED, find_twin
 
 
 class Clock:

@@ -37,11 +37,11 @@ from models.vocab import target_ids
 from tests.conftest import MakeTarget
 from tests.heads import ONE_OF_EACH, VARIANTS, keeps_kv, kind_of, make_head, make_objective, memorise
 from tests.train.conftest import STEPS
-from train.acceptance import simulate
 from train.config import FilesDataConfig
 from train.data.dialogue import first_prompt
 from train.data.examples import parse_row
 from train.data.sequences import Batch, Sequences
+from train.evaluation import simulate
 from train.features.online import Features, compute_features
 from train.objectives import alignment
 from train.objectives.base import StepSums

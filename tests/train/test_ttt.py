@@ -20,7 +20,7 @@ from train.features.online import Features, compute_features
 from train.objectives import alignment, teacher
 from train.objectives.base import Objective, StepSums
 from train.objectives.draft_states import draft_states
-from train.objectives.losses.functions import SoftCrossEntropy
+from train.objectives.losses import SoftCrossEntropy
 from train.objectives.teacher import teach
 
 

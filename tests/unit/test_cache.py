@@ -97,18 +97,22 @@ def test_a_user_without_a_home_folder_is_served(tiny_target_folder: Path, place:
     assert list((place / f"headway-{NOBODY}").rglob("kernels-*.so"))
 
 
-@pytest.mark.parametrize("home", ["/proc", "none"])
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("home", "script", "words"),
     [
-        ("infer/generate.py", ("prompt=def f(", "chat=false", "max_tokens=4", "proposer.adaptive=true", "head=none")),
-        ("infer/chat.py", ("max_tokens=4", "head=none")),
-        ("train/run.py", TRAINING),
-        ("scripts/doctor.py", ("--json",)),
+        (
+            "/proc",
+            "infer/generate.py",
+            ("prompt=def f(", "chat=false", "max_tokens=4", "proposer.adaptive=true", "head=none"),
+        ),
+        ("none", "infer/chat.py", ("max_tokens=4", "head=none")),
+        ("none", "train/run.py", TRAINING),
+        ("/proc", "scripts/doctor.py", ("--json",)),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_cache_that_cannot_be_written_ends_no_command(
-    script: str, words: tuple[str, ...], home: str, tiny_target_folder: Path, place: Path, forked: Run
+    home: str, script: str, words: tuple[str, ...], tiny_target_folder: Path, place: Path, forked: Run
 ) -> None:
     arguments = [script, *([] if script == "scripts/doctor.py" else [f"model={tiny_target_folder}"]), *words]
     arguments += [f"output_dir={place}"] if script == "train/run.py" else []

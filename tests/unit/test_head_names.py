@@ -22,9 +22,7 @@ EXCEPTIONS = {
     "models/formats/speculators.py": "a format that several heads share",
     "models/formats/dflash.py": "what the formats of block drafters share",
     "models/gguf/head.py": "GGUF files of heads, whose one architecture is eagle3",
-    "train/objectives/eagle.py": "an objective",
-    "train/objectives/dspark.py": "an objective",
-    "train/objectives/dflash2.py": "an objective",
+    "train/objectives/block.py": "the objectives of block drafters",
     "train/objectives/registry.py": "the objectives by name",
     "scripts/benchmarks/servers.py": "vLLM and llama.cpp are measured with an EAGLE-3 head",
 }

@@ -12,7 +12,7 @@ from kernels.cpu.level import level
 from kernels.cpu.library import library
 from kernels.ggml import FORMATS
 from kernels.trials import Trial
-from scripts.doctor import check_layer, check_layers
+from scripts.doctor import check_layer
 from tests.forking import Run
 
 PLANT = """
@@ -78,7 +78,7 @@ def test_without_c_kernels_every_layer_is_computed_and_said_to_be_slow(doctor: D
 
 
 def test_a_trial_that_raises_is_broken_and_named() -> None:
-    (check,) = check_layers([Trial("Q4_0", "", fault="AttributeError: blocks_pack")])
+    check = check_layer(Trial("Q4_0", "", fault="AttributeError: blocks_pack"), has_kernels=True)
     assert (check.name, check.status) == ("layer: Q4_0", "broken")
     assert check.detail == "nothing: AttributeError: blocks_pack"
 

@@ -15,7 +15,7 @@ import random
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product, tee
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from models.demo.corpus import is_held_out, read_split
 from train.data.entries import Item, cut_text, in_turn
@@ -53,29 +53,12 @@ SUBJECTS = (
 )  # fmt: skip
 
 
-class Function(NamedTuple):
-    signature: str
-    docstring: str
-    source: str
-    is_method: bool
-
-
 def builtin_items(*, held_out: bool) -> Iterator[Item]:
-    explained, written = tee(functions(held_out))  # a file is parsed once
-    return in_turn((explanations(explained), documentation(held_out), questions(held_out), tasks(written)))
+    def of_kind(kind: int, items: Iterable[tuple[str, tuple[str, str]]]) -> Iterator[Item]:
+        return (Item(place, {"prompt": prompts[kind]}) for place, prompts in items if prompts[kind])
 
-
-def explanations(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:
-    for place, function in functions:
-        if len(function.source) <= LONGEST:
-            yield Item(place, {"prompt": EXPLAIN.format(function.source)})
-
-
-def tasks(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:
-    """Yield writing tasks, none for methods, which a docstring does not describe without their class."""
-    for place, function in functions:
-        if len(function.docstring) <= LONGEST and not function.is_method:
-            yield Item(place, {"prompt": WRITE.format(function.signature, function.docstring)})
+    first, second = tee(functions(held_out))  # a file is parsed once
+    return in_turn((of_kind(0, first), documentation(held_out), questions(held_out), of_kind(1, second)))
 
 
 def documentation(held_out: bool) -> Iterator[Item]:
@@ -93,15 +76,19 @@ def questions(held_out: bool) -> Iterator[Item]:
         yield Item("built-in question", {"prompt": text})
 
 
-def functions(held_out: bool) -> Iterator[tuple[str, Function]]:
-    """Yield file name and function for every function with a docstring; files are parsed lazily."""
+def functions(held_out: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield file name and prompts for every function with a docstring; files are parsed lazily."""
     for document in shuffled(read_split("held_out" if held_out else "train")):
         for function in islice(documented(document.text), PER_FILE):
             yield document.name, function
 
 
-def documented(text: str) -> Iterator[Function]:
-    """Yield the functions of a module that have a docstring; none if it does not parse, as some template files."""
+def documented(text: str) -> Iterator[tuple[str, str]]:
+    """Yield two prompts for each function of a module that has a docstring: to explain it, and to write it.
+
+    An empty one where that would be too long. Methods are not to be written, which a docstring does not describe
+    without their class. Nothing is yielded for a module that does not parse, as some template files.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -111,7 +98,9 @@ def documented(text: str) -> Iterator[Function]:
         if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             arguments = ast.unparse(node.args)
-            yield Function(f"{node.name}({arguments})", docstring, source, arguments.startswith(("self", "cls")))
+            described = len(docstring) <= LONGEST and not arguments.startswith(("self", "cls"))
+            write = WRITE.format(f"{node.name}({arguments})", docstring) if described else ""
+            yield EXPLAIN.format(source) if len(source) <= LONGEST else "", write
 
 
 def shuffled(items: Iterable[T]) -> Sequence[T]:

@@ -186,13 +186,8 @@ def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[i
     return prompt_ids
 
 
-def provided_rows(example: Example, tokenizer: Tokenizer, longest: int) -> list[Row]:
-    """Return the rows of a conversation whose responses are in the data. Raises ValueError if no row is usable."""
-    return provided_dialogue(example, tokenizer, longest).rows
-
-
 def provided_dialogue(example: Example, tokenizer: Tokenizer, longest: int) -> Dialogue:
-    """As `provided_rows`, but return the Dialogue, whose `cut` says why turns are missing."""
+    """Return a finished conversation whose responses are in the data. Raises ValueError if no row is usable."""
     dialogue = Dialogue(example, tokenizer, longest_prompt=longest, provided=True)
     if example.messages:
         while dialogue.next_prompt() is not None:

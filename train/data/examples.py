@@ -24,7 +24,6 @@ from typing import Any
 from models.chat import Message, content_text, normalize_message
 from models.tokenizer import Tokenizer
 from train.config import RowsDataConfig, as_list
-from train.data.tables import drop_nulls, from_json_text, from_list_text
 
 FORMS = ("input_ids", "messages", "conversations", "turns", "prompt", "text")
 SYSTEM_ROLES = ("system", "developer")
@@ -200,14 +199,16 @@ def parse_turns(form: str, value: object) -> tuple[list[dict[str, Any]], str | N
 
     Raises ValueError if there is no list of turns, as a value or as JSON text.
     """
-    parse, content = TURNS[form]
+    convert, content = TURNS[form]
     exact, turns = isinstance(value, str), from_list_text(value)
     if not isinstance(turns, list):
         raise ValueError(f"{form} must be a list of {content}")
     messages = []
     for number, turn in enumerate(turns, start=1):
         try:
-            parsed = parse(turn if exact else drop_nulls(turn))
+            turn = turn if exact else drop_nulls(turn)
+            in_place = isinstance(turn, Mapping) and turn.get("role") is not None  # in any form: some files mix them
+            parsed = turn if in_place else convert(turn)
             if parsed is None:
                 raise ValueError(f"{form} must be a list of {content}")
             messages.append(check_message(parsed))
@@ -236,13 +237,9 @@ def without_legacy(message: Mapping[str, Any]) -> dict[str, Any]:
     return message if call is None or message.get("tool_calls") else {**message, "tool_calls": parse_calls(call)}
 
 
-def from_openai(turn: object) -> Mapping[str, Any] | None:
-    return turn if isinstance(turn, Mapping) and turn.get("role") is not None else None
-
-
 def from_sharegpt(turn: object) -> Mapping[str, Any] | None:
-    if not isinstance(turn, Mapping) or turn.get("role") is not None:  # some files mix both formats
-        return from_openai(turn)
+    if not isinstance(turn, Mapping):
+        return None
     speaker, value = str(turn.get("from", "")).lower(), turn.get("value")
     if speaker in CALLS:
         return {"role": "assistant", "tool_calls": parse_calls(value)}
@@ -251,14 +248,12 @@ def from_sharegpt(turn: object) -> Mapping[str, Any] | None:
 
 
 def from_user(turn: object) -> Mapping[str, Any]:
-    if isinstance(turn, Mapping) and turn.get("role") is not None:  # messages under another name
-        return turn
     return {"role": "user", "content": text_of("turns", turn.get("content") if isinstance(turn, Mapping) else turn)}
 
 
-# by form: how a turn becomes a message, None if it cannot, and the list's content for messages
+# by form: how a turn without a role becomes a message, None if it cannot, and the list's content for messages
 TURNS: dict[str, tuple[Callable[[Any], Mapping[str, Any] | None], str]] = {
-    "messages": (from_openai, '{"role": ..., "content": ...}'),
+    "messages": (lambda turn: None, '{"role": ..., "content": ...}'),
     "conversations": (from_sharegpt, '{"from": ..., "value": ...}'),
     "turns": (from_user, "texts"),
 }
@@ -305,3 +300,52 @@ def text_of(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be a text")
     return value
+
+
+def drop_nulls(value: Any, *, schema: bool = False) -> Any:
+    """Return the value without null fields at any depth; of a JSON `schema`, keep a default of null that it allows.
+
+    A column of Parquet or Arrow gives every struct all fields that any row has, with nulls where this row had none.
+    Such a null cannot be told from one that was written, so null fields are dropped from rows of every format, JSON
+    Lines too: the same rows give the same prompts. List elements stay, and so does everything inside JSON text.
+    """
+    if isinstance(value, list):
+        return [drop_nulls(item, schema=schema) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    kept = {name: drop_nulls(item, schema=schema) for name, item in value.items() if item is not None}
+    if schema and "default" in value and "default" not in kept and allows_null(kept):
+        kept = {name: kept.get(name) for name in value if name in kept or name == "default"}
+    return kept
+
+
+def allows_null(schema: Any) -> bool:
+    """Return whether a JSON schema allows null itself; references are not resolved."""
+    if not isinstance(schema, Mapping):
+        return False
+    kinds, listed = schema.get("type"), schema.get("enum")
+    if kinds == "null" or schema.get("nullable") is True:
+        return True
+    if any(isinstance(values, list) and wanted in values for values, wanted in ((kinds, "null"), (listed, None))):
+        return True
+    branches = [branch for name in ("anyOf", "oneOf") for branch in schema.get(name) or ()]
+    return any(allows_null(branch) for branch in branches)
+
+
+def from_json_text(name: str, value: Any) -> Any:
+    """Return the value, parsed if it is JSON text; None for empty text. Raises ValueError if the text is no JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} is a text and no JSON") from None
+
+
+def from_list_text(value: Any) -> Any:
+    """Return the value, parsed if it is the JSON text of a list."""
+    try:
+        parsed = from_json_text("", value)
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, list) else value

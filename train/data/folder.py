@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from accelerate import Accelerator
 from infer.engine import Engine
 from infer.request import SamplingParams
 from train.config import OfflineFeaturesConfig, TrainConfig
-from train.data.dialogue import provided_rows
+from train.data.dialogue import provided_dialogue
 from train.data.examples import Example
 from train.data.prompts import Prompts, first_of, longest_prompt, read_prompts
 from train.data.regenerate import (
@@ -40,7 +41,7 @@ from train.distributed.collectives import any_process, broadcast, gather, log_ma
 from train.planning.time_limit import TimeLimit, spread
 from train.signals import StopRequest
 from train.storage import atomic
-from train.storage.reuse import (
+from train.storage.run_folder import (
     INGREDIENTS,
     LIMITED,
     RECIPE,
@@ -88,22 +89,19 @@ def open_data(
     )
 
 
+@dataclass
 class Making:
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Engine,
-        accelerator: Accelerator,
-        folder: Path,
-        stop: StopRequest,
-        limit: TimeLimit | None,
-    ) -> None:
-        self.limit = limit
-        self.config, self.engine, self.accelerator = config, engine, accelerator
-        self.folder, self.stop = folder, stop
-        assert engine.tokenizer is not None
-        self.tokenizer = engine.tokenizer
-        self.longest = longest_prompt(config.data, engine.context)
+    config: TrainConfig
+    engine: Engine
+    accelerator: Accelerator
+    folder: Path
+    stop: StopRequest
+    limit: TimeLimit | None
+
+    def __post_init__(self) -> None:
+        assert self.engine.tokenizer is not None
+        self.tokenizer = self.engine.tokenizer
+        self.longest = longest_prompt(self.config.data, self.engine.context)
 
     def make(self, retry_failed: bool) -> None:
         config, accelerator = self.config, self.accelerator
@@ -133,14 +131,19 @@ class Making:
         generator = (
             "the target" if provided or config.data.server is None else f"{config.data.server}, and the target here,"
         )
-        answerer = None if provided else self._answerer()  # before generation, so that an unusable server fails early
+        answerer: Answerer | None = None if provided else EngineGenerator(self.engine)
+        if config.data.server is not None:  # before generation, so that an unusable server fails early
+            from train.data.answer_server import ServerGenerator
+
+            answerer = ServerGenerator(config.data, self.engine.target.config.vocab_size)
         log_main(accelerator, f"{generator} continues {work}")
         held_out = self._answer(EngineGenerator(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
             keys = list(prompts.train)
             if self.limit is not None:
                 keys = spread(keys, broadcast(accelerator, self.limit.affordable(len(keys))))
-            train = collect(keys, {key: self._provided(prompts.train[key]) for key in keys}, {})
+            dialogues = {key: provided_dialogue(prompts.train[key], self.tokenizer, self.longest) for key in keys}
+            train = collect(keys, {key: Conversation(dialogue.rows) for key, dialogue in dialogues.items()}, {})
         else:
             train = self._answer(answerer, prompts.train, sampled, TRAIN, self.limit)
         if accelerator.is_main_process:
@@ -148,16 +151,6 @@ class Making:
             assert held_out is not None
             self._write(prompts, parts, train, held_out)
         accelerator.wait_for_everyone()
-
-    def _provided(self, example: Example) -> Conversation:
-        return Conversation(provided_rows(example, self.tokenizer, self.longest))
-
-    def _answerer(self) -> Answerer:
-        if self.config.data.server is None:
-            return EngineGenerator(self.engine)
-        from train.data.answer_server import ServerGenerator
-
-        return ServerGenerator(self.config.data, self.engine.target.config.vocab_size)
 
     def _answer(
         self,

@@ -104,22 +104,21 @@ def longest_prompt(data: DataConfig, context: int) -> int:
     return min(limit, context - 3)
 
 
+@dataclass
 class Reader:
-    def __init__(
-        self,
-        data: RowSource,
-        tokenizer: Tokenizer,
-        longest: int,
-        eval_prompts: int,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.check = check
-        self.data, self.tokenizer, self.longest, self.eval_prompts = data, tokenizer, longest, eval_prompts
-        self.reading = Reading()
-        self.name = "data=chat" if isinstance(data, ChatDataConfig) else f"data.path={data.path}"
-        self.train: dict[int, Example] = {}
-        self.held_out: dict[int, Example] = {}  # by opening key
-        self._count = 0
+    data: RowSource
+    tokenizer: Tokenizer
+    longest: int
+    eval_prompts: int
+    check: Callable[[], None] = lambda: None
+    reading: Reading = field(default_factory=Reading)
+    train: dict[int, Example] = field(default_factory=dict)
+    held_out: dict[int, Example] = field(default_factory=dict)  # by opening key
+    _count: int = 0
+
+    @property
+    def name(self) -> str:
+        return "data=chat" if isinstance(self.data, ChatDataConfig) else f"data.path={self.data.path}"
 
     def read(self) -> Prompts:
         """Read rows until both sides are full. Raises ValueError if a side stays empty."""

@@ -22,7 +22,7 @@ from infer.options.paths import resolve_path
 from infer.processes import messages
 from infer.processes.liveness import ENDED, FAILED, GRACE_S, MOST_BYTES, REASON_S, Liveness
 from infer.processes.process_end import end_at_once
-from train.checkpoint import latest_checkpoint
+from train.checkpoint import find_checkpoint
 from train.config import TrainConfig
 from train.distributed.collectives import broadcast
 from train.signals import StopRequest
@@ -56,7 +56,7 @@ class OtherProcesses:
         folder = resolve_path(self._config.output_dir) / str(self._config.run) / "checkpoints"
         return (
             f"parallel={self._config.parallel.name}: {lost}, so this process ends too; the other's output says why. "
-            f"Last good checkpoint: {latest_checkpoint(folder) or 'none yet'}; resume with: {self._resume}"
+            f"Last good checkpoint: {find_checkpoint(folder) or 'none yet'}; resume with: {self._resume}"
         )
 
     def _on_lost(self, rank: int, what: str) -> None:

@@ -42,9 +42,7 @@ def target_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]
     return Features(output.aux, output.hidden)
 
 
-@torch.no_grad()
-def compute_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
-    return target_features(target, batch, aux_layers)
+compute_features = torch.no_grad()(target_features)
 
 
 def stored_layers(aux_layers: Sequence[int]) -> list[int]:

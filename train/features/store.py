@@ -1,7 +1,7 @@
 """The target's hidden states of all sequences, computed once: in memory, or with features=offline in files.
 
     manifest.json            what the features depend on; a store with another manifest is refused
-    shard-00000.safetensors  what layout.py stores for the tokens of consecutive sequences
+    shard-00000.safetensors  what `Layout` stores for the tokens of consecutive sequences
 
 Shards are written atomically, so an interrupted store can be completed by the same command or any other run with the
 same features; processes divide the shards among themselves. Files are read row by row through memory maps. The data's
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +25,99 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels.linear import WeightFormat
+from kernels.quantize import quantize
+from models.config import LAST
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
+from train.config import OfflineFeaturesConfig
 from train.data.sequences import Batch, Sequences
-from train.features.layout import Layout
-from train.features.online import Features, compute_features
+from train.features.online import Features, TopTokens, compute_features, stored_layers
+from train.objectives import teacher
 from train.preparation.threads import WorkThreads
 from train.publishing.provenance import code_state
 from train.signals import Interrupted
 from train.storage import atomic
-from train.storage.reuse import text_hash, tokenizer_record
+from train.storage.run_folder import tokenizer_record
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is stored for every token: hidden states as they are or in fp8, the last one or top-k log-probabilities.
+
+    features        [tokens, layers, H]   in the target's dtype, or fp8 (e4m3) with
+    scales          [tokens, layers]      fp32: what a token's largest value in a layer was divided by
+    top_log_probs   [tokens, k]           fp16: the k largest of the target's log-probabilities (its logits less
+    top_ids         [tokens, k]           int32   their log-sum-exp), which stand for the state after the final norm
+    """
+
+    layers: tuple[int, ...]  # ascending
+    hidden_size: int
+    dtype: torch.dtype
+    fp8: bool = False
+    top_k: int | None = None
+
+    @classmethod
+    def of(
+        cls, target: LlamaTarget, aux_layers: Sequence[int], settings: OfflineFeaturesConfig | None = None
+    ) -> Layout:
+        """Make the layout. Raises ValueError if `top_k` exceeds the target's vocabulary."""
+        top_k, fp8 = (settings.top_k, settings.dtype == "fp8") if settings else (None, False)
+        if top_k is not None and top_k > target.config.vocab_size:
+            raise ValueError(f"features.top_k={top_k}: the target has {target.config.vocab_size} tokens; give fewer")
+        layers = stored_layers(aux_layers) if top_k is None else sorted({*aux_layers})
+        return cls(tuple(layers), target.config.hidden_size, target.norm.weight.dtype, fp8, top_k)
+
+    @property
+    def token_bytes(self) -> int:
+        value = 1 if self.fp8 else self.dtype.itemsize
+        scales = 4 * len(self.layers) if self.fp8 else 0
+        return len(self.layers) * self.hidden_size * value + scales + 6 * (self.top_k or 0)
+
+    def record(self) -> dict[str, Any]:
+        """Return the manifest entries of this layout."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layers": list(self.layers),
+            "hidden_size": self.hidden_size,
+            "stored": "fp8" if self.fp8 else "same",
+            "top_k": self.top_k,
+        }
+
+    def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
+        """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
+        tensors = {"features": states}
+        if self.fp8:
+            stored, scales = quantize(states.flatten(0, 1), "fp8")
+            tensors = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
+        if self.top_k is not None:
+            values, ids = top_tokens(target, hidden, self.top_k)
+            tensors |= {"top_log_probs": values.half(), "top_ids": ids.int()}
+        return {name: value.cpu() for name, value in tensors.items()}
+
+    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the states `[..., layers, H]` in the target's dtype."""
+        states = stored["features"]
+        if not self.fp8:
+            return states
+        return (states.float() * stored["scales"][..., None]).to(self.dtype)
+
+    def features(self, aux_layers: Sequence[int], states: Tensor, stored: Mapping[str, Tensor]) -> Features:
+        """Return features from states `[B, T, layers, H]` and the other tensors stored for the same slots."""
+        by_layer = dict(zip(self.layers, states.unbind(2), strict=True))
+        aux = tuple(by_layer[layer] for layer in aux_layers)
+        if self.top_k is None:
+            return Features(aux, by_layer[LAST])
+        top = TopTokens(stored["top_log_probs"].float(), stored["top_ids"].long())
+        return Features(aux, states.new_zeros(*states.shape[:2], 0), top)
+
+
+@torch.no_grad()
+def top_tokens(target: LlamaTarget, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest log-probabilities per token, descending, and their ids, from hidden `[tokens, H]`."""
+    size = max(1, teacher.CHUNK_ELEMENTS // target.config.vocab_size)
+    chunks = [target.logits(chunk).float().log_softmax(-1).topk(count) for chunk in hidden.split(size)]
+    return torch.cat([top.values for top in chunks]), torch.cat([top.indices for top in chunks])
+
 
 MANIFEST, FORMAT = "manifest.json", 3
 SHARD_MB = 512  # an interruption loses at most about this much
@@ -77,10 +160,6 @@ def origin(target: LlamaTarget, tokenizer: Tokenizer, layout: Layout, weights: W
         **tokenizer_record(tokenizer),
         "shard_mb": SHARD_MB,
     }
-
-
-def store_name(record: dict[str, Any]) -> str:
-    return text_hash(json.dumps(record, sort_keys=True))
 
 
 def cut_shards(sequences: Sequences, token_bytes: int) -> list[Shard]:

@@ -28,9 +28,15 @@ from train.features.online import Features
 from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.draft_states import draft_states
-from train.objectives.losses.functions import agreement, overlap, slot_losses
-from train.objectives.losses.fused import SharedGradients, chunked_sums
-from train.objectives.losses.narrow import NarrowWeights, is_plain
+from train.objectives.losses import (
+    NarrowWeights,
+    SharedGradients,
+    agreement,
+    chunked_sums,
+    is_plain,
+    overlap,
+    slot_losses,
+)
 from train.objectives.teacher import Teacher
 
 NATIVE_LOSSES = ("kl", "ce", "label")
@@ -95,7 +101,7 @@ class Objective(nn.Module):
         return (
             self.config.fused is None
             and type(self).slot_costs is Objective.slot_costs
-            and self.loss in NATIVE_LOSSES
+            and self.config.loss in NATIVE_LOSSES
             and vocabulary.supported(parameter.device, parameter.dtype)
             and all(is_plain(self.head.readout(depth).lm_head) for depth in range(self.steps))
         )
@@ -111,18 +117,13 @@ class Objective(nn.Module):
         """w in the weight w^k of step k."""
         return self.config.step_weight
 
-    @property
-    def loss(self) -> str:
-        """The name of the loss of the logits, as in `losses.functions.slot_losses`."""
-        return self.config.loss
-
     def share(self, teacher: Teacher) -> Tensor:
         """Return the weight of each slot's loss of the logits, `[N]`."""
         return teacher.in_vocab.float() if self.config.drop_out_of_vocab else torch.ones_like(teacher.mass)
 
     def covered(self, teacher: Teacher) -> Tensor:
         """Return which slots have the token that they are compared with in the draft vocabulary, bool `[N]`."""
-        return teacher.in_vocab & (teacher.label >= 0) if self.loss == "label" else teacher.in_vocab
+        return teacher.in_vocab & (teacher.label >= 0) if self.config.loss == "label" else teacher.in_vocab
 
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor | None:
         """Return the loss of the states `[N, S]` themselves per slot, `[N]`; None if there is none."""
@@ -130,7 +131,7 @@ class Objective(nn.Module):
 
     def costs(self, logits: Tensor, states: Tensor, teacher: Teacher) -> Tensor:
         """Return the total loss per slot, `[N]`, from logits `[N, Vd]`, states `[N, S]` and N rows of the teacher."""
-        costs = self.share(teacher) * slot_losses(self.loss, logits, teacher)
+        costs = self.share(teacher) * slot_losses(self.config.loss, logits, teacher)
         others = self.state_costs(states, teacher)
         return costs if others is None else costs + others
 
@@ -268,7 +269,7 @@ class Objective(nn.Module):
         assert teacher.logits is not None
         lm_head, before = self.head.readout(depth)
         x, weight = before(states), cast(Linear, lm_head).weight
-        label = {"kl": None, "ce": teacher.draft_choice, "label": teacher.label}[self.loss]
+        label = {"kl": None, "ce": teacher.draft_choice, "label": teacher.label}[self.config.loss]
         share = self.share(teacher)
         costs = vocabulary.linear_loss(
             x, weight, weights * share, *teacher.logits, label, narrow=self._narrow(weight), overlap=metrics

@@ -1,16 +1,23 @@
-"""The objective of block drafters (DFlash, arXiv 2602.06036): the depths of blocks at random slots of the responses."""
+"""The objectives of block drafters: the depths of blocks at random slots of responses (DFlash, arXiv 2602.06036)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from models.heads.block import BlockHead, base_logits
+from models.heads.dflash2.config import DFlash2ObjectiveConfig
+from models.heads.dflash2.head import DFlash2Head
+from models.heads.dspark.config import DSparkObjectiveConfig
 from models.heads.objectives import BlockObjectiveConfig
 from train.data.sequences import Batch
 from train.objectives import alignment
-from train.objectives.base import Objective, Pairs, StepSums
+from train.objectives.base import Objective, Pairs, StepSums, in_fp32
+from train.objectives.losses import overlap, slot_losses
 from train.objectives.teacher import Teacher
 
 
@@ -86,3 +93,50 @@ def random_slots(served: Tensor, count: int, generator: torch.Generator) -> Tens
     """
     order = torch.rand(served.shape, generator=generator, device=generator.device).to(served.device)
     return (order + (~served).float()).argsort(dim=-1)[:, :count].sort(dim=-1).values
+
+
+class DSparkObjective(BlockObjective):
+    """A mixture of two losses of the logits, and the confidence head's (arXiv 2607.05147)."""
+
+    config: DSparkObjectiveConfig
+
+    def slot_costs(self, states: Tensor, teacher: Teacher, depth: int) -> tuple[Tensor, Tensor]:
+        logits, costs = super().slot_costs(states, teacher, depth)
+        label_weight = self.config.label_weight
+        with in_fp32(logits.device.type):
+            costs = (1 - label_weight) * costs
+            if label_weight:
+                costs = costs + label_weight * self.share(teacher) * slot_losses("label", logits, teacher)
+            corrector = cast(BlockHead, self.head).corrector
+            if corrector.predicts_acceptance:
+                confidence = corrector.confidence(states)
+                accepted = overlap(logits.detach(), teacher).clamp(0, 1)
+                costs = costs + self.config.confidence_weight * F.binary_cross_entropy(
+                    confidence.exp().clamp(1e-6, 1 - 1e-6), accepted, reduction="none"
+                )
+        return logits, costs
+
+
+class DFlash2Objective(BlockObjective):
+    """The loss of the LM head's logits, and the cross-entropy of the selector over its candidates."""
+
+    config: DFlash2ObjectiveConfig
+
+    def slot_costs(self, states: Tensor, teacher: Teacher, depth: int) -> tuple[Tensor, Tensor]:
+        """The text's token takes the place of the last candidate where it is none; without a draft id it costs 0."""
+        head = cast(DFlash2Head, self.head)
+        selector = head.candidate_selector
+        base = base_logits(head, states).float()
+        with in_fp32(base.device.type):
+            costs = self.costs(base, states.float(), teacher)
+            candidates = base.detach().topk(head.config.selector_top_k, dim=-1).indices
+            label = teacher.label.clamp(min=0)[:, None]
+            missing = (candidates != label).all(-1)
+            last = torch.where(missing, label[:, 0], candidates[:, -1])
+            candidates = torch.cat([candidates[:, :-1], last[:, None]], dim=-1)
+            scores = base.gather(-1, candidates) + selector.scores(states, candidates).float()
+            place = (candidates == label).int().argmax(-1)
+            place = torch.where(teacher.label < 0, -1, place)
+            selected = F.cross_entropy(scores, place, reduction="none", ignore_index=-1)
+        costs = costs + self.config.selector_weight * selected
+        return selector.corrected(base.detach(), states.detach()).float(), costs

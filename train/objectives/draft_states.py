@@ -2,7 +2,7 @@
 
 Depth k of slot i stands for "k tokens drafted after position i". Tokens are those of the sequence, states are computed
 by the head: this equals the engine drafting these tokens, which tests assert for every head. Used by the objectives
-(train/objectives/) and by simulated acceptance (train/acceptance.py).
+(train/objectives/) and by simulated acceptance (train/evaluation.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from train.features.online import Features, target_features
 from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.base import Objective, StepSums, slot_weights
-from train.objectives.losses.functions import SoftCrossEntropy
+from train.objectives.losses import SoftCrossEntropy
 from train.objectives.teacher import Teacher
 
 LORA_ALPHA = 16.0  # the paper's

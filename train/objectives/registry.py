@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from train.objectives.base import Objective
-from train.objectives.block import BlockObjective
-from train.objectives.dflash2 import DFlash2Objective
-from train.objectives.dspark import DSparkObjective
+from train.objectives.block import BlockObjective, DFlash2Objective, DSparkObjective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.joint import JointObjective
 from train.objectives.mtp import MtpObjective

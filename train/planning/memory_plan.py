@@ -1,20 +1,29 @@
 """Memory estimate of a run by part, from the sizes of target and head; no weight is loaded.
 
-Assumes full batches in which every token is trained on, an upper bound for real ones. Excludes what no configuration
-key changes: Python and torch, 0.6 GB on a CPU, and memory that an allocator reserves.
+Activations are counted in a dry run: the head's own code runs forward and backward on torch's meta tensors, which have
+only shape and dtype, and the bytes alive at the same time are counted, in fp32; those of precision=bf16 are about a
+sixth less. Assumes full batches in which every token is trained on, an upper bound for real ones. Excludes what no
+configuration key changes: Python and torch, 0.6 GB on a CPU, and memory that an allocator reserves.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from infer.kvcache.tensors import kv_dtype
 from infer.options.devices import resolve_device
 from kernels.linear import reads_narrow
 from kernels.quantize import narrow_bytes
-from kernels.vocabulary import BLOCK_ELEMENTS
+from kernels.vocabulary import BLOCK_ELEMENTS, TeacherLogits
 from models.heads.base import Head
-from models.heads.borrowing import borrowed_by
+from models.heads.borrowing import borrow, borrowed_by
 from models.heads.objectives import JointObjectiveConfig
 from models.layers import Linear
 from models.lora import linear_layers
@@ -22,12 +31,15 @@ from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
 from train.config import WHOLE, MuonConfig, TrainConfig
-from train.distributed.optimizers import hidden_matrices
+from train.data.sequences import Batch
+from train.distributed.strategies import hidden_matrices
 from train.features.online import feature_bytes, fits_cache
 from train.objectives import teacher
-from train.planning.activations import meta_objective, rehearse
-from train.planning.shapes import processes
-from train.preparation.target import pool_for
+from train.objectives.base import Objective
+from train.objectives.draft_states import draft_states
+from train.objectives.registry import OBJECTIVES
+from train.objectives.teacher import SharedLogits, Teacher
+from train.preparation.models import make_head, pool_for, processes
 
 GB = 1e9
 VALUE, STATE = 4, 16  # bytes of a trained parameter: its value in fp32; with gradient and Adam's two moments
@@ -48,10 +60,14 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     item = kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
     per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.num_layers * item
     cached = features_in_memory(config, target, head, tokens)
+    # of a target that is trained too, unpacked in training and merged in evaluation
+    copies = 2 * sum(p.nbytes for p in target.parameters()) if config.trains_target else 0
+    # unpacked, of what the head uses in place; one if they are tied
+    borrowed = {target.embed_tokens.weight, target.lm_head.weight} if any(borrowed_by(head)) else ()
     return {
-        "target": target_bytes(target, config) + copies_of_target(target, config),
+        "target": target_bytes(target, config) + copies,
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
-        "head and optimiser": state_bytes(config, target, head) + borrowed_bytes(target, head),
+        "head and optimiser": state_bytes(config, target, head) + sum(weight.nbytes for weight in borrowed),
         "features": cached + feature_bytes(target, head.config.aux_layers, batch),
         "activations": activation_bytes(config, target, head),
     }
@@ -61,8 +77,9 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
     """Return the bytes of head, gradients and optimiser, sharded as `parallel` says, and of copies of the head."""
     trained, frozen = parameters(head)
     name, total = config.parallel.name, trained + frozen
-    if isinstance(config.objective, JointObjectiveConfig):
-        trained += adapter_parameters(target, config.objective)
+    if isinstance(objective := config.objective, JointObjectiveConfig):
+        adapted = [layer for _, name, layer in linear_layers(target.layers) if name in objective.lora_on]
+        trained += sum(objective.lora_rank * (layer.in_features + layer.out_features) for layer in adapted)
     num_bytes = trained * STATE + frozen * VALUE
     if isinstance(config.optim, MuonConfig):  # one moment, not two
         num_bytes -= VALUE * sum(matrix.numel() for matrix in hidden_matrices(head))
@@ -74,14 +91,6 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
         num_bytes = divided // processes() + (2 * total + trained) * VALUE
     item = target.norm.weight.element_size()
     return num_bytes + (total * item if item != VALUE else 0)  # a copy in the target's dtype during evaluation
-
-
-def borrowed_bytes(target: LlamaTarget, head: Head) -> int:
-    """Return the bytes of unpacked copies of the target's embedding and LM head, if the head uses these in place."""
-    if not any(borrowed_by(head)):
-        return 0
-    weights = {target.embed_tokens.weight, target.lm_head.weight}  # one if they are tied
-    return sum(weight.numel() * weight.element_size() for weight in weights)
 
 
 def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
@@ -107,23 +116,15 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     return max(layer, teaching, learning)
 
 
-def copies_of_target(target: LlamaTarget, config: TrainConfig) -> int:
-    """Return the bytes of copies of a target that is trained too: unpacked in training, merged in evaluation."""
-    if not config.trains_target:
-        return 0
-    return 2 * sum(p.numel() * p.element_size() for p in target.parameters())
-
-
-def adapter_parameters(target: LlamaTarget, objective: JointObjectiveConfig) -> int:
-    adapted = [layer for _, name, layer in linear_layers(target.layers) if name in objective.lora_on]
-    return sum(objective.lora_rank * (layer.in_features + layer.out_features) for layer in adapted)
-
-
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
-    """Return this process's bytes: linear layers sharded over ranks, and quantized where a kernel supports that."""
+    """Return this process's bytes: linear layers sharded over ranks, and quantized where a kernel supports that.
+
+    Of a target that is sharded over processes: unsharded tensors, layer shards, and the two layers gathered at a time.
+    """
     dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
     if config.features.target == "sharded":
-        return sharded_bytes(target, processes())
+        unsharded = sum(p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS))
+        return (unsharded + sum(shared_elements(list(target.layers), processes()))) * dtype.itemsize
     weight_format, device = config.engine.weight_format, resolve_device(config.model.device)
 
     def size(linear: Linear) -> int:
@@ -138,12 +139,6 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     return sum(size(m) for m in linear.values()) // ranks + (elements + tied) * dtype.itemsize
 
 
-def sharded_bytes(target: LlamaTarget, count: int) -> int:
-    """Return the bytes of one process's layer shards, the two layers gathered at a time, and unsharded tensors."""
-    unsharded = sum(p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS))
-    return (unsharded + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
-
-
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
     """Return the bytes of the in-memory feature cache over all sequences; 0 if there is none."""
     cached = fits_cache(config.features, target, head.config.aux_layers, tokens)
@@ -154,3 +149,89 @@ def parameters(head: Head) -> tuple[int, int]:
     """Return the numbers of trained and of frozen parameters."""
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     return trained, sum(p.numel() for p in head.parameters()) - trained
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, counts bytes of live tensors created since it was entered (`now`), and their maximum (`peak`).
+
+    torch's MemTracker refuses modules that are called more than once in a forward, as every step calls the head's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        pointer = storage._cdata
+        if pointer in self._storages:
+            return
+        size = storage.nbytes()
+        self._storages.add(pointer)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, pointer, size)
+
+    def _drop(self, pointer: int, size: int) -> None:
+        self._storages.discard(pointer)
+        self.now -= size
+
+
+def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
+    """Return the objective around a head on the meta device, like `target`; a joint objective does not adapt it."""
+    with torch.device("meta"):
+        head = make_head(config.head, target.config)
+        borrow(head, target)
+        head.float()  # what is borrowed too, as in training
+        return OBJECTIVES[config.objective.name](head, config.objective)
+
+
+def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -> int:
+    """Return the peak bytes beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
+
+    `target` is on the meta device too. Of a joint objective only the heads are profiled.
+    """
+    objective = meta_objective(config, target)
+    head, ids = objective.head, torch.zeros(rows, length, dtype=torch.int64)
+    batch = Batch(ids, torch.ones_like(ids, dtype=torch.bool), tuple(range(rows)))
+    first, slots = objective.slots(batch, torch.Generator())
+    pairs = [
+        pair._replace(**{name: value.to("meta") for name, value in pair._asdict().items() if name != "share"})
+        for pair in objective.pairs(batch, first, slots)
+    ]
+    with torch.device("meta"):
+        feature = torch.zeros(rows, length, target.config.hidden_size, dtype=target.norm.weight.dtype)
+        aux, denominators = [feature] * len(head.config.aux_layers), torch.ones(objective.steps)
+        with LiveBytes() as live:
+            teacher = meta_teacher(objective, len(pairs[0].rows), feature.dtype, target.config.vocab_size)
+            states = draft_states(head, ids.to("meta"), aux, objective.steps, first, [s.to("meta") for s in slots])
+            loss, _ = objective.losses(states, pairs, teacher, denominators, True)
+            forward = live.peak
+            loss.backward()
+        gradients = sum(p.grad.numel() * p.grad.element_size() for p in head.parameters() if p.grad is not None)
+    return max(forward, live.peak - gradients)
+
+
+def meta_teacher(objective: Objective, rows: int, dtype: torch.dtype, vocab_size: int) -> Teacher:
+    """Return a teacher of as many bytes as `Objective.teach` makes, for `rows` served slots."""
+    head = objective.head
+    column, drafts = torch.zeros(rows), head.config.draft_vocab_size
+    logits, width = None, 0 if objective.fused else drafts
+    if objective.native:
+        teacher_logits = TeacherLogits(torch.zeros(rows, drafts, dtype=dtype), column, column, column)
+        logits, width = SharedLogits(teacher_logits, column.long()), 0
+    return Teacher(
+        probs=torch.zeros(rows, width), negentropy=column, mass=column,
+        choice=column.long(), draft_choice=column.long(), in_vocab=column.bool(), label=column.long(),
+        hidden=torch.zeros(rows, head.config.target_hidden_size),
+        make_probs=(lambda hidden: hidden.new_zeros(len(hidden), vocab_size)[:, :drafts].softmax(-1))
+        if objective.fused else None,
+        logits=logits,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -12,52 +13,47 @@ from infer.engine import Engine
 from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data.sequences import Batch
 from train.features.online import compute_features, fits_cache
-from train.planning.shapes import processes, shapes
-from train.preparation.threads import say_nothing, work_threads
+from train.preparation.models import processes, shapes
+from train.preparation.threads import work_threads
 
 SHARE = 0.5  # of minutes=; the other half is for updates and evaluations
 
 T = TypeVar("T")
 
 
+@dataclass
 class TimeLimit:
-    """Decides how many conversations there is time for.
+    """Decides how many conversations there is time for."""
 
-    `seconds`: from `started` until answers and features must be done. `each`: seconds that the features of one
-    conversation will take. `least`: conversations that are made however long they take.
-    """
+    seconds: float  # from `started` until answers and features must be done
+    started: float
+    each: float = 0.0  # seconds that the features of one conversation will take
+    least: int = 1  # conversations that are made however long they take
+    clock: Callable[[], float] = time.perf_counter
+    reached: bool = False  # whether answering ended early
 
-    def __init__(
-        self,
-        seconds: float,
-        started: float,
-        each: float = 0.0,
-        least: int = 1,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._seconds, self._started, self._each, self._least, self._clock = seconds, started, each, least, clock
-        self._began = clock()
-        self.reached = False  # whether answering ended early
+    def __post_init__(self) -> None:
+        self._began = self.clock()
 
     @property
     def _spent(self) -> float:
-        return self._clock() - self._started
+        return self.clock() - self.started
 
     def over(self, answered: int) -> bool:
         """Return whether answering must end, with `answered` conversations that have at least a part of an answer."""
-        self.reached = answered >= self._least and self._spent + answered * self._each >= self._seconds
+        self.reached = answered >= self.least and self._spent + answered * self.each >= self.seconds
         return self.reached
 
     def about(self, answered: float) -> int:
         """Estimate the number of conversations there is time for, from the first `answered` ones, at least one."""
-        pace = (self._clock() - self._began) / answered + self._each
-        return max(self._least, int((self._seconds - (self._began - self._started)) / pace))
+        pace = (self.clock() - self._began) / answered + self.each
+        return max(self.least, int((self.seconds - (self._began - self.started)) / pace))
 
     def affordable(self, count: int) -> int:
         """Return of how many of `count` conversations that need no answer the features can be computed."""
-        if not self._each:
+        if not self.each:
             return count
-        return min(count, max(self._least, int((self._seconds - self._spent) / self._each)))
+        return min(count, max(self.least, int((self.seconds - self._spent) / self.each)))
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -98,4 +94,5 @@ def feature_seconds(config: TrainConfig, engine: Engine) -> float:
             torch.cuda.synchronize(engine.device)
 
     work()  # warm-up
-    return work_threads(config, engine.device, processes(), say_nothing).look(work) / rows
+    threads = work_threads(config, engine.device, processes(), lambda text: None)  # no work follows, so nothing is said
+    return threads.look(work) / rows

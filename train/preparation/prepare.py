@@ -9,30 +9,42 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from infer.engine import Engine
+from infer.options.paths import resolve_path
 from models.heads.base import Head
 from models.targets.llama import LlamaTarget
 from models.vocab import coverage
-from train.config import TrainConfig
+from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfig
 from train.data.folder import Data
 from train.data.sequences import Sequences, best_fit
-from train.distributed.collectives import log_main
-from train.distributed.exchange import ProcessExchange
+from train.distributed.collectives import ProcessExchange, log_main, stopping_together
 from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
-from train.features.online import FeatureSource, online_features
+from train.features.online import FeatureSource, fits_cache, online_features
+from train.features.store import (
+    CachedFeatures,
+    FeatureStore,
+    Layout,
+    manifest,
+    open_store,
+    other_code,
+    refuse_small_disk,
+    wider_layout,
+)
 from train.objectives.joint import JointObjective
-from train.preparation.features import open_features
-from train.preparation.head import give_vocabulary, make_head, make_objective
-from train.preparation.target import open_engine, pool_for
+from train.preparation.models import give_vocabulary, make_head, make_objective, open_engine, pool_for
+from train.preparation.threads import work_threads
 from train.publishing.target_view import AdaptedTarget, ServedTarget
+from train.publishing.trackers import warn
 from train.schedule import peak_rate
 from train.signals import StopRequest
+from train.storage.run_folder import recipe
 
 
 @dataclass
@@ -53,8 +65,50 @@ class Prepared:
 
     def open_features(self, config: TrainConfig, engine: Engine, stop: StopRequest) -> None:
         """Compute the features. Raises Interrupted on every process if a stop is requested meanwhile."""
-        layers, accelerator = self.head.config.aux_layers, self.placement.accelerator
-        self.features = open_features(config, engine, layers, self.sequences, accelerator, stop)
+        layers, accelerator, target = self.head.config.aux_layers, self.placement.accelerator, engine.target
+        settings, rank, world = config.features, accelerator.process_index, accelerator.num_processes
+        online = isinstance(settings, OnlineFeaturesConfig)
+        if online and not fits_cache(settings, target, layers, int(self.sequences.offsets[-1])):
+            self.features = online_features(target, layers)
+            return
+        assert engine.tokenizer is not None
+        layout = Layout.of(target, layers, settings if isinstance(settings, OfflineFeaturesConfig) else None)
+        record = manifest(target, engine.tokenizer, self.sequences, layout, config.engine.weight_format)
+        place = resolve_path(config.output_dir) / "features" / config.model.name
+        store: FeatureStore
+        if online:
+            of_batches = {"batch_size": config.batch_size, "room": config.room, "process": rank}
+            folder = place / f"interrupted-{recipe(record | of_batches)}"
+            store, rank, world = CachedFeatures(folder, target, layers, self.sequences, layout), 0, 1
+        else:
+            store = self._open_store(place, getattr(settings, "path", None), layout, record)
+        threads, show = work_threads(config, accelerator.device, accelerator.num_processes), accelerator.is_main_process
+        with stopping_together(accelerator, target.join_gathers):
+            store.fill(config.batch_size, (rank, world), stop.check, room=config.room, show=show, threads=threads)
+        self.features = store
+
+    def _open_store(self, place: Path, path: str | None, layout: Layout, record: dict[str, Any]) -> FeatureStore:
+        """Open the store at `path`, else the one of these features in `place`, or another there with more layers."""
+        accelerator = self.placement.accelerator
+        folder = resolve_path(path) if path else place / recipe(record)
+        others = [] if path or folder.is_dir() else sorted(place.glob("*/"))
+        for other in (folder, *others):
+            if wider := wider_layout(layout, record, other):
+                folder, layout, record = other, wider, {**record, "layers": list(wider.layers)}
+                break
+        store = FeatureStore(folder, self.target, self.head.config.aux_layers, self.sequences, layout)
+        refuse_small_disk(folder, store.missing_bytes)
+        done = store.shards - len(store.missing)
+        kept = f"; {done} of {store.shards} shards are there" if done else ""
+        log_main(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
+        if accelerator.is_main_process:
+            made_by = open_store(folder, record)
+            writer = f"{made_by.get('version')}, commit {made_by.get('commit')}"
+            log_main(accelerator, f"the store was written by Headway {writer}")
+            if note := other_code(made_by):
+                warn(note)
+        accelerator.wait_for_everyone()
+        return store
 
 
 def start_engine(config: TrainConfig, accelerator: Accelerator, resources: ExitStack) -> Engine:

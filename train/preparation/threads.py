@@ -30,10 +30,6 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-def say_nothing(text: str) -> None:
-    """For timings after which no work follows."""
-
-
 class WorkThreads:
     """The present number of threads, `count`: 1 or `most`.
 

@@ -1,11 +1,17 @@
 """outputs/<run>/: one folder per run, created, or resumed with the configuration with which it was started.
 
 Only keys in FREE may differ on resumption: no past update depends on them.
+
+A run takes another run's sequences if they are exactly those that it would generate. The target's output depends on the
+target, the prompts and the generation settings, not on the head that is trained on it, so several heads trained under
+one `output_dir` need it generated only once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -16,7 +22,10 @@ from typing import Any
 from infer import config as infer_config
 from infer.console.command_words import python_command
 from infer.options.cli import load_config, save_config
+from infer.options.devices import dtype_name
 from infer.options.paths import resolve_path
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
 from train import config as train_config
 from train.config import TrainConfig
 from train.schedule import Budget
@@ -27,27 +36,10 @@ WRITTEN_INTO = ("data", "checkpoints")  # subfolders that a run writes into
 HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # files of an exported head
 # Keys (or prefixes) that may differ when a run is resumed: no past update depends on them.
 FREE = (
-    "steps",
-    "minutes",
-    "check",
-    "stage",
-    "tracker.",
-    "engine.",
-    "features.target",
-    "log_every",
-    "eval_every",
-    "eval_concurrency",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "export",
-    "max_skipped",
-    "output_dir",
-    "overwrite",
-    "head.path",
-    "data.concurrency",
-    "data.retries",
-    "data.timeout_s",
-)
+    "steps", "minutes", "check", "stage", "tracker.", "engine.", "features.target", "log_every", "eval_every",
+    "eval_concurrency", "checkpoint_every", "keep_checkpoints", "export", "max_skipped", "output_dir", "overwrite",
+    "head.path", "data.concurrency", "data.retries", "data.timeout_s",
+)  # fmt: skip
 BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # exceptions: a target's output depends on them
 ABSENT = object()
 
@@ -192,3 +184,92 @@ def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int
     """Return the command that resumes a run started with `overrides`."""
     kept = [item for item in overrides if not item.lstrip("+").startswith("run=")]
     return python_command("train/run.py", *kept, f"run={config.run}", processes=processes)
+
+
+SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # keys of a record
+LIMITED = "limited"  # key of a record: by how many minutes, and how many of the conversations were left out for that
+WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # keys of data that do not change what is generated
+
+
+def text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return hashes of everything that maps conversations to token ids."""
+    texts = tokenizer.chat.texts
+    templates = json.dumps(texts, sort_keys=True) if len(texts) > 1 else next(iter(texts.values()), "")
+    return {"tokenizer": text_hash(tokenizer.backend.to_str()), "chat_template": text_hash(templates)}
+
+
+def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
+    """Return all that the sequences of both splits depend on. `source` identifies the prompts and their content."""
+    engine, data = config.engine, asdict(config.data)
+    bits = {"weights": engine.weight_format, "kv_dtype": engine.kv_dtype}
+    changing = {key: value for key, value in bits.items() if value != "same"}
+    return {
+        "target": target.fingerprint,
+        **tokenizer_record(tokenizer),
+        "end_tokens": list(tokenizer.eos_ids),
+        "dtype": dtype_name(config.model),
+        "source": source,
+        "data": {key: value for key, value in data.items() if key not in WITHOUT_EFFECT},
+        "seed": config.seed,
+        "held out": [config.eval_prompts, config.eval_max_tokens],
+        "exact": engine.exact,
+        **changing,
+    }
+
+
+def recipe(parts: Mapping[str, Any]) -> str:
+    """Return a hash of the ingredients of data or features."""
+    return text_hash(json.dumps(parts, sort_keys=True))
+
+
+def refuse_other(config: TrainConfig, parts: Mapping[str, Any], record: Path) -> None:
+    """Raises ValueError naming the differences if the JSON file `record` has other ingredients than `parts`."""
+    stored = read_record(record)
+    if stored[RECIPE] == recipe(parts):
+        return
+    old_parts = stored.get(INGREDIENTS, {})
+    names = [name for name in sorted(old_parts.keys() | parts.keys()) if old_parts.get(name) != parts.get(name)]
+    changes = "; ".join(f"{name} was {old_parts.get(name)} and is {parts.get(name)}" for name in names if old_parts)
+    cure = "begin anew with another run=<name>"
+    if "target" in names:
+        cure = f"put back the weights that model.path={config.model.path} had, or {cure}"
+    raise ValueError(
+        f"run={config.run}: {record.parent} was made from something else: {changes or 'it says no more'}; {cure}"
+    )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {key: record[key] for key in (SOURCE, RECIPE)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error!r}); begin anew with another run=<name>") from error
+
+
+def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str], minutes: float | None = None) -> Path | None:
+    """Return a data folder `runs/*/data` that has all of `files` and whose JSON file `record` names recipe `wanted`.
+
+    One that was limited by minutes is a twin of runs that have no more of them.
+    """
+    for path in sorted(runs.glob(f"*/data/{record}")):
+        if not all((path.parent / name).is_file() for name in files):
+            continue
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            limited = (stored.get(LIMITED) or {}).get("minutes")
+        except (OSError, ValueError, AttributeError):
+            continue  # a damaged record of another run is no error of this one
+        if stored.get(RECIPE) == wanted and (limited is None or (minutes is not None and minutes <= limited)):
+            return path.parent
+    return None
+
+
+def copy_twin(twin: Path, folder: Path, files: Sequence[str]) -> None:
+    """Replace `folder` by one with `files` alone."""
+    with atomic.replace_folder(folder) as staging:
+        for name in files:
+            shutil.copyfile(twin / name, staging / name)

@@ -8,23 +8,23 @@ from typing import ClassVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from infer.server.api.conversation import Conversation
-from infer.server.api.rendering import ChoicesAnswer, Json, respond
+from infer.server.api.conversation import Conversation, converse
+from infer.server.api.rendering import ChoicesAnswer, Json
 from infer.server.parsing.stream import ChatParser, Parts
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.chat import ChatRequest
-from infer.server.protocol.logprobs import TokenNames, chat_logprobs
+from infer.server.protocol.logprobs import chat_logprobs
 from infer.server.service import Service
 from infer.server.session import Choice, Piece, Session, tokens_within
 
 
 class ChatAnswer(ChoicesAnswer):
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    opening: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
-    closing: ClassVar[Json] = {"delta": {}}
+    begin: ClassVar[Json] = {"delta": {"role": "assistant", "content": ""}}
+    empty: ClassVar[Json] = {"delta": {}}
 
-    def __init__(self, body: ChatRequest, session: Session, conversation: Conversation, names: TokenNames) -> None:
-        super().__init__(body, session, names)
+    def __init__(self, body: ChatRequest, session: Session, conversation: Conversation) -> None:
+        super().__init__(body, session, conversation.names)
         self._include_reasoning, self._with_logprobs = body.include_reasoning is not False, body.logprobs
         self._conversation = conversation
         self._parsers: dict[int, ChatParser] = {}  # by choice index
@@ -88,9 +88,4 @@ class ChatAnswer(ChoicesAnswer):
 def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        service.check(body)
-        conversation = Conversation(service, body)
-        session = await conversation.start(request, body)
-        return await respond(
-            request, session, ChatAnswer(body, session, conversation, service.names), stream=body.stream
-        )
+        return await converse(service, request, body, ChatAnswer)

@@ -17,7 +17,7 @@ from infer.server.session import Choice, Piece, Prompt, Session
 
 class CompletionAnswer(ChoicesAnswer):
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
-    closing: ClassVar[Json] = {"text": ""}
+    empty: ClassVar[Json] = {"text": ""}
 
     def __init__(self, body: CompletionRequest, session: Session, names: TokenNames) -> None:
         super().__init__(body, session, names)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
+from fastapi.responses import Response
 
+from infer.server.api.rendering import Answer, respond
 from infer.server.parsing.harmony import CHANNEL, FINAL, HarmonyParser
 from infer.server.parsing.schema_check import fits
 from infer.server.parsing.stream import END_THINK, THINK, ChatParser
@@ -78,18 +80,17 @@ class Conversation:
         self._forced, self._most_calls = tool_use.must_call, tool_use.max_calls
         self._bound_to_json = structure is not None and structure[1].kind in ("json_object", "json_schema")
         self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
+        self.names = service.names
+        self.thinks = service.reasoning_parser != "none"  # whether the output may begin with a reasoning span
 
     async def start(self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest) -> Session:
-        style = self._service.tool_style
-        marks = [] if style is None or not self._tools else list(style.marks)
+        service = self._service
+        marks = [] if service.tool_style is None or not self._tools else list(service.tool_style.marks)
         marks += [CHANNEL, THINK, END_THINK] if self.thinks else []
-        return await self._service.start(
-            request,
-            body,
-            self._encode,
-            [self._messages],
-            structure=self._structure,
-            with_special=any(self._service.special_id(mark) is not None for mark in marks),
+        special = any(service.special_id(mark) is not None for mark in marks)
+        messages = [self._messages]
+        return await service.start(
+            request, body, self._encode, messages, structure=self._structure, with_special=special
         )
 
     async def count_tokens(self, param: str) -> int:
@@ -98,25 +99,19 @@ class Conversation:
         return len(prompt.ids)
 
     @property
-    def thinks(self) -> bool:
-        """Whether this model's output may begin with a reasoning span."""
-        return self._service.reasoning_parser != "none"
-
-    @property
     def _in_harmony(self) -> bool:
         style = self._service.tool_style
         return self._service.reasoning_parser == "harmony" or bool(self._tools and style is not None and style.route)
 
     def parser(self) -> ChatParser:
         """Return a parser for one choice. Output bound to a grammar has no reasoning span, and JSON no calls."""
-        thinking = self.thinks and self._structure is None
         names = [tool.name for tool in self._tools]
         if self._in_harmony:
             return HarmonyParser(names, inside=self._bound, forced=self._forced, max_calls=self._most_calls)
         return ChatParser(
             None if self._bound_to_json else self._service.tool_style,
             names,
-            thinking=thinking,
+            thinking=self.thinks and self._structure is None,
             inside=self._begun_thinking,
             forced=self._forced,
             max_calls=self._most_calls,
@@ -138,7 +133,21 @@ class Conversation:
         return self._service.tool_style.new_id()
 
     def _encode(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-        text = self._service.render_chat(messages, [tool.for_template() for tool in self._tools], self._options)
+        tools = [tool.for_template() for tool in self._tools]
+        text = self._service.render_chat(messages, tools=tools, **self._options)
         self._begun_thinking = text.rstrip().endswith(THINK)
         text += FINAL if self._in_harmony and self._bound else ""
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them
+
+
+async def converse(
+    service: Service,
+    request: Request,
+    body: ChatRequest | ResponsesRequest | MessagesRequest,
+    answer: Callable[[Any, Session, Conversation], Answer],
+) -> Response:
+    """Return the response to a conversation; `answer` makes what its API takes, of the body and its session."""
+    service.check(body)
+    conversation = Conversation(service, body)
+    session = await conversation.start(request, body)
+    return await respond(request, session, answer(body, session, conversation), stream=body.stream)

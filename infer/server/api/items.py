@@ -5,19 +5,19 @@ The order of items and events is decided here; a subclass says what an item and 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Literal
 
 from infer.server.api.conversation import Conversation
-from infer.server.api.rendering import Json, Pieces, named_event
+from infer.server.api.rendering import Answer, Json
 from infer.server.parsing.tool_styles import Call
-from infer.server.session import Piece, Session, tokens_within
+from infer.server.session import Choice, Piece, Session, tokens_within
 
 Kind = Literal["content", "reasoning"]
 
 
-class ItemsAnswer(ABC):
+class ItemsAnswer(Answer):
     """The answer of a session with one choice. `items`: those so far, of which the last one may still grow."""
 
     def __init__(self, session: Session, conversation: Conversation) -> None:
@@ -44,41 +44,21 @@ class ItemsAnswer(ABC):
         """Append a call and yield its events."""
 
     @abstractmethod
-    def opening(self) -> Sequence[Json]:
-        """Return the events before all items."""
-
-    @abstractmethod
-    def closing(self) -> Sequence[Json]:
-        """Return the events after all items."""
-
-    @abstractmethod
     def result(self) -> Json:
         """Return the document of the finished answer."""
 
-    def line(self, document: Json) -> str:
-        return named_event(document)
-
     def document(self) -> Json:
-        for _ in self._take(self._choice.whole):
+        for _ in self.take(self._choice, self._choice.whole):
             pass
         return self.result()
-
-    async def events(self, pieces: Pieces) -> AsyncIterator[str]:
-        for document in self.opening():
-            yield self.line(document)
-        async for _, piece in pieces:
-            for document in self._take(piece):
-                yield self.line(document)
-        for document in self.closing():
-            yield self.line(document)
 
     @property
     def reasoning_tokens(self) -> int:
         return tokens_within(self._choice.whole.tokens, self._parser.reasoning_span)
 
-    def _take(self, piece: Piece) -> Iterator[Json]:
-        """Append what a piece holds, in the order in which the model wrote it."""
-        reason = self._choice.finish_reason
+    def take(self, choice: Choice, piece: Piece) -> Iterator[Json]:
+        """Append what a piece holds, in the order in which the model wrote it, and yield the events."""
+        reason = choice.finish_reason
         for part in self._parser.take(piece.text, reason).items:
             if isinstance(part, Call):
                 yield from self._close()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from functools import partial
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic_core import from_json
 
-from infer.server.api.conversation import Conversation
+from infer.server.api.conversation import Conversation, converse
 from infer.server.api.items import ItemsAnswer, Kind
-from infer.server.api.rendering import Json, respond, shown, speculation
+from infer.server.api.rendering import Json, shown, speculation
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.errors import REQUEST_ID, ApiError
 from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
@@ -25,7 +26,7 @@ class MessageAnswer(ItemsAnswer):
     """One message, whose items are content blocks. `request_id`: for errors."""
 
     def __init__(
-        self, body: MessagesRequest, session: Session, conversation: Conversation, request_id: str | None
+        self, request_id: str | None, body: MessagesRequest, session: Session, conversation: Conversation
     ) -> None:
         super().__init__(session, conversation)
         self._body, self._request_id = body, request_id
@@ -36,7 +37,8 @@ class MessageAnswer(ItemsAnswer):
         yield self._start({"type": name, name: ""} | ({"signature": ""} if kind == "reasoning" else {}))
 
     def grow(self, kind: Kind, text: str, piece: Piece) -> Iterator[Json]:
-        if kind == "content" or not self._body.hides_thinking:
+        thinking = self._body.thinking
+        if kind == "content" or thinking is None or thinking.display != "omitted":
             name = BLOCKS[kind]
             self.items[-1][name] += text
             yield self._delta(f"{name}_delta", name, text)
@@ -64,8 +66,8 @@ class MessageAnswer(ItemsAnswer):
     def result(self) -> Json:
         return self._message(self.items) | self._end() | {"usage": self._usage()} | self._extensions()
 
-    def failure(self, error: ApiError) -> str:
-        return self.line(error.anthropic_body(self._request_id))
+    def failure(self, error: ApiError) -> Json:
+        return error.anthropic_body(self._request_id)
 
     def _start(self, block: Json) -> Json:
         self.items.append(block)
@@ -129,11 +131,8 @@ def input_of(call: Call) -> Json:
 def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        service.check(body)
-        conversation = Conversation(service, body)
-        session = await conversation.start(request, body)
-        answer = MessageAnswer(body, session, conversation, request.scope.get(REQUEST_ID))
-        return await respond(request, session, answer, stream=body.stream)
+        request_id = request.scope.get(REQUEST_ID)
+        return await converse(service, request, body, partial(MessageAnswer, request_id))
 
     @routes.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:

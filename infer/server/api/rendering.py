@@ -11,8 +11,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -26,21 +27,38 @@ from infer.server.session import Choice, Piece, Session
 log = logging.getLogger("headway.server")
 T = TypeVar("T")
 Json = dict[str, Any]
-Pieces = AsyncIterator[tuple[Choice, Piece]]
 
 
-class Answer(Protocol):
-    """The response of one API, under construction: either its `document` or its `events` are taken, once."""
+class Answer(ABC):
+    """The response of one API, under construction: either its `document` or its events are taken, once."""
 
+    terminator: str = ""  # of a stream, after all events
+
+    @abstractmethod
     def document(self) -> Json:
         """Return the whole response. Called after all choices have finished."""
-        ...
 
-    def events(self, pieces: Pieces) -> AsyncIterator[str]: ...
+    @abstractmethod
+    def opening(self) -> Iterable[Json]:
+        """Return the events before all text."""
 
-    def failure(self, error: ApiError) -> str:
+    @abstractmethod
+    def take(self, choice: Choice, piece: Piece) -> Iterable[Json]:
+        """Yield the events of a piece of a choice."""
+
+    @abstractmethod
+    def closing(self) -> Iterable[Json]:
+        """Return the events after all text."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> Json:
         """Return the event that ends a stream after an error."""
-        ...
+
+    def line(self, document: Json) -> str:
+        """Format an event, one with a type under its name, as in Anthropic's API and OpenAI's Responses."""
+        name = f"event: {document['type']}\n" if "type" in document else ""
+        # ASCII, because some clients treat U+0085 or U+2028 as a line break
+        return f"{name}data: {json.dumps(document, separators=(',', ':'))}\n\n"
 
 
 async def respond(request: Request, session: Session, answer: Answer, *, stream: bool | None) -> Response:
@@ -54,7 +72,7 @@ async def respond(request: Request, session: Session, answer: Answer, *, stream:
     except BaseException:
         session.close()
         raise
-    return EventStream(session, guarded(answer, pieces_of(session, first)))
+    return EventStream(session, stream_of(session, answer, first))
 
 
 async def run_to_end(session: Session) -> None:
@@ -62,31 +80,36 @@ async def run_to_end(session: Session) -> None:
         await session.next()
 
 
-async def pieces_of(session: Session, first: tuple[Choice, Piece]) -> Pieces:
-    yield first
-    while not session.finished:
-        yield await session.next()
-
-
-async def guarded(answer: Answer, pieces: Pieces) -> AsyncIterator[str]:
+async def stream_of(session: Session, answer: Answer, first: tuple[Choice, Piece]) -> AsyncIterator[str]:
+    """Yield the events of a session whose `first` piece was taken, down to one that reports an error."""
     try:
-        async for text in answer.events(pieces):
-            yield text
+        for document in answer.opening():
+            yield answer.line(document)
+        for document in answer.take(*first):
+            yield answer.line(document)
+        while not session.finished:
+            for document in answer.take(*await session.next()):
+                yield answer.line(document)
+        for document in answer.closing():
+            yield answer.line(document)
+        if answer.terminator:
+            yield answer.terminator
     except ApiError as error:
-        yield answer.failure(error)
+        yield answer.line(answer.failure(error))
     except Exception:
         log.exception("a response stream failed")
-        yield answer.failure(internal_error())
+        yield answer.line(answer.failure(internal_error()))
 
 
-class ChoicesAnswer:
+class ChoicesAnswer(Answer):
     """An answer with a list of choices; a subclass says what stands in one."""
 
     prefix: str  # of the response's id
     whole: str  # `object` of a full document
     part: str  # `object` of a streamed chunk
-    opening: Json | None = None  # a choice before any text
-    closing: Json  # a choice with its finish reason, after all text
+    begin: Json | None = None  # a choice before any text
+    empty: Json  # a choice without any
+    terminator = "data: [DONE]\n\n"
 
     def __init__(self, body: GenerationRequest, session: Session, names: TokenNames) -> None:
         self._body, self._session, self._names = body, session, names
@@ -125,22 +148,23 @@ class ChoicesAnswer:
         ]
         return {**self._head, "choices": choices, **self.fields(), **self._usage_fields()}
 
-    async def events(self, pieces: Pieces) -> AsyncIterator[str]:
-        for choice in self._session.choices:
-            if self.opening is not None:
-                yield self._chunk(choice, self.opening)
-        async for choice, piece in pieces:
-            extra = shown(self._body, piece)
-            if (delta := self.delta(choice, piece)) is not None or extra:
-                yield self._chunk(choice, (delta or self.closing) | extra)
-            if choice.finish_reason is not None:
-                yield self._chunk(choice, self.closing | self._ending(choice))
-        if self._body.include_usage:
-            yield event({**self._head, "choices": [], **self._usage_fields()})
-        yield "data: [DONE]\n\n"
+    def opening(self) -> Iterable[Json]:
+        choices = self._session.choices
+        return [] if self.begin is None else [self._chunk(choice, self.begin) for choice in choices]
 
-    def failure(self, error: ApiError) -> str:
-        return event(error.body)
+    def take(self, choice: Choice, piece: Piece) -> Iterator[Json]:
+        extra = shown(self._body, piece)
+        if (delta := self.delta(choice, piece)) is not None or extra:
+            yield self._chunk(choice, (delta or self.empty) | extra)
+        if choice.finish_reason is not None:
+            yield self._chunk(choice, self.empty | self._ending(choice))
+
+    def closing(self) -> Iterator[Json]:
+        if self._body.stream_options and self._body.stream_options.include_usage:
+            yield {**self._head, "choices": [], **self._usage_fields()}
+
+    def failure(self, error: ApiError) -> Json:
+        return error.body
 
     def prompt_fields(self, choice: Choice) -> Json:
         """Return the fields about a choice's prompt that the request asks for."""
@@ -149,12 +173,12 @@ class ChoicesAnswer:
             fields["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, top_n, self._names)
         return fields | ({"prompt_token_ids": choice.prompt.ids} if self._body.return_token_ids else {})
 
-    def _chunk(self, choice: Choice, delta: Json) -> str:
-        body, usage = self._body, {}
-        if body.include_usage or body.continuous_usage:
-            usage["usage"] = self._session.usage(self.reasoning_tokens) if body.continuous_usage else None
+    def _chunk(self, choice: Choice, delta: Json) -> Json:
+        options, usage = self._body.stream_options, {}
+        if options and (options.include_usage or options.continuous_usage_stats):
+            usage["usage"] = self._session.usage(self.reasoning_tokens) if options.continuous_usage_stats else None
         entry = {"index": choice.index, "logprobs": None, "finish_reason": None, **delta}
-        return event({**self._head, "choices": [entry], **usage})
+        return {**self._head, "choices": [entry], **usage}
 
     def _ending(self, choice: Choice) -> Json:
         return {"finish_reason": self.finish_reason(choice), "stop_reason": choice.stop_reason}
@@ -178,16 +202,6 @@ def shown(body: GenerationRequest, piece: Piece) -> Json:
     return extra
 
 
-def event(document: Json) -> str:
-    # ASCII, because some clients treat U+0085 or U+2028 as a line break
-    return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
-
-
-def named_event(document: Json) -> str:
-    """Format an event with its type as its name, as in Anthropic's API and OpenAI's Responses."""
-    return f"event: {document['type']}\n" + event(document)
-
-
 class EventStream(StreamingResponse):
     """A stream that closes the session however it ends, even if it never started."""
 
@@ -205,7 +219,12 @@ class EventStream(StreamingResponse):
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Await `work`. If the client disconnects, cancels it and raises ApiError."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request))
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -214,8 +233,3 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
-
-
-async def hang_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

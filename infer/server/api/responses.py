@@ -8,28 +8,27 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from infer.server.api.conversation import Conversation
+from infer.server.api.conversation import Conversation, converse
 from infer.server.api.items import ItemsAnswer, Kind
-from infer.server.api.rendering import Json, named_event, respond, shown, speculation
+from infer.server.api.rendering import Json, shown, speculation
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.errors import ApiError
-from infer.server.protocol.logprobs import ScoredToken, TokenNames, chat_logprobs
+from infer.server.protocol.logprobs import ScoredToken, chat_logprobs
 from infer.server.protocol.responses import ResponsesRequest
 from infer.server.service import Service
-from infer.server.session import Piece, Session
+from infer.server.session import Choice, Piece, Session
 
 
 class ResponseAnswer(ItemsAnswer):
     """One response, whose events have sequence numbers."""
 
-    def __init__(self, body: ResponsesRequest, session: Session, conversation: Conversation, names: TokenNames) -> None:
+    def __init__(self, body: ResponsesRequest, session: Session, conversation: Conversation) -> None:
         super().__init__(session, conversation)
-        self._body, self._names = body, names
+        self._body, self._names = body, conversation.names
         self._scored: list[ScoredToken] = []  # scored tokens whose text is held back
         self._number = 0
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
@@ -83,17 +82,17 @@ class ResponseAnswer(ItemsAnswer):
     def result(self) -> Json:
         return self._document("completed" if self._choice.finish_reason == "stop" else "incomplete")
 
-    def failure(self, error: ApiError) -> str:
+    def failure(self, error: ApiError) -> Json:
         fields = {"code": error.code, "message": error.message, "param": error.param}
-        return self.line({"type": "error", **fields, **error.body})
+        return {"type": "error", **fields, **error.body}
 
     def line(self, document: Json) -> str:
         self._number += 1
-        return named_event(document | {"sequence_number": self._number - 1})
+        return super().line(document | {"sequence_number": self._number - 1})
 
-    def _take(self, piece: Piece) -> Iterator[Json]:
+    def take(self, choice: Choice, piece: Piece) -> Iterator[Json]:
         self._scored += piece.scored
-        return super()._take(piece)
+        return super().take(choice, piece)
 
     def _add(self, item: Json) -> Json:
         item["status"] = "in_progress"
@@ -116,6 +115,7 @@ class ResponseAnswer(ItemsAnswer):
 
     def _document(self, status: str) -> Json:
         body, finished = self._body, status != "in_progress"
+        form, choice = body.text and body.text.format, body.tool_choice or "auto"
         return {
             "id": self._id,
             "object": "response",
@@ -134,8 +134,8 @@ class ResponseAnswer(ItemsAnswer):
             "seed": self._session.seed,
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": self._format()},
-            "tool_choice": self._tool_choice(),
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -154,20 +154,8 @@ class ResponseAnswer(ItemsAnswer):
             "total_tokens": usage["total_tokens"],
         }
 
-    def _format(self) -> Json:
-        text_format = self._body.text and self._body.text.format
-        return text_format.model_dump(by_alias=True, exclude_none=True) if text_format else {"type": "text"}
-
-    def _tool_choice(self) -> Any:
-        choice = self._body.tool_choice or "auto"
-        return choice if isinstance(choice, str) else choice.model_dump()
-
 
 def add_routes(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        service.check(body)
-        conversation = Conversation(service, body)
-        session = await conversation.start(request, body)
-        answer = ResponseAnswer(body, session, conversation, service.names)
-        return await respond(request, session, answer, stream=body.stream)
+        return await converse(service, request, body, ResponseAnswer)

@@ -64,9 +64,9 @@ def add_routes(routes: APIRouter, service: Service) -> None:
                 tools = [tool.function.for_template() for tool in body.tools or () if isinstance(tool, Tool)]
                 template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
                 options = template_options(template, body.chat_template_kwargs or {}, None)
-                generation_prompt = body.add_generation_prompt is not False
+                options["generation_prompt"] = body.add_generation_prompt is not False
                 messages = [message.for_template() for message in body.messages]
-                text = service.render_chat(messages, tools, options, generation_prompt=generation_prompt)
+                text = service.render_chat(messages, tools=tools, **options)
                 return service.encode(text, "messages", add_special_tokens=False)
             special = True if body.add_special_tokens is None else body.add_special_tokens
             return service.encode(body.prompt or "", "prompt", add_special_tokens=special) if body.prompt else []

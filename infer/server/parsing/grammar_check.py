@@ -25,10 +25,6 @@ CPU_S = 5.0  # for compiling a grammar and its trial run: the request waits for 
 HANG_S = 120.0  # for the process to start, or to reply beside busy processes; it limits its CPU time itself
 
 
-class GrammarRefused(ValueError):
-    """The grammar is invalid, or takes too much memory or time to compile."""
-
-
 class GrammarCheck:
     """Checks grammars in one worker process, started on first use and again after it had to be killed."""
 
@@ -40,7 +36,7 @@ class GrammarCheck:
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises GrammarRefused with the reason if the grammar cannot be used."""
+        """Raises ValueError with the reason if the grammar is invalid, or takes too much memory or time to compile."""
         digest = hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode("utf-8", "replace")).digest()
         if digest in self._good:
             self._good.move_to_end(digest)
@@ -48,7 +44,7 @@ class GrammarCheck:
         async with self._lock:
             error = await self._ask(json.dumps(asdict(grammar)))
         if error is not None:
-            raise GrammarRefused(error)
+            raise ValueError(error)
         self._good[digest] = None
         if len(self._good) > KNOWN:
             self._good.popitem(last=False)

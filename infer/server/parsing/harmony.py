@@ -39,7 +39,7 @@ class HarmonyParser(ChatParser):
         if mark:
             self._channel = word_after(header, CHANNEL)
             self._recipient = word_after(header, "to=").removeprefix(TOOL)
-            self._state, self._buffer = "call" if self._recipient in self._tools else "body", body
+            self._state, self._buffer = "call" if self._recipient in self.tools else "body", body
         elif last:  # cut off
             self._buffer = ""
         return bool(mark)
@@ -51,7 +51,8 @@ class HarmonyParser(ChatParser):
             self._content(parts, text)
         elif text:
             parts.items.append(Span("reasoning", text))
-            self._span = self._span[0] if self._span[1] else begin, begin + len(text)
+            first, last_seen = self.reasoning_span
+            self.reasoning_span = first if last_seen else begin, begin + len(text)
         self._state = "header" if matched else "body"
         return matched
 
@@ -62,7 +63,7 @@ class HarmonyParser(ChatParser):
         value, self._buffer, self._state = text.strip(), rest, "header"
         is_complete = not self._cut or value_end(value, 0) is not None
         try:
-            strict = bool(value) and not self._forced
+            strict = bool(value) and not self.forced
             self._add_calls(parts, [arguments_call(self._recipient, value, is_complete, strict=strict)])
         except ValueError:
             self._content(parts, text)

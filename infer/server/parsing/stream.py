@@ -6,7 +6,7 @@ turns out not to be a call is returned as content, unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,101 +48,68 @@ class Parts:
     def calls(self) -> list[Call]:
         return [item for item in self.items if isinstance(item, Call)]
 
-    def add(self, other: Parts) -> None:
-        self.items += other.items
-
     def _text(self, kind: str) -> str:
         return "".join(item.text for item in self.items if isinstance(item, Span) and item.kind == kind)
 
 
+@dataclass(eq=False)
 class ChatParser:
-    """Parses the text of one choice.
+    """Parses the text of one choice."""
 
-    `thinking`: a reasoning span may begin the text; with `inside`, the prompt has already begun it. `forced`: a grammar
-    restricts the text to calls. `max_calls`: further calls are dropped. `fits`: whether a call's arguments fit its
-    tool; calls that do, and are all of the text, need no marks.
-    """
+    style: ToolStyle | None
+    tools: Collection[str]
+    thinking: bool = False  # a reasoning span may begin the text
+    inside: bool = False  # and the prompt has already begun it
+    forced: bool = False  # a grammar restricts the text to calls
+    max_calls: int | None = None  # further ones are dropped
+    fits: Callable[[Call], bool] | None = None  # a call's arguments; calls that are all of the text need no marks
 
-    def __init__(
-        self,
-        style: ToolStyle | None,
-        tools: Sequence[str],
-        *,
-        thinking: bool = False,
-        inside: bool = False,
-        forced: bool = False,
-        max_calls: int | None = None,
-        fits: Callable[[Call], bool] | None = None,
-    ) -> None:
-        self._style, self._tools = (style if tools else None), set(tools)
-        self._thinking, self._inside = thinking, thinking and inside
-        self._forced, self._most_calls, self._fits = forced, max_calls, fits
-        self._cut = forced  # whether the output was truncated: then an incomplete call still counts
+    def __post_init__(self) -> None:
+        self.style = self.style if self.tools else None
+        self._cut = self.forced  # whether the output was truncated: then an incomplete call still counts
         self._calls = 0
-        self._state = "reasoning" if self._inside else "start"
-        self._pushed = 0  # characters pushed so far
-        self._span = (0, 0)  # of the reasoning, in characters of all text pushed
-        self._buffer = ""  # not yet parsed; always a suffix of the text pushed
+        self._state = "reasoning" if self.thinking and self.inside else "start"
+        self._pushed = 0  # characters taken so far
+        self._buffer = ""  # not yet parsed; always a suffix of the text taken
         self._marked = ""  # removed from the buffer as the mark of a call that has begun
         self._head: tuple[str, int] | None = None  # of that call: name and start of the JSON value (_find_head)
         self._end: int | None = None  # of its JSON value, exclusive
         self._scanner = JsonScanner()
         self._after_call = False  # white space around calls is not content
         self._after_reasoning = False  # nor are newlines after the reasoning
-
-    @property
-    def reasoning_span(self) -> tuple[int, int]:
-        """Reasoning so far as (first, last + 1) in the characters pushed, without its marks."""
-        return self._span
-
-    def push(self, text: str) -> Parts:
-        self._buffer += text
-        self._pushed += len(text)
-        parts = Parts()
-        while self._step(parts, last=False):
-            pass
-        return parts
-
-    def finish(self, *, cut: bool = False) -> Parts:
-        """Parse the remaining text at its end. `cut`: the output was truncated before the model ended it."""
-        self._cut |= cut
-        parts = Parts()
-        while self._step(parts, last=True):
-            pass
-        rest, self._buffer = self._buffer, ""
-        if self._state == "reasoning":
-            self._reasoning(parts, rest)
-        else:
-            self._content(parts, rest)
-        return parts
+        self.reasoning_span = (0, 0)  # (first, last + 1) in the characters taken, without its marks
 
     def take(self, text: str, finish_reason: str | None) -> Parts:
         """Parse a piece of the text; the last one has a finish reason, which is "stop" unless the text is truncated."""
-        parts = self.push(text)
-        if finish_reason is not None:
-            parts.add(self.finish(cut=finish_reason != "stop"))
+        self._buffer += text
+        self._pushed += len(text)
+        parts, ended = Parts(), finish_reason is not None
+        self._cut |= ended and finish_reason != "stop"
+        for last in (False, True)[: 1 + ended]:
+            while getattr(self, f"_in_{self._state}")(parts, last):  # a transition; False: the next needs more text
+                pass
+        if ended:
+            rest, self._buffer = self._buffer, ""
+            (self._reasoning if self._state == "reasoning" else self._content)(parts, rest)
         return parts
-
-    def _step(self, parts: Parts, *, last: bool) -> bool:
-        """Make one state transition. Returns False if the next one needs more text."""
-        return getattr(self, f"_in_{self._state}")(parts, last)
 
     def _in_start(self, parts: Parts, last: bool) -> bool:
         """State before the first character that is not white space."""
         if self._after_reasoning:
             self._buffer = self._buffer.lstrip("\n")
-        text, style = self._buffer.lstrip(), self._style
-        if not text or (not last and any(mark.startswith(text) for mark in self._openings())):
+        text, style = self._buffer.lstrip(), self.style
+        openings = ([THINK] if self.thinking else []) + ([style.begin] if style is not None else [])
+        if not text or (not last and any(mark.startswith(text) for mark in openings)):
             return False
-        if self._thinking and text.startswith(THINK):
+        if self.thinking and text.startswith(THINK):
             self._buffer, self._state = text.removeprefix(THINK), "reasoning"
             begin = self._pushed - len(self._buffer)
-            self._span = begin, begin
+            self.reasoning_span = begin, begin
         elif style is not None and style.bare and text.startswith(("{", style.begin)):
             rest = text.removeprefix(style.begin)
             self._begin_call(self._buffer.removesuffix(rest), rest)
         else:
-            self._state = "content" if style is None or self._fits is None else "unmarked"
+            self._state = "content" if style is None or self.fits is None else "unmarked"
             self._end, self._scanner = None, JsonScanner()
         return True
 
@@ -165,8 +132,8 @@ class ChatParser:
 
     def _unmarked_calls(self, text: str) -> list[Call] | None:
         """Return the calls that a text consists of, bare or in a fence; None if it is anything else."""
-        assert self._style is not None
-        assert self._fits is not None
+        assert self.style is not None
+        assert self.fits is not None
         calls: list[Call] = []
         text = text.strip()
         fenced = text.startswith(FENCE)
@@ -174,45 +141,41 @@ class ChatParser:
             text = text.removeprefix(FENCE).removeprefix("json").lstrip()
         while text and not (fenced and calls and FENCE.startswith(text)):
             end = JsonScanner().end(text, 0) if text[0] in "{[" else None
-            value = self._style.calls_in(text[:end], self._tools, unmarked=True) if end else None
-            if not value or not all(map(self._fits, value)):
+            value = self.style.calls_in(text[:end], self.tools, unmarked=True) if end else None
+            if not value or not all(map(self.fits, value)):
                 return None
             calls, text = calls + value, text[end:].lstrip()
         return calls
-
-    def _openings(self) -> list[str]:
-        marks = [THINK] if self._thinking else []
-        return [*marks, self._style.begin] if self._style is not None else marks
 
     def _in_reasoning(self, parts: Parts, last: bool) -> bool:
         before, matched, after = split(self._buffer, END_THINK, last)
         self._reasoning(parts, before)
         self._buffer = after
         if matched:
-            self._state, self._thinking, self._after_reasoning = "start", False, True
+            self._state, self.thinking, self._after_reasoning = "start", False, True
         return matched
 
     def _reasoning(self, parts: Parts, text: str) -> None:
         if text:
             parts.items.append(Span("reasoning", text))
-            self._span = self._span[0], self._span[1] + len(text)
+            self.reasoning_span = self.reasoning_span[0], self.reasoning_span[1] + len(text)
 
     def _in_content(self, parts: Parts, last: bool) -> bool:
-        if self._style is None:
+        if self.style is None:
             self._content(parts, self._buffer)
             self._buffer = ""
             return False
-        before, matched, self._buffer = split(self._buffer, self._style.begin, last)
+        before, matched, self._buffer = split(self._buffer, self.style.begin, last)
         if not before.strip() and not matched and not last and self._after_call:
             self._buffer = before + self._buffer
             return False
         self._content(parts, before)
         if matched:
-            self._begin_call(self._style.begin, self._buffer)
+            self._begin_call(self.style.begin, self._buffer)
         return matched
 
     def _content(self, parts: Parts, text: str) -> None:
-        if self._forced or (self._after_call and not text.strip()):
+        if self.forced or (self._after_call and not text.strip()):
             return
         if text:
             parts.items.append(Span("content", text))
@@ -224,7 +187,7 @@ class ChatParser:
 
     def _in_call(self, parts: Parts, last: bool) -> bool:
         """State after the mark of a call: [name, separator,] a JSON value, [an end mark]."""
-        assert self._style is not None
+        assert self.style is not None
         text = self._buffer
         if self._head is None:
             self._head = self._find_head(text)
@@ -238,15 +201,15 @@ class ChatParser:
         if calls is None:
             return self._no_call(parts, text)
         rest = text[self._end :]
-        if self._style.end:
+        if self.style.end:
             rest = rest.lstrip()
-            if len(rest) < len(self._style.end) and self._style.end.startswith(rest):
+            if len(rest) < len(self.style.end) and self.style.end.startswith(rest):
                 if not last:
                     return False
                 rest = ""  # a partial end mark is not content
-            rest = rest.removeprefix(self._style.end)
+            rest = rest.removeprefix(self.style.end)
         self._add_calls(parts, calls)
-        self._buffer, self._state = rest, "next" if self._style.bare else "content"
+        self._buffer, self._state = rest, "next" if self.style.bare else "content"
         return True
 
     def _find_head(self, text: str) -> tuple[str, int] | None:
@@ -254,28 +217,28 @@ class ChatParser:
 
         None if more text is needed, NO_CALL if this is no call.
         """
-        assert self._style is not None
+        assert self.style is not None
         begin = skip(text, 0)
         if begin == len(text):
             return None
         if text[begin] in "{[":
             return "", begin
         places = {}
-        if self._style.named:
-            marks = (self._style.separator, "{")
-            places = {name: place for name in self._tools if (place := after_name(text, begin, name, *marks))}
+        if self.style.named:
+            marks = (self.style.separator, "{")
+            places = {name: place for name in self.tools if (place := after_name(text, begin, name, *marks))}
         complete = [(name, place) for name, place in places.items() if place < len(text)]
         return complete[0] if complete else None if places else NO_CALL
 
     def _complete_calls(self, text: str) -> list[Call] | None:
-        assert self._style is not None
+        assert self.style is not None
         assert self._head is not None
         name, begin = self._head
         value = text[begin : self._end]
         if not name:
-            return self._style.calls_in(value, self._tools, trusted=self._forced)
+            return self.style.calls_in(value, self.tools, trusted=self.forced)
         try:
-            return [arguments_call(name, value, is_complete=True, strict=not self._forced)]
+            return [arguments_call(name, value, is_complete=True, strict=not self.forced)]
         except ValueError:
             return None
 
@@ -284,19 +247,19 @@ class ChatParser:
 
         In a truncated output it counts as a call once its name is complete, and is dropped before that.
         """
-        assert self._style is not None
+        assert self.style is not None
         calls: list[Call] | None
         if not self._cut:
             calls = None
         elif self._head is None:
-            name = text.strip().removesuffix(self._style.separator).strip()
-            separated = self._style.named and text.strip().endswith(self._style.separator)
-            calls = [Call(name, "", complete=False)] if separated and name in self._tools else []
+            name = text.strip().removesuffix(self.style.separator).strip()
+            separated = self.style.named and text.strip().endswith(self.style.separator)
+            calls = [Call(name, "", complete=False)] if separated and name in self.tools else []
         elif self._head[0]:
             calls = [arguments_call(self._head[0], text[self._head[1] :], is_complete=False, strict=False)]
         else:
             rest = text[self._head[1] :]
-            calls = self._style.calls_in(rest, self._tools, is_complete=False, trusted=self._forced)
+            calls = self.style.calls_in(rest, self.tools, is_complete=False, trusted=self.forced)
         if calls is None:
             return self._no_call(parts, text)
         self._add_calls(parts, calls)
@@ -304,14 +267,14 @@ class ChatParser:
         return False
 
     def _add_calls(self, parts: Parts, calls: list[Call]) -> None:
-        calls = calls if self._most_calls is None else calls[: self._most_calls - self._calls]
+        calls = calls if self.max_calls is None else calls[: self.max_calls - self._calls]
         parts.items += calls
         self._calls += len(calls)
         self._after_call = True
 
     def _in_next(self, parts: Parts, last: bool) -> bool:
         """State after a bare call: a semicolon and another call, or content."""
-        assert self._style is not None
+        assert self.style is not None
         text = self._buffer
         after = text.lstrip()
         if not after:
@@ -319,11 +282,11 @@ class ChatParser:
         self._state = "content"
         if after.startswith(";"):
             call = after[1:].lstrip()
-            if not call or (not last and len(call) < len(self._style.begin) and self._style.begin.startswith(call)):
+            if not call or (not last and len(call) < len(self.style.begin) and self.style.begin.startswith(call)):
                 self._state, self._buffer = "next", "" if last else text
                 return False
-            if call.startswith(("{", self._style.begin)):
-                rest = call.removeprefix(self._style.begin)
+            if call.startswith(("{", self.style.begin)):
+                rest = call.removeprefix(self.style.begin)
                 self._begin_call(text.removesuffix(rest), rest)
         return True
 

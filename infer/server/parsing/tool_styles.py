@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infer.sampling.grammar import JSON_OPTIONS, Grammar, check_numbers
@@ -53,7 +53,13 @@ class ToolStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def calls_in(
-        self, text: str, names: set[str], *, is_complete: bool = True, trusted: bool = False, unmarked: bool = False
+        self,
+        text: str,
+        names: Collection[str],
+        *,
+        is_complete: bool = True,
+        trusted: bool = False,
+        unmarked: bool = False,
     ) -> list[Call] | None:
         """Return the calls in a JSON value, or None if it is ordinary text.
 
@@ -64,8 +70,10 @@ class ToolStyle:
         try:
             if is_complete and not trusted:
                 read(text)
-            if unmarked and not all(self._is_plain(item) for item, _ in self._items(text)):
-                return None
+            for item, _ in self._items(text) if unmarked else ():
+                keys = {key for key, *_ in members(item)} if item.startswith("{") else set()
+                if "name" not in keys or not keys <= set(CALL_KEYS) or keys.isdisjoint(self._argument_keys):
+                    return None
             calls = [
                 self._call(item, names, is_complete=is_complete or whole, strict=not is_complete and not trusted)
                 for item, whole in self._items(text)
@@ -120,11 +128,7 @@ class ToolStyle:
         """Yield the elements of a list, or the object itself, each with whether it is complete."""
         return elements(text) if text.startswith("[") else iter([(text, value_end(text, 0) is not None)])
 
-    def _is_plain(self, text: str) -> bool:
-        keys = {key for key, *_ in members(text)} if text.startswith("{") else set()
-        return "name" in keys and keys <= set(CALL_KEYS) and not keys.isdisjoint(self._argument_keys)
-
-    def _call(self, text: str, names: set[str], *, is_complete: bool, strict: bool = False) -> Call | None:
+    def _call(self, text: str, names: Collection[str], *, is_complete: bool, strict: bool = False) -> Call | None:
         """Parse one call. None if the text ends before the name does. Raises ValueError if it is no call."""
         if not text.startswith("{"):
             raise ValueError("no object")

@@ -72,11 +72,6 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_INT for item in value)
 
 
-def check_stop(stop: Any) -> Any:
-    """Turn a single string into a list; OpenAI accepts both."""
-    return [stop] if isinstance(stop, str) else stop
-
-
 def check_bias(bias: Any) -> Any:
     """Convert the keys, which are strings in JSON, to token ids."""
     if not isinstance(bias, dict):
@@ -95,7 +90,11 @@ Prompt = Annotated[
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)],
     BeforeValidator(check_prompt),
 ]
-Stop = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(check_stop)]
+Stop = Annotated[  # OpenAI accepts a single string too
+    list[StopString],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(check_bias)
 ]
@@ -194,7 +193,7 @@ class GenerationRequest(Strict):
     @property
     def num_logprobs(self) -> int | None:
         """Number of top log-probabilities beside the chosen token; None for no log-probabilities."""
-        raise NotImplementedError
+        return None
 
     @property
     def structure(self) -> tuple[str, Grammar] | None:
@@ -204,14 +203,6 @@ class GenerationRequest(Strict):
         if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
             return "response_format", grammar
         return None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def drafts(self) -> Speculative:

@@ -92,7 +92,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         return invalid_field(param, "missing; this field is required", CODES[0])
     message = chosen[0]["msg"].removeprefix("Value error, ")
     if kind not in (*CODES, "invalid_value", "value_error", "assertion_error"):
-        options = dict.fromkeys(map(expectation, chosen))
+        phrases = ((EXPECTED.get(error["type"], "another value"), error.get("ctx", {})) for error in chosen)
+        options = dict.fromkeys(phrase if isinstance(phrase, str) else phrase(ctx) for phrase, ctx in phrases)
         message = f"must be {' or '.join(options)}, not {shown(chosen[0]['input'])}"
     return invalid_field(param, message, kind if kind in CODES else "invalid_value")
 
@@ -137,15 +138,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def expectation(error: Mapping[str, Any]) -> str:
-    """Return the expected value as a phrase to follow "must be"."""
-    phrase = EXPECTED.get(error["type"], "another value")
-    return phrase if isinstance(phrase, str) else phrase(error.get("ctx", {}))
-
-
 CODES: tuple[LiteralString, ...] = ("missing_required_parameter", "unknown_parameter", "unsupported_parameter")
 MAX_SHOWN = 40  # characters of a value in a message
 PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(?:(?:\.[A-Za-z_][A-Za-z0-9_]{0,63})|\[\d+\])*")
+# what is expected, as a phrase to follow "must be", by the type of the error
 EXPECTED: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     "string_type": "a string",
     "string_unicode": "a string of valid Unicode",

@@ -82,16 +82,12 @@ class Strict(BaseModel):
 
 
 def check_refused(name: str, value: Any, unless: Unless) -> None:
-    if not is_noop(value, unless.defaults):
-        options = " or ".join(shown(option) for option in unless.defaults)
+    defaults, is_number = unless.defaults, isinstance(value, int | float)
+    stated = is_number and any(isinstance(default, int | float) for default in defaults)
+    if not is_one_of(value, defaults if stated else (*EMPTY, *defaults)):
+        options = " or ".join(map(shown, defaults))
         hint = unless.hint or (f"leave it out (or {options})" if options else "leave it out")
         raise field_error(name, f"not implemented by this server; {hint}", "unsupported_parameter")
-
-
-def is_noop(value: Any, defaults: tuple[Any, ...]) -> bool:
-    if isinstance(value, int | float) and any(isinstance(default, int | float) for default in defaults):
-        return is_one_of(value, defaults)
-    return is_one_of(value, (*EMPTY, *defaults))
 
 
 def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
@@ -130,7 +126,8 @@ class UnknownFields:
             raise invalid_field(param, "unknown field; this server runs with server.strict=true", "unknown_parameter")
         here = elsewhere(param)
         why = f"; the server calls it {here}" if here else " (server.strict=true rejects it)"
-        self._warn(f"{without_indices(param)} is an unknown field and is ignored{why}")
+        field = re.sub(r"\[\d+\]", "[]", param)[:MAX_WARNED_LENGTH]  # so that each name is warned about once
+        self._warn(f"{field} is an unknown field and is ignored{why}")
 
     def _warn(self, remark: str) -> None:
         text = remark.encode("ascii", "backslashreplace").decode()
@@ -142,8 +139,3 @@ class UnknownFields:
         if len(self._warned) == MAX_WARNINGS:
             self._warned.add("")
             log.warning("request: %d warnings logged; no more will be logged", MAX_WARNINGS)
-
-
-def without_indices(path: str) -> str:
-    """Map `messages[3].content[0].x` to `messages[].content[].x`, so that each name is warned about once."""
-    return re.sub(r"\[\d+\]", "[]", path)[:MAX_WARNED_LENGTH]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.sampling.grammar import Grammar
-from infer.sampling.params import MAX_INT, SamplingParams
+from infer.sampling.params import MAX_INT
 from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, ConversationRequest, text_parts
 from infer.server.protocol.completions import GenerationRequest, Stop
 from infer.server.protocol.errors import field_error, shown
@@ -262,7 +261,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     )
 
     max_tokens: int = Field(ge=1, le=MAX_INT)  # the context may end the output earlier
-    stop_sequences: Stop | None = None
+    stop: Stop | None = Field(default=None, alias="stop_sequences")
 
     @property
     def limit(self) -> None:
@@ -275,17 +274,6 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
     @property
     def structure(self) -> tuple[str, Grammar] | None:
         return self.form or super().structure
-
-    @property
-    def hides_thinking(self) -> bool:
-        return self.thinking is not None and self.thinking.display == "omitted"
-
-    @property
-    def num_logprobs(self) -> None:
-        return None
-
-    def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        return replace(super().sampling_params(max_tokens, bad_words), stop=tuple(self.stop_sequences or ()))
 
 
 def turns(messages: Sequence[Turn]) -> list[tuple[str, list[Block]]]:

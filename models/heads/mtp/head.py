@@ -54,25 +54,20 @@ class MtpHead(FeatureHead):
         return layer
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        embedded, module, recycled = (
-            self.borrowed.embed(ids).to(state.dtype),
-            self.module(depth),
-            self.config.norm_recycled,
-        )
+        embedded, module = self.borrowed.embed(ids).to(state.dtype), self.module(depth)
         if self.config.zero_first:
             embedded = embedded.masked_fill((positions == 0).unsqueeze(-1), 0)
         rotary = self.rotary.rows(positions, state.dtype)
         for other in map(self.module, range(len(self.mtp_layers))):
             if other is not module:
                 other.self_attn(other.input_layernorm(other.join(embedded, state)), rotary, attention)
-        x = module.join(embedded, state)
+        x, norm = module.join(embedded, state), module.final_layernorm if self.config.norm_recycled else None
         if len(self.mtp_layers) == 1:
-            norm = module.final_layernorm if recycled else None
             decode = self._fused_decoder.over(attention, self.mtp_layers, norm, packed=self._is_packed)
             if decode:
                 return decode(x, rotary)[0]
         x = module(x, rotary, attention)
-        return module.final_layernorm(x) if recycled else x
+        return x if norm is None else norm(x)
 
     @property
     def _is_packed(self) -> bool:

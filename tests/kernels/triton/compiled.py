@@ -4,7 +4,8 @@
 
 calls the cases of MODULE (`CASES`: name -> function without arguments, on tensors of device "meta"), records kernel,
 arguments and options in place of each launch, compiles them for a device of DEVICES (90 if none is named), and prints a
-JSON object: name -> the compiler's report, registers and shared memory among it.
+JSON object: name -> the compiler's report, registers and shared memory among it. Of the kernels that MODULE names in
+`DISASSEMBLED` it has the tensor cores' instructions.
 """
 
 from __future__ import annotations
@@ -80,10 +81,10 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     return launches
 
 
-def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
+def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int, *, disassembles: bool) -> dict[str, Any]:
     """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
-    instructions, the tensor cores' `products` in order, `float_sums` and `cyclic` products. `specialized`: its integers
-    that are.
+    instructions, the tensor cores' `products` in order if it `disassembles`, which takes as long as to compile,
+    `float_sums` and `cyclic` products. `specialized`: its integers that are.
     `early`: the pointers from which memory is accessed ahead of the wait for the kernel before; None if there is no
     such wait.
     """
@@ -122,7 +123,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int) -> d
         "shared": compiled.metadata.shared,
         **resources(cubin),
         **marks,
-        "products": products(cubin) if marks["wgmma"] or marks["mma.sync"] else [],
+        "products": products(cubin) if disassembles and (marks["wgmma"] or marks["mma.sync"]) else [],
         "float_sums": float_sums(compiled.asm["ttgir"]),
         "cyclic": cyclic_products(compiled.asm["ttir"]),
         "specialized": [p.name for p in kernel.params if not p.is_constexpr and specialized(p, arguments[p.name])],
@@ -207,9 +208,13 @@ def main(module: str, capability: int) -> None:
         torch.int64: "i64", torch.bool: "i1",
     })  # fmt: skip
     device.without_gpu = DEVICES[capability]  # a module's cases may depend on it
-    cases = importlib.import_module(module).CASES
+    cases, disassembled = importlib.import_module(module).CASES, importlib.import_module(module).DISASSEMBLED
     compiled = {
-        name: [compile_launch(*launch, capability) for launch in launches_of(case)] for name, case in cases.items()
+        name: [
+            compile_launch(kernel, arguments, capability, disassembles=kernel.__name__ in disassembled)
+            for kernel, arguments in launches_of(case)
+        ]
+        for name, case in cases.items()
     }
     print(json.dumps(compiled))
 

@@ -34,6 +34,7 @@ EPILOGUES: dict[str, Callable[..., Callable[[], None]]] = {
     ", added": lambda launch, rows, outputs: partial(multiply_and_add, rows, launch, outputs),
 }
 
+DISASSEMBLED = ("linear_kernel", "ggml_linear_kernel", "attend", "branch")
 CASES = {
     **{
         f"linear, {rows} rows, {outputs} outputs{epilogue}": EPILOGUES[epilogue](launch, rows, outputs)

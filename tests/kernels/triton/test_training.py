@@ -18,8 +18,7 @@ from torch.nn import functional as F
 from kernels.block_attention import block_attention, dense_block_attention
 from kernels.ttt_attention import dense, ttt_attention
 from tests.device import BF16, DEVICE, FP32, sized
-from train.objectives.losses.functions import SoftCrossEntropy
-from train.objectives.losses.fused import SharedGradients, chunked_sums
+from train.objectives.losses import SharedGradients, SoftCrossEntropy, chunked_sums
 
 SLOTS, WIDTH, DRAFTS, CHUNK = sized((20, 16, 50, 7), (700, 512, 4000, 256))
 DIMS = (128, 64, 80, 96, 256)

@@ -1,1 +1,0 @@
-"""Per-slot losses of drafts, and fused forms that do not materialise all logits."""
