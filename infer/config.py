@@ -256,8 +256,8 @@ class ServerConfig(Schema):
     profile_first: bool = False  # measure step costs before serving; false: from then on while idle, if not known
     stall_s: float = number(120.0, low=0)  # an engine step that takes longer is logged with all stacks; 0: never
     # formats of the model's tool calls and of its reasoning; auto: by its chat template
-    tool_parser: str = choice("auto", "auto", "hermes", "llama3", "mistral", "none")
-    reasoning_parser: str = choice("auto", "auto", "think", "none")
+    tool_parser: str = choice("auto", "auto", "hermes", "llama3", "mistral", "harmony", "none")
+    reasoning_parser: str = choice("auto", "auto", "think", "harmony", "none")
 
     def __post_init__(self) -> None:
         check_fields(self, "server.")

@@ -29,11 +29,13 @@ AttentionArguments = structure("attention_args")  # of attention.h
 
 class PagedAttention(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`.
 
-        With `window` a row sees only the last `window` of its keys.
+        With `window` a row sees only the last `window` of its keys. `sinks` `[nh]` are scores that take part in the
+        softmax of each head beside those of its keys, with a value of zero.
         """
         ...
 
@@ -50,6 +52,7 @@ class ProjectedAttention(PagedAttention, Protocol):
         cache: Tensor,
         scale: float,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """qkv `[R, nh + 2 nkv, D]`, rotary: cos and sin `[R, 1, D]` -> `[R, nh * D]`; the rest as in the call."""
         ...
@@ -179,12 +182,15 @@ class NativeAttention:
         self._address = ctypes.addressof(self.arguments)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         out = torch.empty(self._shape, dtype=cache.dtype)
         a = self.arguments
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
         a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
+        sinks = None if sinks is None else sinks.float().contiguous()
+        a.sinks = address(sinks)
         self._call(self._address)
         return out

@@ -66,8 +66,9 @@ class TiledAttention:
         self._merge = torch.where(self._valid, first[:, None] + step, 0)  # [G, T] tiles of each sequence in order
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         write_slots(cache[0], self._slots, k)
         write_slots(cache[1], self._slots, v)
         dtype = q.dtype
@@ -82,8 +83,8 @@ class TiledAttention:
         parts = zip(bias, q.split(QUERIES, 1), strict=True)
         scores = torch.cat([torch.baddbmm(hidden, part, keys, alpha=scale) for hidden, part in parts], 1)
         out = torch.cat([torch.bmm(part, values) for part in scores.softmax(-1).split(QUERIES, 1)], 1)
-        if self._merge.shape[1] > 1:
-            out = self._combine(out, scores)
+        if self._merge.shape[1] > 1 or sinks is not None:
+            out = self._combine(out, scores, sinks)
         out = out[..., : N * group, :].reshape(kv_heads, G, N, group, dim)
         out = out.permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
         return out.index_select(0, self._rows).to(dtype)
@@ -103,17 +104,24 @@ class TiledAttention:
             self._biases[window] = F.pad(bias, (0, 0, 0, -bias.shape[1] % QUERIES))
         return self._biases[window]
 
-    def _combine(self, out: Tensor, scores: Tensor) -> Tensor:
-        """Combine the separately normalized tiles of each sequence by their log-sum-exp."""
+    def _combine(self, out: Tensor, scores: Tensor, sinks: Tensor | None) -> Tensor:
+        """Combine the separately normalized tiles of each sequence by their log-sum-exp, and the sinks `[nh]`."""
         G, T = self._merge.shape
         kv_heads, flat = self._kv_heads, self._merge.flatten()
         valid = self._valid[None, :, :, None]
         log_sum = scores.logsumexp(-1).view(kv_heads, -1, scores.shape[1])[:, flat]  # [nkv, G * T, M]
         log_sum = log_sum.view(kv_heads, G, T, -1).masked_fill(~valid, MASKED)
-        weight = (log_sum - log_sum.amax(2, keepdim=True)).exp() * valid  # [nkv, G, T, M]
+        peak, sink = log_sum.amax(2, keepdim=True), None
+        if sinks is not None:  # lines are [N, group], filled up
+            lines = torch.arange(scores.shape[1], device=sinks.device) % self._group
+            sink = sinks.float().view(kv_heads, 1, 1, -1)[..., lines]
+            peak = peak.maximum(sink)
+        weight = (log_sum - peak).exp() * valid  # [nkv, G, T, M]
         parts = out.view(kv_heads, -1, *out.shape[1:])[:, flat].view(kv_heads, G, T, *out.shape[1:])
         total, weights = parts[:, :, 0] * weight[:, :, 0, :, None], weight[:, :, 0]
         for tile in range(1, T):  # in this order, however many tiles the longest sequence has
             total = total + parts[:, :, tile] * weight[:, :, tile, :, None]
             weights = weights + weight[:, :, tile]
+        if sink is not None:
+            weights = weights + (sink - peak).exp()[:, :, 0]
         return total / weights[..., None]

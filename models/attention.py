@@ -24,12 +24,13 @@ class Attention(Protocol):
     """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`.
 
     With `window` a row at position p attends only to positions above p - window. `scale` of the scores: None for
-    1/sqrt(D).
+    1/sqrt(D). `sinks` `[nh]`: a score of each head that takes part in the softmax, as of a key whose value is zero.
     """
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-    ) -> Tensor: ...
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class WriteKeys(Protocol):
@@ -53,6 +54,7 @@ class Project(Protocol):
         *,
         window: int | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -76,8 +78,9 @@ class Decode(Protocol):
 
 
 def no_attention(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-) -> Tensor:
+    layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The attention that is passed to a head without attention layers; raises AssertionError if called."""
     raise AssertionError("this head attends to nothing")
 
@@ -93,8 +96,9 @@ class CausalAttention:
         self._seen = None if starts is None else visible(starts)
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
         groups, T = q.shape[1] // k.shape[1], q.shape[2]
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
@@ -102,6 +106,11 @@ class CausalAttention:
         if window is not None and window < T:
             window_mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
             mask = window_mask if mask is None else mask & window_mask
+        if sinks is not None:
+            seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+            scores = q.new_zeros(len(q), len(sinks), T, T).masked_fill_(~seen, -torch.inf)
+            mask = torch.cat([scores, sinks.to(q.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         return out.transpose(1, 2).flatten(2)
 
@@ -138,9 +147,10 @@ class TrainingTimeTestAttention:
         self._slots = slots
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-    ) -> Tensor:
-        assert window is None, "heads see everything"
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert window is sinks is None, "heads see everything, and have no sinks"
         assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(operand(k))
@@ -164,8 +174,10 @@ class BlockAttention:
 
     def attend(self, causal: bool) -> Attention:
         def attention(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-        ) -> Tensor:
+            layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:  # fmt: skip
+            assert sinks is None, "heads have no sinks"
             assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
             context = self._context[layer]
             return block_attention(q, context, (k, v), self._slots, self._starts, causal=causal, window=window).flatten(

@@ -15,6 +15,7 @@ from models import weights
 from models.config import read_json
 from models.gguf import is_gguf
 from models.quantized import read_scheme
+from models.stacked_experts import open_weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 OF_GGUF = torch.bfloat16  # its tensors have several types, and it states none for computation
@@ -45,7 +46,7 @@ def open_tensors(
 
         file = open_gguf(checkpoint)
         return GgufTensors(file, config_json(file), dtype, rows, progress=progress)
-    return weights.LazyTensors(weights.shard_files(checkpoint), rows)
+    return open_weights(checkpoint, rows)
 
 
 def has_weights(checkpoint: Path) -> bool:

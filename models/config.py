@@ -73,6 +73,7 @@ class ExpertsConfig:
     active: int
     intermediate_size: int
     normalize: bool  # the weights of the active experts sum to one
+    clamp: tuple[float, float] | None = None  # limit and alpha of gpt-oss's experts, which have biases, as their router
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class TargetConfig:
     logits_scaling: float = 1.0  # logits are divided by it
     # Of Phi
     rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
+    # Of gpt-oss
+    sinks: bool = False  # each head of attention has a sink (models/attention.py)
     # Options of OPT and GPT-BigCode (models/targets/learned.py)
     learned_positions: bool = False  # in place of the rotary embedding, which only heads have then
     embedding_size: int | None = None  # of the embedding and the LM head's input; None: hidden_size

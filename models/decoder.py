@@ -36,6 +36,7 @@ class SelfAttention(nn.Module):
         self.scale = config.attention_scale
         self.rotary_dim = config.rotary_dim
         self.rotary_table = int(config.local_rope is not None and self.window is not None)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
@@ -56,8 +57,9 @@ class SelfAttention(nn.Module):
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions
+        scoring: Any = {"window": self.window, "scale": self.scale, "sinks": self.sinks}
         if project is not None and self.rotary_dim is None:
-            return project(self.layer, qkv, rotary, self.head_norm, window=self.window, scale=self.scale)
+            return project(self.layer, qkv, rotary, self.head_norm, **scoring)
         num_rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :num_rotated, :]
         if self.qk_norm:
@@ -66,7 +68,7 @@ class SelfAttention(nn.Module):
         qk = rotate(qk, *rotary)
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
         v = qkv[..., num_rotated:, :]
-        return attention(self.layer, q, k, v, window=self.window, scale=self.scale)
+        return attention(self.layer, q, k, v, **scoring)
 
 
 class DecoderLayer(nn.Module):

@@ -18,8 +18,8 @@ TEMPLATES["hermes"]["tool_use"] = (FOLDER / "hermes_tool_use.jinja").read_text(e
 # What each family's templates support.
 TAKES_PARTS = {"gemma3", "glm4moe", "minimax", "vision"}
 NEEDS_PARTS = {"vision"}
-SHOWS_DEVELOPER = {"hermes", "llama3", "llama3_1", "smollm2", "vision"}
-SHOWS_CALLS = {"deepseek", "glm4moe", "hermes", "llama3_1", "minimax", "mistral", "qwen2_5", "qwen3"}
+SHOWS_DEVELOPER = {"gpt_oss", "hermes", "llama3", "llama3_1", "smollm2", "vision"}
+SHOWS_CALLS = {"deepseek", "glm4moe", "gpt_oss", "hermes", "llama3_1", "minimax", "mistral", "qwen2_5", "qwen3"}
 NEEDS_TEXT_ARGUMENTS = {"deepseek"}
 
 Conversation = dict[str, Any]  # messages and optionally tools, as fields of a request or of a dataset row

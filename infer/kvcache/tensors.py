@@ -106,9 +106,10 @@ class PooledAttention:
         self._caches, self._first, self._plan = caches, first_layer, plan
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-    ) -> Tensor:
-        return self._plan(q, k, v, self._caches[self._first + layer], scale or q.shape[-1] ** -0.5, window)
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self._plan(q, k, v, self._caches[self._first + layer], scale or q.shape[-1] ** -0.5, window, sinks)
 
 
 class PooledProjections(PooledAttention):
@@ -125,9 +126,10 @@ class PooledProjections(PooledAttention):
         *,
         window: int | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         cache = self._caches[self._first + layer]
-        return self._plan.project(qkv, rotary, norm, cache, scale or qkv.shape[-1] ** -0.5, window)
+        return self._plan.project(qkv, rotary, norm, cache, scale or qkv.shape[-1] ** -0.5, window, sinks)
 
 
 class PooledDecoding(PooledAttention):

@@ -19,6 +19,7 @@ from infer.server.engine_loop import Event
 from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of
 from infer.server.parsing.grammar_check import GrammarCheck
+from infer.server.parsing.harmony import CHANNEL
 from infer.server.parsing.stream import THINK
 from infer.server.parsing.tool_styles import STYLES, ToolStyle, style_of
 from infer.server.protocol.completions import GenerationRequest
@@ -58,9 +59,10 @@ class Service:
         self.grammars = GrammarCheck(settings)
         name, template = self.config.tool_parser, self.tokenizer.chat.text_for(tools=True)
         self.tool_style: ToolStyle | None = style_of(template) if name == "auto" else STYLES.get(name)
-        self.thinks = self.config.reasoning_parser == "think" or (
-            self.config.reasoning_parser == "auto" and THINK in "\n".join(self.tokenizer.chat.texts.values())
-        )
+        parser, templates = self.config.reasoning_parser, "\n".join(self.tokenizer.chat.texts.values())
+        if parser == "auto":
+            parser = "harmony" if CHANNEL in templates else "think" if THINK in templates else "none"
+        self.reasoning_parser = parser
         self.proposer, self.proposers = engine.proposer_name, tuple(engine.speculator.names)
         self.metrics.speculative = self.proposer != "none"
         # No longer text can fit the context; saves tokenizing megabytes only to refuse them.

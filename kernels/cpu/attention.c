@@ -183,7 +183,9 @@ INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_
             for (int c = 0; c < chunks; c++) key[c] = load(a->cache, at + c * LANES, kind);
             own[i - begin] = sum_lanes(times(q[j], key, chunks));
         }
-        sums[j] = exponentials(own, end - begin);
+        int64_t count = end - begin;
+        if (a->sinks) own[count++] = a->sinks[head + j % heads];
+        sums[j] = exponentials(own, count);
     }
     for (int64_t j = 0; j < queries;) {
         int64_t left = queries - j;

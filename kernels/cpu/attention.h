@@ -9,6 +9,7 @@ typedef struct {
     void *out;             /* [R, heads, D], contiguous */
     const int64_t *table;  /* [B, pages] page ids */
     const int64_t *request, *committed, *offset, *words; /* [R] each; words: tree masks, null for causal rows */
+    const float *sinks;    /* [heads] scores beside those of the keys, with a value of zero; null: none */
     float *scratch;        /* [threads, attention_scratch(longest)] */
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, kind, threads;

@@ -18,11 +18,13 @@ def paged_attention(
     ancestors: Tensor | None = None,
     first: int = 0,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q `[R, nh, D]`, cache `[2, nkv, slots, D]`, block_table `[B, P]` -> `[R, nh * D]` float64.
 
     Row j of a request sees the committed positions and, of the step's rows, those in its tree mask `ancestors[b, j]`
     (without one, the rows up to itself). No row sees places before `first` or more than its last `window` keys.
+    `sinks` `[nh]` are scores of a key of each head whose value is zero.
     """
     group = q.shape[1] // cache.shape[1]
     out, row = [], 0
@@ -36,7 +38,10 @@ def paged_attention(
             positions = positions if window is None else positions[-window:]
             slots = block_table[b][positions // page_size] * page_size + positions % page_size
             keys, values = cache[:, :, slots].double().repeat_interleave(group, dim=1)  # [nh, L, D] each
-            weights = (torch.einsum("hd,hld->hl", q[row].double(), keys) * scale).softmax(-1)
+            scores = torch.einsum("hd,hld->hl", q[row].double(), keys) * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], dim=-1)
+            weights = scores.softmax(-1)[:, : len(positions)]
             out.append(torch.einsum("hl,hld->hd", weights, values).flatten())
             row += 1
     return torch.stack(out)

@@ -39,6 +39,7 @@ from kernels.triton.dependent import follow, launched, load_ahead, overlaps, pre
 from kernels.triton.device import limits
 from kernels.triton.launch import Variant
 
+LOG2_E = tl.constexpr(math.log2(math.e))
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
 SUM_WIDTH = tl.constexpr(16)  # width of the narrowest product: the sums of weights, in equal columns
 AHEAD = 8  # states that `combine` reads at once
@@ -92,6 +93,12 @@ def merge(peak, total, out, other_peak, other_total, other_out):
 
 
 @triton.jit
+def merge_sink(peak, total, out, sinks, head):
+    """Merge a state and the sinks of `head` `[M]` or `[]`, each as of a key whose value is zero."""
+    return merge(peak, total, out, tl.load(sinks + head).to(tl.float32) * LOG2_E, 1.0, 0.0)
+
+
+@triton.jit
 def store_state(states, outs, index, valid, peak, total, out, D: tl.constexpr):
     """Store a state. `index` `[M]`: index into `states` `[.., 2]` and `outs` `[.., D]`."""
     d = tl.arange(0, out.shape[1])
@@ -121,6 +128,7 @@ def attend(
     states,
     outs,
     attn_out,
+    sinks,
     q_stride,
     slots,
     pages,
@@ -139,6 +147,7 @@ def attend(
     WHOLE: tl.constexpr,
     TREE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -204,6 +213,8 @@ def attend(
         if TREE:
             store_state(states, outs, state_index, valid, all_peak, all_total, all_out, D)
         else:
+            if SINKS:
+                all_peak, all_total, all_out = merge_sink(all_peak, all_total, all_out, sinks, head)
             store_output(attn_out, out_index, valid, all_total, all_out, D)
 
 
@@ -276,6 +287,7 @@ def combine(
     committed,
     ends,
     attn_out,
+    sinks,
     num_states,
     first,
     window,
@@ -285,6 +297,7 @@ def combine(
     SPLIT: tl.constexpr,
     WHOLE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -308,6 +321,8 @@ def combine(
             other_total = tl.load(states + state_index * 2 + 1, mask=valid, other=0.0)
             other_out = tl.load(outs + state_index * D + d, mask=valid & inside, other=0.0)
             peak, total, out = merge(peak, total, out, other_peak, other_total, other_out)
+    if SINKS:
+        peak, total, out = merge_sink(peak, total, out, sinks, head)
     tl.store(attn_out + out_index * D + d, (out / total).to(attn_out.dtype.element_ty), mask=inside)
 
 
@@ -356,11 +371,12 @@ class TritonAttention:
         self._grid = (len(blocks), num_kv_heads, 1 if whole else split_programs(programs, splits, limits(device)))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         write_slots(cache[0], self._slots, k)
         write_slots(cache[1], self._slots, v)
-        return self.read(q, cache, scale, window)
+        return self.read(q, cache, scale, window, sinks)
 
     def project(
         self,
@@ -370,29 +386,34 @@ class TritonAttention:
         cache: Tensor,
         scale: float,
         window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """As `__call__`, from a layer's raw projections `[R, nh + 2 nkv, D]` (kernels/rotary.py)."""
         num_heads = qkv.shape[1] - 2 * cache.shape[1]
-        return self.read(rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads), cache, scale, window)
+        q = rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads)
+        return self.read(q, cache, scale, window, sinks)
 
-    def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
+    def read(
+        self, q: Tensor, cache: Tensor, scale: float, window: int | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride.
 
         The kernel launched before must not be the one that computed the rows' addresses (kernels/triton/dependent.py).
         """
         attended, continued, combined = _variants(
             self._shape, *self._sizes, self._page_size, q.dtype, cache.dtype, self._whole, self._tree,
-            window is not None, self._tail_slots.shape[-1] if self._tree else 0, self._outs.shape[2] > 1,
-            overlaps(q.device),
+            window is not None, sinks is not None, self._tail_slots.shape[-1] if self._tree else 0,
+            self._outs.shape[2] > 1, overlaps(q.device),
         )  # fmt: skip
         heads, kv_heads, dim = self._sizes
         scale *= math.log2(math.e)
         num_states, rows = self._outs.shape[2], q.shape[0]
         bounds = self._first, window or 0
         attn_out = q.new_empty(rows, heads * dim)
+        sinks = q if sinks is None else sinks  # read by no kernel
         attended.launch(
             self._grid, q, cache, self._table, self._request, self._committed, self._ends, self._blocks, self._states,
-            self._outs, attn_out, q.stride(0), cache.shape[2], self._table.stride(0), num_states, *bounds, scale,
+            self._outs, attn_out, sinks, q.stride(0), cache.shape[2], self._table.stride(0), num_states, *bounds, scale,
         )  # fmt: skip
         if self._tree:
             continued.launch(
@@ -401,15 +422,16 @@ class TritonAttention:
             )  # fmt: skip
         if self._tree or not self._whole:
             combined.launch(
-                (rows, heads), self._states, self._outs, self._committed, self._ends, attn_out, num_states, *bounds
-            )
+                (rows, heads), self._states, self._outs, self._committed, self._ends, attn_out, sinks, num_states,
+                *bounds,
+            )  # fmt: skip
         return attn_out
 
 
 @functools.cache
 def _variants(
     shape: Blocking, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, cache: torch.dtype,
-    whole: bool, tree: bool, windowed: bool, tail: int, several: bool, pdl: bool,
+    whole: bool, tree: bool, windowed: bool, sinks: bool, tail: int, several: bool, pdl: bool,
 ) -> tuple[Variant, Variant, Variant]:  # fmt: skip
     """Return the kernels of a plan's layers: `attend`, `branch` and `combine`. `several`: states of a row."""
     padded = triton.next_power_of_2(dim)
@@ -418,13 +440,14 @@ def _variants(
         "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "LINES": shape.lines, "TILE": shape.tile,
         "UPCAST": dtype == torch.bfloat16 and INTERPRETED,
     }  # fmt: skip
+    merging = {"HEADS": heads, "AHEAD": AHEAD if several else 1, "SINKS": sinks}
     options = {"enable_fp_fusion": False, **launched(pdl)}
     staged = {"num_stages": shape.stages, **options}
     warps = warps_of_attend(shape, dim, whole, tree, cache)
     return (
-        Variant(attend, {**common, **products, "PAGE": page, "TREE": tree}, num_warps=warps, **staged),
+        Variant(attend, {**common, **products, "PAGE": page, "TREE": tree, "SINKS": sinks}, num_warps=warps, **staged),
         Variant(branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, **staged),
-        Variant(combine, {**common, "HEADS": heads, "AHEAD": AHEAD if several else 1}, num_warps=1, **options),
+        Variant(combine, {**common, **merging}, num_warps=1, **options),
     )
 
 

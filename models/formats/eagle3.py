@@ -35,8 +35,8 @@ def read_aux_layers(fields: Fields, provided: ConversionOptions, notes: list[str
     """Read HF `hidden_states` indices from the top level or eagle_config, else the default for the verifier's depth.
 
     `raw`: not the speculators format, so that the ids may also be 0-based layer outputs (SpecForge and NVIDIA write
-    these, one less); a first id of 1 is then ambiguous, unless all are one less than the default. Raises ValueError for
-    that, for two places that disagree, and for ids that do not ascend: readers sort them.
+    these, one less); a first id of 1 is then ambiguous, unless the first two are one less than the default. Raises
+    ValueError for that, for two places that disagree, and for ids that do not ascend: readers sort them.
     """
     top, nested, other = fields.numbers("eagle_aux_hidden_state_layer_ids"), None, None
     section = fields.section("eagle_config")
@@ -70,7 +70,7 @@ def read_aux_layers(fields: Fields, provided: ConversionOptions, notes: list[str
     else:
         ids = tuple(stated[0])
         default, counted = provided.verifier and provided.verifier.default_aux_layers, provided.layer_ids
-        if raw and counted is None and default and ids == tuple(index - 1 for index in default):
+        if raw and counted is None and default and ids[:2] == tuple(index - 1 for index in default[:2]):
             counted = "outputs"  # SpecForge's and NVIDIA's default, which as hidden_states would be nobody's
         if raw and ids[0] == 1 and counted is None:
             raise ValueError(

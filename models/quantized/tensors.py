@@ -12,7 +12,8 @@ from torch import Tensor
 from kernels import groups
 from kernels.groups import GroupedRows
 from models.quantized.scheme import SECTION, Scheme
-from models.weights import LazyTensors, NamedTensors, Rows, shard_files
+from models.stacked_experts import open_weights
+from models.weights import LazyTensors, NamedTensors, Rows
 
 
 def why_unread(folder: Path, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -52,7 +53,7 @@ class QuantizedTensors(NamedTensors):
         self, scheme: Scheme, folder: Path, dtype: torch.dtype = torch.float32, rows: Rows | None = None
     ) -> None:
         """`rows` selects each tensor's rows."""
-        tensors = LazyTensors(shard_files(folder))  # all rows: packed tensors have other rows than the weight
+        tensors = open_weights(folder)  # all rows: packed tensors have other rows than the weight
         self._scheme, self._tensors, self._dtype, self._rows, self._source = scheme, tensors, dtype, rows, str(folder)
         mark = f".{scheme.parts[0]}"
         layers = [name.removesuffix(mark) for name in tensors if name.endswith(mark)]

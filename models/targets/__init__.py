@@ -27,6 +27,7 @@ from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.gemma3 import Gemma3Target
 from models.targets.gpt_bigcode import GPTBigCodeTarget
+from models.targets.gpt_oss import GptOssTarget
 from models.targets.granite import GraniteTarget
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
@@ -45,6 +46,7 @@ from models.weights import NamedTensors, allocate, load_into
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "GPTBigCodeForCausalLM": GPTBigCodeTarget,
     "Gemma3ForCausalLM": Gemma3Target,
+    "GptOssForCausalLM": GptOssTarget,
     "GraniteForCausalLM": GraniteTarget,
     "LlamaForCausalLM": LlamaTarget,
     "MiMoForCausalLM": Qwen2Target,

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP, as Mixtral and Qwen3-MoE have it.
+"""A mixture of experts in place of the MLP, as Mixtral, Qwen3-MoE and gpt-oss have it.
 
 A row's experts are applied in ascending order, whatever experts other rows use, so that its sum has a fixed order.
 """
@@ -8,8 +8,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kernels.elementwise import silu_mul
 from models.config import ExpertsConfig
 from models.layers import GatedMLP, Linear
+
+
+class ClampedMLP(GatedMLP):
+    """gpt-oss's expert: `down((up + 1) * gate * sigmoid(alpha * gate))`, with biases, gate and up at most `limit`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, limit: float, alpha: float) -> None:
+        super().__init__(hidden_size, intermediate_size, bias=True)
+        self.limit, self.alpha = limit, alpha
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        assert residual is None, "an expert's output is weighted before it is added"
+        gate, up = self.gate_up_proj(x).float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        # by silu, whose kernels give a row the same bits in any batch
+        return self.down_proj(silu_mul(torch.cat([self.alpha * gate, (up + 1) / self.alpha], dim=-1)).to(x.dtype))
 
 
 class MixtureOfExperts(nn.Module):
@@ -18,8 +34,12 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.config = config
-        self.gate = Linear(hidden_size, config.count, bias=False)
-        self.experts = nn.ModuleList(GatedMLP(hidden_size, config.intermediate_size) for _ in range(config.count))
+        self.gate = Linear(hidden_size, config.count, bias=config.clamp is not None)
+        size = config.intermediate_size
+        self.experts = nn.ModuleList(
+            GatedMLP(hidden_size, size) if config.clamp is None else ClampedMLP(hidden_size, size, *config.clamp)
+            for _ in range(config.count)
+        )
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]

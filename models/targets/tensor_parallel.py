@@ -71,6 +71,8 @@ def _divide_attention(attention: SelfAttention, part: Part) -> None:
     qkv, output, ranks = attention.qkv_proj, attention.o_proj, part.ranks
     attention.num_heads //= ranks
     attention.num_kv_heads //= ranks
+    if attention.sinks is not None:
+        attention.sinks = nn.Parameter(attention.sinks[: attention.num_heads])
     attention.qkv_proj = ShardedLinear(qkv, part, even(qkv.out_features, ranks))
     attention.o_proj = ShardedLinear(
         output, part, split(output.out_features, ranks), reads=even(output.in_features, ranks), answers="whole"

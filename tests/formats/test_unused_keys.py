@@ -106,6 +106,9 @@ def test_default_layers_that_are_counted_as_outputs_need_no_option():
     checkpoint = interpret(FORMATS[source.form], source.config | {"eagle_config": ids}, source.tensors(), options)
     assert checkpoint.config.aux_layers == TARGET.default_aux_layers
     assert "auxiliary layers [1, 3, 4] are 0-based outputs: [2, 4, 5] as hidden_states" in checkpoint.notes
+    ids["eagle_aux_hidden_state_layer_ids"] = [1, 3, 5]  # as SpecForge states them for gpt-oss: 1, N/2 - 1 and N - 3
+    checkpoint = interpret(FORMATS[source.form], source.config | {"eagle_config": ids}, source.tensors(), options)
+    assert checkpoint.config.aux_layers == (2, 4, 6)
     deeper = Verifier("some/target", "LlamaForCausalLM", 384, 64, 12)
     with pytest.raises(ValueError, match="Convert with --layer-ids hidden_states or --layer-ids outputs"):
         notes_of(source, source.config | {"eagle_config": ids}, deeper)

@@ -40,18 +40,18 @@ def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
     return q, k, v, cache, table
 
 
-def run(case, committed, counts, tree_mask=None, first=0):
+def run(case, committed, counts, tree_mask=None, first=0, **options):
     q, k, v, cache, table = case
     rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, tree_mask=tree_mask, first=first)
     plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype)
-    return plan(q, k, v, cache, q.shape[-1] ** -0.5)
+    return plan(q, k, v, cache, q.shape[-1] ** -0.5, **options)
 
 
-def expect(case, committed, counts, ancestors=None, first=0):
+def expect(case, committed, counts, ancestors=None, first=0, **options):
     """Return the oracle's output. Call it after `run`, which writes the rows' keys and values into the cache."""
     q, _, _, cache, table = case
     scale = q.shape[-1] ** -0.5
-    sizes = {"page_size": PAGE, "scale": scale}
+    sizes = {"page_size": PAGE, "scale": scale, **options}
     return oracle.paged_attention(q, cache, table, committed, counts, **sizes, ancestors=ancestors, first=first)
 
 
@@ -99,6 +99,22 @@ def test_nobody_sees_the_places_before_the_first(form):
     for tree_mask, ancestors in ((None, None), (tree_mask_of(tree), tree.ancestors)):
         actual = run(case, committed, counts, tree_mask, first=1)
         assert (actual.double() - expect(case, committed, counts, ancestors, first=1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_sinks_take_their_share(form, window):
+    """Below, among and far above the scores, beside one tile of keys and beside several, and as bits of a lone row."""
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 90.0])
+    committed, counts, options = [KV_TILE - 2, 30], [7, 3], {"window": window, "sinks": sinks}
+    case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
+    tree = make_tree()
+    for tree_mask, ancestors in ((None, None), (tree_mask_of(tree), tree.ancestors)):
+        actual = run(case, committed, counts, tree_mask, **options)
+        assert (actual.double() - expect(case, committed, counts, ancestors, **options)).abs().max() < 1e-5
+    q, k, v, cache, table = case
+    together = run(case, committed, counts, **options)
+    alone = run((q[6, None], k[6, None], v[6, None], cache, table), [committed[0] + 6], [1], **options)
+    assert torch.equal(together[6], alone[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,15 +11,25 @@ import tokenizers
 from models.chat_template import chat_environment
 from tests.clients.target import learn
 
-SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
+SPECIAL = (
+    "[TOOL_CALLS]", "<|python_tag|>", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",
+)  # fmt: skip
 # The text of a chat template from which the server recognises the style of tool calls or reasoning.
-MARKS = {"hermes": "<tool_call>", "mistral": "[AVAILABLE_TOOLS]", "llama3": "<|python_tag|>", "think": "<think>"}
+MARKS = {
+    "hermes": "<tool_call>",
+    "mistral": "[AVAILABLE_TOOLS]",
+    "llama3": "<|python_tag|>",
+    "harmony": "<|channel|>",
+    "think": "<think>",
+}
 ASKED = "What is 1+2?"
 CALL = {
     "hermes": 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>',
     "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "add", "arguments": {"a": 3}}]',
     "llama3": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}};{"name": "add", "parameters": {"a": 3}}',
+    "harmony": "<|channel|>analysis<|message|>1 and 2 is 3<|end|><|start|>assistant<|channel|>commentary<|message|>I "
+    'add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}',
     "think": "<think>\n1 and 2 is 3\n</think>\n\nIt is 3.",
 }
 

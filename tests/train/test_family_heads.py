@@ -1,7 +1,7 @@
 """Heads on targets other than Llama: training and serving agree.
 
 Gemma scales its embedding for its own layers only, Granite its residual stream and logits; OPT and GPT-BigCode add
-learned positions, of which heads see none.
+learned positions, of which heads see none; gpt-oss has sinks and windows, which heads do not.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma3TextConfig", SIZES),
     "granite": ("GraniteConfig", {**MULTIPLIERS, "logits_scaling": 4.0}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "gpt oss": ("GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "sliding_window": 16}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2, "sliding_window": 16, "rope_parameters": PART}),
     "opt": (
         "OPTConfig",

@@ -254,8 +254,9 @@ class DenseAttention:
         self.mask = mask
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-    ) -> Tensor:
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         groups = q.shape[1] // k.shape[1]
         out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), attn_mask=self.mask)

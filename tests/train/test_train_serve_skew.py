@@ -454,8 +454,9 @@ def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTa
     windows: list[int | None] = []
 
     def attention(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
-    ) -> Tensor:
+        layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         windows.append(window)
         return CausalAttention()(layer, q, k, v)
 

@@ -46,7 +46,7 @@ def randomise_biases_and_norms(folder: Path) -> None:
     """Add noise to biases and norms: transformers starts them at zero and one, which would hide a mistake in either."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
-    for value in tensors.values():
-        if value.ndim == 1:
+    for name, value in tensors.items():
+        if value.ndim == 1 or name.endswith("_bias"):  # of experts in one tensor
             value += 0.3 * torch.randn(value.shape, generator=generator)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
@@ -44,6 +45,9 @@ PHI = {"pad_token_id": 0, "eos_token_id": 2}
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 OPT, OPT_350M = {"ffn_dim": 96, "init_std": 0.2}, {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
 BIGCODE = {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}
+# sinks as large as scores, experts that reach the limit of their gate
+GPT_OSS = {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 24, "swiglu_limit": 0.5}
+UNTRUNCATED = {**YARN, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
@@ -77,6 +81,11 @@ FAMILIES = {
     "granite tied, biased": (
         "GraniteConfig",
         {**GRANITE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "gpt oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": UNTRUNCATED}),
+    "gpt oss without biases, all windows": (
+        "GptOssConfig",
+        {**GPT_OSS, "attention_bias": False, "layer_types": ["sliding_attention"] * 4, "swiglu_alpha": 1.0},
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "mixtral window": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
@@ -149,6 +158,49 @@ def test_experts_in_one_tensor_are_those_of_separate_ones(make_family_folder, na
         wanted, target = (load_target(str(each), part=part) for each in (folder, tmp_path))
         for key, parameter in target.named_parameters():
             assert torch.equal(parameter, wanted.get_parameter(key)), key
+
+
+def in_mxfp4(folder, quantized, widened):
+    """Write a gpt-oss checkpoint with random experts in MXFP4, and as transformers widens them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(4)
+    plain = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, blocks.shape[:3], dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales).float().contiguous()
+    edit(folder, widened)
+    edit(folder, quantized, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    for each, content in ((quantized, tensors), (widened, plain)):
+        save_file(content, each / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_experts_in_mxfp4(make_family_folder, tmp_path):
+    """Widened they are transformers'; kept as they are they compute the same; a damaged scale is named."""
+    quantized, widened = tmp_path / "quantized", tmp_path / "widened"
+    for folder in (quantized, widened):
+        folder.mkdir()
+    in_mxfp4(make_family_folder("gpt oss"), quantized, widened)
+    check_weights(quantized, empty_target(quantized))
+    ids = torch.randint(0, 384, (1, 40), generator=torch.Generator().manual_seed(3))
+    assert_equals_reference(widened, ids)
+    for part in (None, Part(1, 2, lambda x, sizes, *, everywhere=True: x)):
+        target, wanted = (load_target(str(folder), part=part) for folder in (quantized, widened))
+        for key, parameter in target.named_parameters():
+            assert torch.equal(parameter, wanted.get_parameter(key)), key
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    loaded = [load_target(str(quantized), native=True), load_target(str(widened))]
+    assert loaded[0].ggml_formats == ("int8 in groups of 32",)
+    kept, plain = ([a.token_ids for a in Engine(each).generate(ids.tolist(), params)] for each in loaded)
+    assert kept == plain
+    tensors = load_file(quantized / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
+    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.2.down_proj.scales: damaged: a scale is not a number"):
+        load_target(str(quantized))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -244,6 +296,10 @@ def edit(folder, tmp_path, **changes):
         ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text model alone"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier=0.0: must be a positive number"),
         ("granite", {"logits_scaling": "8"}, "logits_scaling='8': expected a number"),
+        ("gpt oss", {"sliding_window": 0}, "sliding_window=0: must be 1 to"),
+        ("gpt oss", {"swiglu_limit": -7.0}, "swiglu_limit=-7.0: must be a positive number"),
+        ("gpt oss", {"layer_types": ["sliding_attention"]}, "layer_types="),
+        ("gpt oss", {"quantization_config": {"quant_method": "mxfp5"}}, "quant_method='mxfp5': only .*mxfp4"),
         ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be 1 to 6"),
         ("phi3", {"rope_parameters": PART | {"rope_type": "longrope"}}, "rope_type='longrope': longrope is not supp"),
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type='su': longrope is not supp"),
@@ -270,9 +326,9 @@ def test_every_architecture_is_tested():
     kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
     assert {"llama", *kinds} == {
         *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"),
-        *("granite", "mixtral", "phi3", "opt", "gpt_bigcode"),
+        *("granite", "mixtral", "phi3", "opt", "gpt_bigcode", "gpt_oss"),
     }
-    assert len(ARCHITECTURES) == 12  # MiMo's is Qwen2's: test_mtp.py
+    assert len(ARCHITECTURES) == 13  # MiMo's is Qwen2's: test_mtp.py
 
 
 @pytest.mark.parametrize("name", ["opt", "opt as 350m", "gpt bigcode"])

@@ -10,6 +10,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from infer.server.api.rendering import Answer, respond
+from infer.server.parsing.harmony import CHANNEL, FINAL, HarmonyParser
 from infer.server.parsing.schema_check import fits
 from infer.server.parsing.stream import END_THINK, THINK, ChatParser
 from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, Call
@@ -79,12 +80,13 @@ class Conversation:
         self._forced, self._most_calls = tool_use.must_call, tool_use.max_calls
         self._bound_to_json = structure is not None and structure[1].kind in ("json_object", "json_schema")
         self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
-        self.names, self.thinks = service.names, service.thinks  # whether the output may begin with a reasoning span
+        self.names = service.names
+        self.thinks = service.reasoning_parser != "none"  # whether the output may begin with a reasoning span
 
     async def start(self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest) -> Session:
         service = self._service
         marks = [] if service.tool_style is None or not self._tools else list(service.tool_style.marks)
-        marks += [THINK, END_THINK] if self.thinks else []
+        marks += [CHANNEL, THINK, END_THINK] if self.thinks else []
         special = any(service.special_id(mark) is not None for mark in marks)
         messages = [self._messages]
         return await service.start(
@@ -96,17 +98,30 @@ class Conversation:
         (prompt,) = await self._service.encode_all(self._encode, [self._messages], param)
         return len(prompt.ids)
 
+    @property
+    def _in_harmony(self) -> bool:
+        style = self._service.tool_style
+        return self._service.reasoning_parser == "harmony" or bool(self._tools and style is not None and style.route)
+
     def parser(self) -> ChatParser:
         """Return a parser for one choice. Output bound to a grammar has no reasoning span, and JSON no calls."""
+        names = [tool.name for tool in self._tools]
+        if self._in_harmony:
+            return HarmonyParser(names, inside=self._bound, forced=self._forced, max_calls=self._most_calls)
         return ChatParser(
             None if self._bound_to_json else self._service.tool_style,
-            [tool.name for tool in self._tools],
+            names,
             thinking=self.thinks and self._structure is None,
             inside=self._begun_thinking,
             forced=self._forced,
             max_calls=self._most_calls,
             fits=None if self._forced else self._fits,
         )
+
+    @property
+    def _bound(self) -> bool:
+        """Whether the output is of a given form that is no call."""
+        return self._structure is not None and not self._forced
 
     def _fits(self, call: Call) -> bool:
         """Return whether the arguments of a call fit the parameters of its tool."""
@@ -121,6 +136,7 @@ class Conversation:
         tools = [tool.for_template() for tool in self._tools]
         text = self._service.render_chat(messages, tools=tools, **self._options)
         self._begun_thinking = text.rstrip().endswith(THINK)
+        text += FINAL if self._in_harmony and self._bound else ""
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them
 
 

@@ -1,4 +1,4 @@
-"""Tool-call formats of model families: Hermes and Qwen, Llama 3, Mistral. Each style is one row of a table.
+"""Tool-call formats of model families: Hermes and Qwen, Llama 3, Mistral, gpt-oss. Each style is one row of a table.
 
 A style defines where calls begin, how a call is parsed, and the grammar that forces one. Calls are parsed from JSON by
 a scanner that reads every character once; no model output reaches a regular expression or `eval`.
@@ -38,6 +38,7 @@ class ToolStyle:
     named: bool = False  # `begin`, name, `separator`, arguments is also a call
     separator: str = ""
     listed: bool = False  # forced calls form a JSON list
+    route: str = ""  # precedes the name in a header of its own, after which come the arguments alone (harmony.py)
     short_ids: bool = False
 
     @property
@@ -103,6 +104,8 @@ class ToolStyle:
             start = f'{begin} "[" {calls(", ")} "]"'
         elif self.bare:
             start = calls("; ")
+        elif self.route:  # a call ends the answer
+            start = "object"
         else:
             call = f'{begin} "\\n" object "\\n" {mark(self.end)}'
         rules = [f"start: {start}", f"call: {call}", "object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
@@ -110,8 +113,12 @@ class ToolStyle:
             before = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self.argument_key)}: '
             check_numbers(tool.arguments_schema, f"the parameters of {tool.name}")
             schema = tool.arguments_schema | {"x-guidance": JSON_OPTIONS}
+            whole = f'{json.dumps(before)} arguments_{i} "}}"'
+            if self.route:
+                header = f'{json.dumps(f"{self.route}{tool.name} ")} {mark(self.separator)} "json" {mark(self.end)}'
+                whole = f"{begin} {header} arguments_{i}"
             rules += [
-                f'object_{i}: {json.dumps(before)} arguments_{i} "}}"',
+                f"object_{i}: {whole}",
                 f"arguments_{i}: %json {json.dumps(schema)}",
             ]
         return Grammar("calls", "\n".join(rules))
@@ -192,7 +199,21 @@ STYLES = {
         ToolStyle("hermes", begin="<tool_call>", end="</tool_call>"),
         ToolStyle("llama3", begin="<|python_tag|>", argument_key="parameters", bare=True),
         ToolStyle("mistral", begin="[TOOL_CALLS]", named=True, separator="[ARGS]", listed=True, short_ids=True),
+        ToolStyle(
+            "harmony",
+            begin="<|channel|>",
+            separator="<|constrain|>",
+            end="<|message|>",
+            route="commentary to=functions.",
+        ),
     )
+}
+
+
+MARKS = {  # texts of a chat template that show its style
+    "harmony": ("<|channel|>",),
+    "hermes": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"),
 }
 
 
@@ -200,7 +221,7 @@ def style_of(template: str | None) -> ToolStyle | None:
     """Detect the style from a chat template. None if the template does not support tools, or its style is unknown."""
     if template is None or "tools" not in template:
         return None
-    for name, marks in (("hermes", ("<tool_call>",)), ("mistral", ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"))):
+    for name, marks in MARKS.items():
         if any(mark in template for mark in marks):
             return STYLES[name]
     return STYLES["llama3"] if "<|python_tag|>" in template or '"parameters":' in template else None

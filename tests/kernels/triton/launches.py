@@ -59,7 +59,9 @@ def empty(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False):
+def attend(
+    dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False, sinks=False
+):
     """`short`: a draft head's layer and one page; every argument that can be 1 is, so Triton makes it a constant."""
     count = 1 if short else 16
     index = empty(count, dtype=torch.int64)
@@ -68,7 +70,8 @@ def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None,
     laid_out = AttentionRows(table, index, index, index, tree_mask, 16, 16 if short else 32768, (count,), int(short))
     plan = TritonAttention(laid_out, heads, kv_heads, dim, dtype, whole=whole)
     cache = empty(2, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
-    plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
+    q = empty(count, heads, dim, dtype=dtype)
+    plan.read(q, cache, dim**-0.5, window, empty(heads, dtype=dtype) if sinks else None)
 
 
 def multiply(rows, dtype=BF16, outputs=4096, **epilogue):
@@ -271,6 +274,9 @@ CASES = {
     "verify, window": partial(attend, 128, whole=False, window=4096),
     "verify a tree, window": partial(attend, 128, whole=False, tree=True, window=4096),
     "prefill, window": partial(attend, 128, whole=True, window=4096),
+    "verify, sinks": partial(attend, 64, whole=False, heads=64, window=128, sinks=True),
+    "verify a tree, sinks": partial(attend, 64, whole=True, tree=True, heads=64, sinks=True),
+    "prefill, sinks": partial(attend, 64, whole=True, heads=64, sinks=True),
     "verify, fp8 cache": partial(attend, 128, whole=False, cache_dtype=torch.float8_e4m3fn),
     "verify a tree, fp8 cache": partial(attend, 128, whole=False, tree=True, cache_dtype=torch.float8_e4m3fn),
     "verify a tree by many programs, fp8 cache": partial(

@@ -38,17 +38,19 @@ def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.flo
     return q, k, v, cache, table.to(DEVICE)
 
 
-def run(case, committed, counts, *, tree_mask=None, page=16, first=0, window=None, shape=SMALL, whole=False):
+def run(
+    case, committed, counts, *, tree_mask=None, page=16, first=0, window=None, sinks=None, shape=SMALL, whole=False
+):
     q, k, v, cache, table = case
     rows = AttentionRows.blocks(table, committed, counts, page_size=page, tree_mask=tree_mask, first=first)
     heads, kv_heads, dim = q.shape[1], cache.shape[1], q.shape[2]
     plan = TritonAttention(rows, heads, kv_heads, dim, q.dtype, shape=shape, whole=whole)
-    return plan(q, k, v, cache, dim**-0.5, window)
+    return plan(q, k, v, cache, dim**-0.5, window, sinks)
 
 
-def error(actual, case, committed, counts, *, page=16, ancestors=None, first=0, window=None):
+def error(actual, case, committed, counts, *, page=16, ancestors=None, first=0, window=None, sinks=None):
     q, _, _, cache, table = (x.cpu() for x in case)
-    sizes = {"page_size": page, "scale": q.shape[-1] ** -0.5, "first": first, "window": window}
+    sizes = {"page_size": page, "scale": q.shape[-1] ** -0.5, "first": first, "window": window, "sinks": sinks}
     expected = oracle.paged_attention(q, cache, table, committed, counts, ancestors=ancestors, **sizes)
     assert actual.dtype == q.dtype
     return (actual.cpu().double() - expected).abs().max().item()
@@ -93,6 +95,20 @@ def test_trees_match_the_oracle(whole, first, window):
     options = {"first": first, "window": window}
     actual = run(case, committed, counts, tree_mask=tree_mask_of(TREE), whole=whole, **options)
     assert error(actual, case, committed, counts, ancestors=TREE.ancestors, **options) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("window", [None, 21])
+def test_sinks_take_their_share(window):
+    """Below, among and far above the scores; the same bits whichever kernel merges them."""
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 90.0], device=DEVICE)
+    committed, counts, options = [62, 30], [7, 3], {"window": window, "sinks": sinks}
+    case = make_case(committed, counts)
+    chain = run(case, committed, counts, whole=True, **options)
+    assert error(chain, case, committed, counts, window=window, sinks=sinks.cpu()) < TOLERANCE[torch.float32]
+    assert torch.equal(run(case, committed, counts, **options), chain)
+    words = torch.tensor([*((2 << node) - 1 for node in range(7)), 1, 3, 7], device=DEVICE)
+    for whole in (False, True):
+        assert torch.equal(run(case, committed, counts, tree_mask=words, whole=whole, **options), chain)
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 37)])
