@@ -12,7 +12,7 @@ implementation (kernels/tiles.py) is for machines without a C compiler and for s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,13 +25,27 @@ from kernels.tiles import KV_TILE, TiledAttention
 from kernels.triton import in_use
 
 
+class LayerShape(NamedTuple):
+    """What a layer caches of a token."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None  # a value is the first numbers of its key, so many; None: stored beside it
+
+    @property
+    def vectors(self) -> int:
+        """Of a KV head in a slot: key and value."""
+        return 2 if self.value_dim is None else 1
+
+
 class PagedAttention(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
         """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`.
 
-        With `window` a row sees only the last `window` of its keys.
+        Of a cache `[1, nkv, slots, D]` the values are the first numbers of the keys, as v `[R, nkv, Dv]` of k; the
+        result is `[R, nh * Dv]`. With `window` a row sees only the last `window` of its keys.
         """
         ...
 
@@ -78,17 +92,19 @@ def plan_attention(
     head_dim: int,
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> PagedAttention:
     """Return the attention plan of a step.
 
     `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/move.py).
+    `value_dim`: how many numbers of a key are its value; None: the cache has both.
     """
-    if in_use(rows.table.device):
+    if in_use(rows.table.device) and value_dim is None:
         from kernels.triton import attention as gpu
 
         if gpu.supported(num_heads, num_kv_heads, head_dim, dtype):
             return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype)
-    if cache_dtype in (None, dtype) and cpu.supported(head_dim, dtype, rows.table.device):
+    if cache_dtype in (None, dtype) and cpu.supported(head_dim, dtype, rows.table.device, value_dim):
         return cpu.NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)
 
@@ -100,6 +116,7 @@ def assert_rows_independent(
     dtype: torch.dtype,
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Check the contract on this machine: a row alone, among up to 300 rows, beside another request, and in a tree.
 
@@ -108,14 +125,16 @@ def assert_rows_independent(
     generator = torch.Generator().manual_seed(0)
     page_size, length = 16, 2 * KV_TILE + 40
     pages = -(-length // page_size)
-    cache = torch.randn(2, num_kv_heads, (2 * pages + 1) * page_size, head_dim, generator=generator)
+    vectors = 2 if value_dim is None else 1
+    cache = torch.randn(vectors, num_kv_heads, (2 * pages + 1) * page_size, head_dim, generator=generator)
     cache = cache.to(device, cache_dtype or dtype)
     q = torch.randn(length, num_heads, head_dim, generator=generator).to(device, dtype)
     k, v = torch.randn(2, length, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    v = v if value_dim is None else k[..., :value_dim]
     table = 1 + torch.arange(2 * pages, device=device).view(2, pages)
 
     def attend(rows: AttentionRows, index: Tensor) -> Tensor:
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype)
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype, value_dim)
         return plan(q[index], k[index], v[index], cache, head_dim**-0.5)
 
     def last_row(width: int, extra_rows: int) -> Tensor:

@@ -24,9 +24,9 @@ class Arguments(ctypes.Structure):
     _fields_ = fields("attention_args")
 
 
-def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+def supported(head_dim: int, dtype: torch.dtype, device: torch.device, value_dim: int | None = None) -> bool:
     lib = library() if device.type == "cpu" and dtype in KINDS else None
-    return lib is not None and bool(lib.attention_takes(head_dim))
+    return lib is not None and bool(lib.attention_takes(head_dim, value_dim or head_dim))
 
 
 class NativeAttention:
@@ -45,7 +45,7 @@ class NativeAttention:
         team = threads(count * num_heads * rows.longest * head_dim)
         scratch = torch.empty(team * lib.attention_scratch(longest))
         self._keep = (table, request, committed, offset, mask, scratch)  # keeps them alive: C holds pointers to them
-        self._shape = count, num_heads * head_dim
+        self._shape = count, num_heads
         self._arguments = Arguments(
             table=table.data_ptr(),
             request=request.data_ptr(),
@@ -80,7 +80,8 @@ class NativeAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        out = torch.empty(self._shape, dtype=cache.dtype)
+        rows, heads = self._shape
+        out = torch.empty(rows, heads * v.shape[-1], dtype=cache.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)

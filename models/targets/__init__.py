@@ -24,6 +24,7 @@ from models.layers import Linear, PackedEmbedding
 from models.quantized import SECTION, read_scheme
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
+from models.targets.deepseek import DeepseekV2Target, DeepseekV3Target
 from models.targets.gemma3 import Gemma3Target
 from models.targets.gpt_bigcode import GPTBigCodeTarget
 from models.targets.granite import GraniteTarget
@@ -42,6 +43,8 @@ from models.targets.zero3 import Exchange, ShardedLayers
 from models.weights import NamedTensors, allocate, load_into
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2Target,
+    "DeepseekV3ForCausalLM": DeepseekV3Target,
     "GPTBigCodeForCausalLM": GPTBigCodeTarget,
     "Gemma3ForCausalLM": Gemma3Target,
     "GraniteForCausalLM": GraniteTarget,
@@ -175,7 +178,7 @@ def load_target(
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     progress = exchange is None and layers is None
     tensors = viewed(read_weights(folder, dtype, part, shared, progress=progress, native=native), target, part)
-    names = names_of(tensors)
+    names = names_of(tensors, target)
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
@@ -208,7 +211,7 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     """
     layout = target.checkpoint_layout()
     tensors = viewed(read_weights(folder, torch.float32, None, None, progress=False), target, None)
-    names = names_of(tensors)
+    names = names_of(tensors, target)
     if target.config.tie_word_embeddings:
         tie(layout, names, shared_weight(folder))
     outlines = {name: torch.empty(tuple(tensors.shape(name)), device="meta") for name in names}
@@ -216,9 +219,11 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     read_end_tokens(folder)
 
 
-def names_of(tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of a checkpoint's tensors, without buffers that old exporters saved: the config gives them."""
-    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+def names_of(tensors: Mapping[str, Tensor], target: LlamaTarget) -> set[str]:
+    """Return the names of a checkpoint's tensors, without those of heads, and without buffers that old exporters saved:
+    the config gives them.
+    """
+    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq") and not target.is_foreign(name)}
 
 
 def tie(layout: dict[str, tuple[str, ...]], names: set[str], shared: str | None) -> None:

@@ -79,10 +79,10 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
+    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None, attention: Any = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = SelfAttention(config, layer)
+        self.self_attn: SelfAttention = attention or SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
@@ -140,6 +140,10 @@ class LlamaTarget(nn.Module):
     def published_name(name: str) -> str:
         """Return the name that a tensor, by Llama's name, has in checkpoints of this family."""
         return name
+
+    def is_foreign(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint belongs to a head in it."""
+        return False
 
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()

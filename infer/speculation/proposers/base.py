@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from infer.kvcache.tensors import LayerShape
 from infer.request import Request
 from infer.speculation.budget import Budget
 from infer.speculation.tree import DraftTree
+from kernels.attention import LayerShape
 
 
 class Needs(NamedTuple):
