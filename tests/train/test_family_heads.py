@@ -1,7 +1,7 @@
 """Heads on targets other than Llama: training and serving agree.
 
-DeepSeek's attention is of another kind than its heads'; Gemma scales its embedding for its own layers only, Granite its residual stream and logits; OPT and GPT-BigCode add
-learned positions, of which heads see none.
+DeepSeek's attention is of another kind than its heads'. Gemma scales its embedding for its own layers only, Granite its
+residual stream and logits; OPT and GPT-BigCode add learned positions, of which heads see none.
 """
 
 from __future__ import annotations
