@@ -99,11 +99,11 @@ def plan_attention(
     `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/move.py).
     `value_dim`: how many numbers of a key are its value; None: the cache has both.
     """
-    if in_use(rows.table.device) and value_dim is None:
+    if in_use(rows.table.device):
         from kernels.triton import attention as gpu
 
-        if gpu.supported(num_heads, num_kv_heads, head_dim, dtype):
-            return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype)
+        if gpu.supported(num_heads, num_kv_heads, head_dim, dtype, value_dim):
+            return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype, value_dim)
     if cache_dtype in (None, dtype) and cpu.supported(head_dim, dtype, rows.table.device, value_dim):
         return cpu.NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)

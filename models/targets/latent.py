@@ -67,8 +67,6 @@ class LatentProjections(Divisible):
 class LatentAttention(nn.Module):
     """In place of llama.SelfAttention. Its names are those of DeepSeek's checkpoints."""
 
-    qk_norm = False
-
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__()
         latent, rotated = config.latent, config.rotary_dim

@@ -336,6 +336,14 @@ def test_deepseek_is_served_in_blocks_of_fp8_as_published(make_family_folder, tm
     assert ids[0] == ids[1] == ids[2]
 
 
+def test_block_drafters_cannot_start_from_layers_with_latents(make_family_folder):
+    target = load_target(str(make_family_folder("deepseek v3")))
+    head = HEADS["dflash"](num_layers=1, aux_layers=[1, 3]).make(target.config)
+    with pytest.raises(ValueError, match=r"head.init_from_target=true: needs layers of the target's sizes"):
+        initialize(head, target, from_target=True)
+    initialize(head, target, from_target=False)
+
+
 def test_routers_stay_in_fp32(make_family_folder):
     target = load_target(str(make_family_folder("deepseek v3")), dtype=torch.bfloat16)
     wide = {name for name, parameter in target.named_parameters() if parameter.dtype is torch.float32}
