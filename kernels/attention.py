@@ -12,7 +12,7 @@ implementation (kernels/tiles.py) is for machines without a C compiler and for s
 from __future__ import annotations
 
 import ctypes
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,19 @@ from kernels.tiles import KV_TILE, TiledAttention
 AttentionArguments = structure("attention_args")  # of attention.h
 
 
+class LayerShape(NamedTuple):
+    """What a layer caches of a token."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int | None = None  # a value is the first numbers of its key, so many; None: stored beside it
+
+    @property
+    def vectors(self) -> int:
+        """Of a KV head in a slot: key and value."""
+        return 2 if self.value_dim is None else 1
+
+
 class PagedAttention(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
@@ -34,8 +47,9 @@ class PagedAttention(Protocol):
     ) -> Tensor:  # fmt: skip
         """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`.
 
-        With `window` a row sees only the last `window` of its keys. `sinks` `[nh]` are scores that take part in the
-        softmax of each head beside those of its keys, with a value of zero.
+        Of a cache `[1, nkv, slots, D]` the values are the first numbers of the keys, as v `[R, nkv, Dv]` of k; the
+        result is `[R, nh * Dv]`. With `window` a row sees only the last `window` of its keys. `sinks` `[nh]` are scores
+        that take part in the softmax of each head beside those of its keys, with a value of zero.
         """
         ...
 
@@ -65,17 +79,19 @@ def plan_attention(
     head_dim: int,
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> PagedAttention:
     """Return the attention plan of a step.
 
     `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/copies.py).
+    `value_dim`: how many numbers of a key are its value; None: the cache has both.
     """
     if uses_triton(rows.table.device):
         from kernels.triton import attention as gpu
 
-        if gpu.supported(num_heads, num_kv_heads, head_dim, dtype):
-            return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype)
-    if cache_dtype in (None, dtype) and runs_in_c(head_dim, dtype, rows.table.device):
+        if gpu.supported(num_heads, num_kv_heads, head_dim, dtype, value_dim):
+            return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype, value_dim)
+    if cache_dtype in (None, dtype) and runs_in_c(head_dim, dtype, rows.table.device, value_dim):
         return NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)
 
@@ -87,6 +103,7 @@ def assert_rows_independent(
     dtype: torch.dtype,
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Check the contract on this machine: a row alone, among up to 300 rows, beside another request, and in a tree.
 
@@ -95,14 +112,16 @@ def assert_rows_independent(
     generator = torch.Generator().manual_seed(0)
     page_size, length = 16, 2 * KV_TILE + 40
     pages = -(-length // page_size)
-    cache = torch.randn(2, num_kv_heads, (2 * pages + 1) * page_size, head_dim, generator=generator)
+    vectors = 2 if value_dim is None else 1
+    cache = torch.randn(vectors, num_kv_heads, (2 * pages + 1) * page_size, head_dim, generator=generator)
     cache = cache.to(device, cache_dtype or dtype)
     q = torch.randn(length, num_heads, head_dim, generator=generator).to(device, dtype)
     k, v = torch.randn(2, length, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    v = v if value_dim is None else k[..., :value_dim]
     table = 1 + torch.arange(2 * pages, device=device).view(2, pages)
 
     def attend(rows: AttentionRows, index: Tensor) -> Tensor:
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype)
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype, value_dim)
         return plan(q[index], k[index], v[index], cache, head_dim**-0.5)
 
     def last_row(width: int, extra_rows: int) -> Tensor:
@@ -137,9 +156,9 @@ def assert_rows_independent(
     return alone
 
 
-def runs_in_c(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+def runs_in_c(head_dim: int, dtype: torch.dtype, device: torch.device, value_dim: int | None = None) -> bool:
     lib = library() if device.type == "cpu" and dtype in KINDS else None
-    return lib is not None and bool(lib.attention_takes(head_dim))
+    return lib is not None and bool(lib.attention_takes(head_dim, value_dim or head_dim))
 
 
 class NativeAttention:
@@ -161,7 +180,7 @@ class NativeAttention:
         team = threads(count * num_heads * rows.longest * head_dim)
         scratch = torch.empty(team * lib.attention_scratch(longest))
         self._keep = (table, request, committed, offset, mask, scratch)  # keeps them alive: C holds pointers to them
-        self._shape = count, num_heads * head_dim
+        self._shape = count, num_heads
         self.arguments = AttentionArguments(
             table=table.data_ptr(),
             request=request.data_ptr(),
@@ -185,7 +204,8 @@ class NativeAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        out = torch.empty(self._shape, dtype=cache.dtype)
+        rows, heads = self._shape
+        out = torch.empty(rows, heads * v.shape[-1], dtype=cache.dtype)
         a = self.arguments
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)

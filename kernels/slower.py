@@ -53,13 +53,17 @@ def slower_layers(layers: Iterable[PackedLinear], option: str) -> list[str]:
 
 
 def slower_attention(
-    head_dim: int, dtype: torch.dtype, device: torch.device, cache_dtype: torch.dtype | None = None
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype | None = None,
+    value_dim: int | None = None,
 ) -> list[str]:
     """Return a line if no kernel computes attention for this head size and these dtypes on a CPU."""
     if device.type != "cpu" or uses_triton(device):
         return []
     if cache_dtype in (None, dtype):
-        if runs_in_c(head_dim, dtype, device):
+        if runs_in_c(head_dim, dtype, device, value_dim):
             return []
         advice = cure(dtype)
     else:

@@ -69,15 +69,16 @@ class TiledAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        write_slots(cache[0], self._slots, k)
-        write_slots(cache[1], self._slots, v)
-        dtype = q.dtype
+        for stored, new in zip(cache, (k, v), strict=False):  # of a cache of keys alone no values
+            write_slots(stored, self._slots, new)
+        dtype, values_dim = q.dtype, v.shape[-1]
         _, heads, dim = q.shape
         G, N, kv_heads, group = self._sequences, self._width, self._kv_heads, self._group
         q = q.new_zeros(G * N, heads, dim).index_copy_(0, self._rows, q)
         q = q.view(G, N, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, G, N * group, dim).float()
         q = q.index_select(1, self._tile_of).view(-1, N * group, dim)  # [nkv * S, N * group, D]
-        keys, values = read_slots(cache, self._gather).float().view(2, -1, KV_TILE, dim)
+        tiles = read_slots(cache, self._gather).float().view(len(cache), -1, KV_TILE, dim)
+        keys, values = tiles[0], tiles[-1, ..., :values_dim]
         q = F.pad(q, (0, 0, 0, -q.shape[1] % QUERIES))
         bias, keys = self._bias(window).split(QUERIES, 1), keys.transpose(1, 2)
         parts = zip(bias, q.split(QUERIES, 1), strict=True)
@@ -85,8 +86,8 @@ class TiledAttention:
         out = torch.cat([torch.bmm(part, values) for part in scores.softmax(-1).split(QUERIES, 1)], 1)
         if self._merge.shape[1] > 1 or sinks is not None:
             out = self._combine(out, scores, sinks)
-        out = out[..., : N * group, :].reshape(kv_heads, G, N, group, dim)
-        out = out.permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
+        out = out[..., : N * group, :].reshape(kv_heads, G, N, group, values_dim)
+        out = out.permute(1, 2, 0, 3, 4).reshape(G * N, heads * values_dim)
         return out.index_select(0, self._rows).to(dtype)
 
     def _bias(self, window: int | None) -> Tensor:

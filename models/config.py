@@ -74,6 +74,24 @@ class ExpertsConfig:
     intermediate_size: int
     normalize: bool  # the weights of the active experts sum to one
     clamp: tuple[float, float] | None = None  # limit and alpha of gpt-oss's experts, which have biases, as their router
+    # Options of DeepSeek
+    sigmoid: bool = False  # scores are a sigmoid, to which a learned bias is added for the choice; else a softmax
+    groups: int = 1  # of equal size, of which the best `active_groups` offer their experts
+    active_groups: int = 1
+    scale: float = 1.0  # of the weights
+    shared_size: int = 0  # inner size of an MLP beside the experts, which every token uses
+    first_layer: int = 0  # those before it have a plain MLP
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are projections of one latent per token."""
+
+    rank: int  # numbers of the latent
+    query_rank: int | None  # numbers of the latent that queries are made from; None: the layer's input
+    key_size: int  # of a head's query and key, without the part that is rotated
+    value_size: int  # of a head's value
+    interleaved: bool = True  # numbers 2 i and 2 i + 1 of the rotated part form a pair, not i and half its size + i
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,8 @@ class TargetConfig:
     embedding_size: int | None = None  # of the embedding and the LM head's input; None: hidden_size
     norm_after: bool = False  # norms follow attention and MLP, and none is left to precede the LM head
     mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/mtp_names.py)
+    # Of DeepSeek
+    latent: LatentConfig | None = None  # of its own attention; head_dim and num_kv_heads are then for heads
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
@@ -186,6 +206,19 @@ class TargetConfig:
     def norm_eps(self) -> float:
         """Of the norms of the residual stream, which for Granite is kept divided by its scale."""
         return self.rms_norm_eps / self.stream_scale**2
+
+    def cached_numbers(self, ranks: int) -> int:
+        """Return how many numbers of a token a layer caches on each of so many tensor parallel ranks."""
+        if self.latent is not None:
+            return self.latent.rank + (self.rotary_dim or 0)
+        return 2 * self.num_kv_heads * self.head_dim // ranks
+
+    @property
+    def attention_width(self) -> int:
+        """A generous bound on how many numbers of a row a layer's attention holds at once."""
+        if self.latent is not None:  # queries as projected, and queries and outputs of the latent
+            return 3 * self.num_heads * self.cached_numbers(1)
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -72,10 +72,10 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
+    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None, attention: Any = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
-        self.self_attn = SelfAttention(config, layer)
+        self.self_attn: SelfAttention = attention or SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 

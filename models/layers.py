@@ -92,10 +92,20 @@ class PackedEmbedding(nn.Module):
         return self.packed.weight_rows(ids.reshape(-1)).view(*ids.shape, -1)
 
 
+class Divisible(nn.Module):
+    """A module that computes with parts of its weight: `divide` makes linear layers of them, once, before packing."""
+
+    def divide(self) -> None:
+        raise NotImplementedError
+
+
 def pack(
     module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False
 ) -> None:
     """Pack every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
+    for child in list(module.modules()):
+        if isinstance(child, Divisible):
+            child.divide()
     for child in module.modules():
         if isinstance(child, Linear) and child.packed is None:
             child.pack(exact=exact, weight_format=weight_format, quantize_rows=quantize_rows)
@@ -204,21 +214,21 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: i
     return _yarn_frequencies(inverse, rope.theta, head_dim, max_position_embeddings, p)
 
 
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def _yarn_frequencies(
     inverse: Tensor, theta: float, head_dim: int, max_position_embeddings: int, p: dict[str, float]
 ) -> tuple[Tensor, float]:
     original = p.get("original_max_position_embeddings") or max_position_embeddings
     factor = p["factor"]
-
-    def magnitude(scale: float, mscale: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
-
     attention_factor = p.get("attention_factor")
     if attention_factor is None:
         if p.get("mscale") and p.get("mscale_all_dim"):
-            attention_factor = magnitude(factor, p["mscale"]) / magnitude(factor, p["mscale_all_dim"])
+            attention_factor = yarn_magnitude(factor, p["mscale"]) / yarn_magnitude(factor, p["mscale_all_dim"])
         else:
-            attention_factor = magnitude(factor)
+            attention_factor = yarn_magnitude(factor)
 
     def dimension_of(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))

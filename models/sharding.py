@@ -46,7 +46,7 @@ class Part:
 def sizes_of(name: str, total: int, ranks: int) -> list[int] | None:
     """Return how many of the `total` rows of checkpoint tensor `name` each rank holds; None: every rank holds all."""
     kind = name.rpartition(".")[0].rpartition(".")[2]  # model.layers.0.self_attn.q_proj.weight
-    if kind in ("q_proj", "k_proj", "v_proj") or name.endswith(".sinks"):
+    if kind in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj") or name.endswith(".sinks"):
         return even(total, ranks)
     if kind in ("gate_proj", "up_proj", "w1", "w3", "fc1"):
         return inner(total, ranks)

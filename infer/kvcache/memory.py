@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from infer.config import EngineConfig
-from infer.kvcache.tensors import LayerShape, kv_dtype
+from infer.kvcache.tensors import kv_dtype
+from kernels.attention import LayerShape
 from models.config import TargetConfig
 from models.layers import Linear, PackedEmbedding
 
@@ -109,7 +110,7 @@ def plan_memory(
     `sizes.cache_tokens`, or what fits. Raises ValueError if engine.max_tokens_in_cache, or even one page, does not fit.
     """
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
-    per_page = config.page_size * per_value * sum(2 * shape.kv_heads * shape.head_dim for shape in layers)
+    per_page = config.page_size * per_value * sum(shape.vectors * shape.kv_heads * shape.head_dim for shape in layers)
     workspace, tokens = workspace_bytes(sizes.max_rows, target, dtype), sizes.cache_tokens
     pages = -(-tokens // config.page_size)
     if free is not None:
@@ -127,7 +128,7 @@ def plan_memory(
 
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:
     """Return a generous bound on what a forward of `rows` rows holds at once: a layer's activations and fp32 logits."""
-    widest = max(2 * target.intermediate_size, (target.num_heads + 2 * target.num_kv_heads) * target.head_dim)
+    widest = max(2 * target.intermediate_size, target.attention_width)
     return rows * (4 * target.hidden_size * dtype.itemsize + 2 * widest * dtype.itemsize + 2 * 4 * target.vocab_size)
 
 

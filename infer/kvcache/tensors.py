@@ -8,23 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.attention import NativeAttention, PagedAttention, ProjectedAttention, plan_attention
+from kernels.attention import LayerShape, NativeAttention, PagedAttention, ProjectedAttention, plan_attention
 from kernels.copies import move_slots, write_slots
 from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from models.attention import WriteKeys
-
-
-class LayerShape(NamedTuple):
-    kv_heads: int
-    head_dim: int
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -53,13 +47,14 @@ class KVLayers:
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         slots = (num_pages + 1) * page_size
+        self._shapes = tuple(shapes)
         # Adjacent layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         self._tree_stacks = [
-            self._zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim)
+            self._zeros(len(list(group)), shape.vectors, shape.kv_heads, slots, shape.head_dim)
             for shape, group in itertools.groupby(shapes[:tree_layers])
         ]
         self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
-            self._zeros(2, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
+            self._zeros(shape.vectors, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
         ]
 
     def _zeros(self, *shape: int) -> Tensor:
@@ -95,7 +90,8 @@ class KVLayers:
         self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
     ) -> PooledAttention:
         """Return the attention callable for these rows; `first_layer` is where the model's layers begin in the pool."""
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype)
+        value_dim = self._shapes[first_layer].value_dim
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype, value_dim)
         return attention_class_for(type(plan))(self.caches, first_layer, plan)
 
 

@@ -30,8 +30,9 @@ def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
     results = []
     for count in {threads.few, threads.many}:
         with cpu_threads(count):
-            bits = [assert_row_invariant(linear, dtype, device) for linear in shapes]
-            results.append([*bits, assert_rows_independent(*shard.target.heads, dtype, device, shard.kv_dtype)])
+            bits = [assert_row_invariant(linear, linear.dtype, device) for linear in shapes]
+            sizes = (*shard.target.heads, dtype, device, shard.kv_dtype, shard.value_dim)
+            results.append([*bits, assert_rows_independent(*sizes)])
     for first, other in zip(results[0], results[-1], strict=True):
         if not torch.equal(first, other):
             raise ValueError(
@@ -97,19 +98,26 @@ def _gated(shard: Shard, activation: Gate, sizes: Sequence[int]) -> Tensor:
 
 
 def _attention(shard: Shard, group: int, width: int, length: int, kv_heads: Sequence[int]) -> Tensor:
-    """Attend from the last `width` of `length` positions, `kv_heads[r]` KV heads (of `group` queries) at a time."""
+    """Attend from the last `width` of `length` positions, `kv_heads[r]` KV heads (of `group` queries) at a time.
+
+    If a value is part of its key, all queries share one KV head.
+    """
     generator, page_size, dtype, device = torch.Generator().manual_seed(0), 16, shard.dtype, shard.device
-    pages, total, dim = -(-length // page_size), sum(kv_heads), shard.target.config.head_dim
-    cache = torch.randn(2, total, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)
+    pages, total, dim, value_dim = -(-length // page_size), sum(kv_heads), shard.target.heads[2], shard.value_dim
+    vectors, stored = (2, total) if value_dim is None else (1, 1)
+    cache = torch.randn(vectors, stored, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)
     q = torch.randn(width, total, group, dim, generator=generator).to(device, dtype)
-    k, v = torch.randn(2, width, total, dim, generator=generator).to(device, dtype)
+    k, v = torch.randn(2, width, stored, dim, generator=generator).to(device, dtype)
+    v = v if value_dim is None else k[..., :value_dim]
     table = 1 + torch.arange(pages, device=device)[None]
     out, first = [], 0
     for count in kv_heads:
         span = slice(first, first + count)
+        shared = span if value_dim is None else slice(1)
         rows = AttentionRows.blocks(table, [length - width], [width], page_size=page_size)
-        plan = plan_attention(rows, count * group, count, dim, dtype, shard.kv_dtype)
+        plan = plan_attention(rows, count * group, min(count, stored), dim, dtype, shard.kv_dtype, value_dim)
         part = q[:, span].flatten(1, 2).contiguous()
-        out.append(plan(part, k[:, span].contiguous(), v[:, span].contiguous(), cache[:, span].contiguous(), dim**-0.5))
+        keys, values, cached = (x[:, shared].contiguous() for x in (k, v, cache))
+        out.append(plan(part, keys, values, cached, dim**-0.5))
         first += count
     return torch.cat(out, dim=-1)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from infer.kvcache.tensors import KVLayers, LayerShape, kv_dtype
+from infer.kvcache.tensors import KVLayers, kv_dtype
 from infer.options.devices import free_bytes
+from kernels.attention import LayerShape
 from kernels.quantize import WeightFormat
 from kernels.rows import AttentionRows
 from kernels.slower import say_slower, slower_attention, slower_layers
@@ -49,9 +50,11 @@ class Shard:
         self.device, self.dtype = weight.device, weight.dtype
         self.kv_dtype = kv_dtype(kv, self.dtype)
         self._heads = _, kv_heads, head_dim = target.heads
+        latent = target.config.latent
+        self.value_dim = None if latent is None else latent.rank
         say_slower(slower_layers(self.linears, "engine.weights"))
-        say_slower(slower_attention(head_dim, self.dtype, self.device, self.kv_dtype))
-        self.layer_shapes = [LayerShape(kv_heads, head_dim)] * target.config.num_layers
+        say_slower(slower_attention(head_dim, self.dtype, self.device, self.kv_dtype, self.value_dim))
+        self.layer_shapes = [LayerShape(kv_heads, head_dim, self.value_dim)] * target.config.num_layers
         self._kv: KVLayers | None = None
 
     @property

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.kvcache.tensors import KVLayers, LayerShape
+from infer.kvcache.tensors import KVLayers
 from infer.processes.comm import Ranks
 from infer.processes.target_worker import Shard
+from kernels.attention import LayerShape
 from kernels.rows import AttentionRows
 from models.attention import Attention, CausalAttention
 from models.targets.llama import LlamaTarget, TargetOutput

@@ -12,7 +12,10 @@
 #include "reduce.h"
 #include "threads.h"
 
-#define MAX_CHUNKS (256 / LANES) /* head sizes up to 256 */
+#define LATENT 576 /* size of a key that is cached alone: its first numbers are the value (models/targets/latent.py) */
+#define LATENT_VALUE 512
+#define MAX_CHUNKS (LATENT / LANES) /* head sizes up to this */
+#define VALUES(size, unit) ((size) == LATENT / (unit) ? LATENT_VALUE / (unit) : (size)) /* of a key's size, in units */
 #define QUERIES 8     /* most queries that are processed together */
 #define MAX_TAIL 64   /* bits of a tree mask */
 #define SUMS (REGISTERS / 2) /* most vectors of sums that stay in registers, with the vectors added to them */
@@ -58,13 +61,13 @@ static void gather(const attention_args *a, int64_t first, int64_t rows, block *
 
 void attention_write(const attention_args *a, int64_t first, int64_t end) {
     size_t element = a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
-    size_t bytes = a->dim * element, head = a->slots * bytes, values = a->kv_heads * head;
+    size_t bytes = a->dim * element, head = a->slots * bytes, values = a->dim == LATENT ? 0 : a->kv_heads * head;
     for (int64_t row = first; row < end; row++) {
         char *mine = (char *)a->cache + slot_of(a, a->request[row], a->committed[row] + a->offset[row]) * bytes;
         for (int64_t h = 0; h < a->kv_heads; h++) {
             char *to = mine + h * head;
             memcpy(to, (const char *)a->k + row * a->k_stride * element + h * bytes, bytes);
-            memcpy(to + values, (const char *)a->v + row * a->v_stride * element + h * bytes, bytes);
+            if (values) memcpy(to + values, (const char *)a->v + row * a->v_stride * element + h * bytes, bytes);
         }
     }
 }
@@ -134,18 +137,19 @@ INLINE void add_all_values(
     const attention_args *a, ptrdiff_t values, const int32_t *slots, int64_t begin, int64_t end, const float *scores,
     int64_t stride, vec (*out)[MAX_CHUNKS], int n, int kind, int chunks
 ) {
-    int most = SUMS / n, count = most < chunks ? most : chunks, whole = chunks / count * count;
+    int size = VALUES(chunks, LANES), most = SUMS / n, count = most < size ? most : size, whole = size / count * count;
 #pragma GCC unroll 1
     for (int first = 0; first < whole; first += count)
         add_values(a, values, slots, begin, end, scores, stride, out, n, kind, chunks, first, count);
-    if (whole < chunks)
-        add_values(a, values, slots, begin, end, scores, stride, out, n, kind, chunks, whole, chunks - whole);
+    if (whole < size)
+        add_values(a, values, slots, begin, end, scores, stride, out, n, kind, chunks, whole, size - whole);
 }
 
 /* Compute the block's rows for query heads `head` .. `head` + `heads` - 1, which share a KV head. */
 INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_t heads, float *scores, int kind, int chunks) {
     int64_t dim = chunks * LANES, kv = head / (a->heads / a->kv_heads), stride = a->longest + LANES;
-    ptrdiff_t keys = kv * a->slots * dim, values = keys + a->kv_heads * a->slots * dim;
+    int outs = VALUES(chunks, LANES);
+    ptrdiff_t keys = kv * a->slots * dim, values = outs < chunks ? keys : keys + a->kv_heads * a->slots * dim;
     int64_t queries = b->rows * heads, together = b->shared[0], begin = 0;
     for (int64_t r = 1; r < b->rows; r++) together = b->shared[r] < together ? b->shared[r] : together;
     if (a->window && b->rows == 1) {
@@ -204,11 +208,11 @@ INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_
         for (int64_t i = together; i < end; i++) {
             ptrdiff_t at = values + slot_at(b, r, i) * dim;
             vec w = splat(scores[j * stride + i - begin]);
-            for (int c = 0; c < chunks; c++) out[j][c] += w * load(a->cache, at + c * LANES, kind);
+            for (int c = 0; c < outs; c++) out[j][c] += w * load(a->cache, at + c * LANES, kind);
         }
         vec norm = splat(1.0f / sums[j]);
-        ptrdiff_t mine = ((b->first + r) * a->heads + head + j % heads) * dim;
-        for (int c = 0; c < chunks; c++) store(a->out, mine + c * LANES, out[j][c] * norm, kind);
+        ptrdiff_t mine = ((b->first + r) * a->heads + head + j % heads) * outs * LANES;
+        for (int c = 0; c < outs; c++) store(a->out, mine + c * LANES, out[j][c] * norm, kind);
     }
 }
 
@@ -236,7 +240,7 @@ INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
 /* Head sizes are compile-time constants: with a constant number of chunks, query and output stay in registers. */
 #define EACH_DIM(each, ...) \
     each(16, __VA_ARGS__) each(32, __VA_ARGS__) each(64, __VA_ARGS__) each(80, __VA_ARGS__) each(96, __VA_ARGS__) \
-        each(128, __VA_ARGS__) each(256, __VA_ARGS__)
+        each(128, __VA_ARGS__) each(256, __VA_ARGS__) each(LATENT, __VA_ARGS__)
 #define SHARE_CASE(dim, kind) \
     case dim: \
         share(a, self, kind, dim / LANES); \
@@ -252,15 +256,15 @@ void attention_share(const attention_args *a, int64_t self) {
 
 #define SAME_DIM(dim, wanted) || wanted == dim
 
-/* Return whether a head size has a case above. */
-int attention_takes(int64_t dim) { return 0 EACH_DIM(SAME_DIM, dim); }
+/* Return whether sizes of keys and values have a case above. */
+int attention_takes(int64_t dim, int64_t value_dim) { return value_dim == VALUES(dim, 1) && (0 EACH_DIM(SAME_DIM, dim)); }
 
 static void work(void *data) {
     const attention_args *a = data;
     attention_share(a, this_thread(a->threads));
 }
 
-/* The head size must be one that attention_takes. */
+/* The sizes must be ones that attention_takes. */
 void paged_attention(attention_args *a) {
     attention_write(a, 0, a->rows);
     run_threads(work, a, &a->threads);

@@ -5,8 +5,8 @@
 
 typedef struct {
     const void *q, *k, *v; /* [R, heads, D], [R, kv_heads, D] twice; rows `*_stride` elements apart */
-    void *cache;           /* [2, kv_heads, slots, D] */
-    void *out;             /* [R, heads, D], contiguous */
+    void *cache;           /* [2, kv_heads, slots, D]; [1, ...] of keys whose first numbers are the values */
+    void *out;             /* [R, heads, size of a value], contiguous */
     const int64_t *table;  /* [B, pages] page ids */
     const int64_t *request, *committed, *offset, *words; /* [R] each; words: tree masks, null for causal rows */
     const float *sinks;    /* [heads] scores beside those of the keys, with a value of zero; null: none */
@@ -16,7 +16,7 @@ typedef struct {
     float scale;
 } attention_args;
 
-int attention_takes(int64_t dim);
+int attention_takes(int64_t dim, int64_t value_dim);
 int64_t attention_scratch(int64_t longest);
 
 /* Write the keys and values of rows `first` to `end`, exclusive, to their slots of the cache. */

@@ -19,8 +19,11 @@ def paged_attention(
     first: int = 0,
     window: int | None = None,
     sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """q `[R, nh, D]`, cache `[2, nkv, slots, D]`, block_table `[B, P]` -> `[R, nh * D]` float64.
+
+    With `value_dim` the cache is `[1, nkv, slots, D]`: values are the first numbers of keys.
 
     Row j of a request sees the committed positions and, of the step's rows, those in its tree mask `ancestors[b, j]`
     (without one, the rows up to itself). No row sees places before `first` or more than its last `window` keys.
@@ -37,7 +40,8 @@ def paged_attention(
             positions = torch.tensor(list(range(first, start)) + [start + j for j in visible])
             positions = positions if window is None else positions[-window:]
             slots = block_table[b][positions // page_size] * page_size + positions % page_size
-            keys, values = cache[:, :, slots].double().repeat_interleave(group, dim=1)  # [nh, L, D] each
+            stored = cache[:, :, slots].double().repeat_interleave(group, dim=1)
+            keys, values = stored[0], stored[-1, ..., :value_dim]  # [nh, L, D] each
             scores = torch.einsum("hd,hld->hl", q[row].double(), keys) * scale
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double()[:, None]], dim=-1)

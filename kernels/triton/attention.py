@@ -6,6 +6,9 @@ merged in order. Every tile is one matrix product of one shape, whose lines are 
 many rows of a request as fit, so a key is read once for all of them. A masked key weighs exactly zero, and so does a
 tile or split of masked keys only: the keys that neighbouring rows see do not affect a row's bits.
 
+If a value is part of its key, its D numbers are read once for both, and the REST of the key adds a second product to
+the scores. As many heads as fit the lines then count as those of one KV head, of which all have the same keys.
+
     attend   (block of rows, KV head, some of the splits): the keys that a block's rows share: all of them, or for a
              tree the full tiles below the committed end. With WHOLE one program processes and merges all splits and,
              except for a tree, writes the output.
@@ -21,7 +24,6 @@ addition are never fused, since that too would be the compiler's choice.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import torch
@@ -29,12 +31,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.copies import upload, write_slots
+from kernels.copies import write_slots
 from kernels.operands import QKNorm
 from kernels.rotary import rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
 from kernels.triton import INTERPRETED
-from kernels.triton.attention_tiles import Blocking, blocking, merges_itself, split_programs, warps_of_attend
+from kernels.triton.attention_tiles import (
+    LATENT_LINES,
+    Blocking,
+    blocking,
+    merges_itself,
+    row_blocks,
+    split_programs,
+    warps_of_attend,
+)
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps, prefetch
 from kernels.triton.device import limits
 from kernels.triton.launch import Variant
@@ -46,17 +56,31 @@ AHEAD = 8  # states that `combine` reads at once
 
 
 @triton.jit
-def add_tile(q, peak, total, out, keys, values, slot, in_tile, mask, scale, D: tl.constexpr, UPCAST: tl.constexpr):
-    """Add a tile to a state: q `[M, D']`, slot and in_tile `[T]`, mask `[M, T]`, keys and values at their KV head."""
+def add_tile(
+    q, rest, peak, total, out, keys, values, slot, in_tile, mask, scale, D: tl.constexpr, REST: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Add a tile to a state: q `[M, D']`, slot and in_tile `[T]`, mask `[M, T]`, keys and values at their KV head.
+
+    With REST, `rest` `[M, REST]` are the queries' last numbers, and values are the first D numbers of keys.
+    """
     d = tl.arange(0, q.shape[1])
     inside = d < D
-    k = tl.load(keys + slot[None, :] * D + d[:, None], mask=in_tile[None, :] & inside[:, None], other=0.0)
-    v = tl.load(values + slot[:, None] * D + d[None, :], mask=in_tile[:, None] & inside[None, :], other=0.0)
+    k = tl.load(keys + slot[None, :] * (D + REST) + d[:, None], mask=in_tile[None, :] & inside[:, None], other=0.0)
+    if REST:
+        v = tl.trans(k)
+    else:
+        v = tl.load(values + slot[:, None] * D + d[None, :], mask=in_tile[:, None] & inside[None, :], other=0.0)
     if UPCAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
     else:
         k, v = k.to(q.dtype), v.to(q.dtype)  # for an fp8 cache
-    scores = tl.where(mask, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+    products = tl.dot(q, k, input_precision="ieee")
+    if REST:
+        e = D + tl.arange(0, REST)
+        last = tl.load(keys + slot[None, :] * (D + REST) + e[:, None], mask=in_tile[None, :], other=0.0)
+        products = tl.dot(rest, last.to(rest.dtype), products, input_precision="ieee")
+    scores = tl.where(mask, products * scale, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
     decay = tl.exp2(peak - highest)[:, None]
@@ -67,9 +91,26 @@ def add_tile(q, peak, total, out, keys, values, slot, in_tile, mask, scale, D: t
 
 
 @triton.jit
+def load_queries(
+    q, row_index, q_stride, head, valid, D: tl.constexpr, D_PADDED: tl.constexpr, REST: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return the queries `[M, D']` and their last numbers `[M, REST]`, without REST the queries again."""
+    d, query = tl.arange(0, D_PADDED), q + row_index * q_stride + head * (D + REST)
+    queries = tl.load(query[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    rest = queries
+    if REST:
+        rest = tl.load(query[:, None] + (D + tl.arange(0, REST))[None, :], mask=valid[:, None], other=0.0)
+        rest = rest.to(queries.dtype)
+    return queries, rest
+
+
+@triton.jit
 def prefetch_tile(
-    keys, values, page_ids, tile, start, stop, D: tl.constexpr, D_PADDED: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr,
+    keys, values, page_ids, tile, start, stop, D: tl.constexpr, D_PADDED: tl.constexpr, REST: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fetch a tile into L2, where even what the kernel ahead is writing may be fetched: no copy of it goes stale."""
     WIDTH: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes, which L2 fetches
@@ -77,9 +118,10 @@ def prefetch_tile(
     position = tile + tl.arange(0, TILE)
     page = load_ahead(page_ids + position // PAGE, mask=(position < stop) & (position >= start), other=0).to(tl.int64)
     column = tl.minimum(tl.arange(0, COUNT) * WIDTH, D - 1)
-    place = (page * PAGE + position % PAGE)[:, None] * D + column[None, :]
+    place = (page * PAGE + position % PAGE)[:, None] * (D + REST) + column[None, :]
     prefetch(keys + place)
-    prefetch(values + place)
+    if not REST:
+        prefetch(values + place)
 
 
 @triton.jit
@@ -140,6 +182,7 @@ def attend(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    REST: tl.constexpr,
     PAGE: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
@@ -155,7 +198,7 @@ def attend(
     # written the queries, and to the cache the keys of the step's own rows
     block, kv_head, part, parts = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row0, count = load_ahead(blocks + 2 * block), load_ahead(blocks + 2 * block + 1)
-    line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
+    line = tl.arange(0, LINES)
     row, head = row0 + line // GROUP, kv_head * GROUP + line % GROUP
     valid = line // GROUP < count
     end = load_ahead(ends + row, mask=valid, other=0)  # [M] number of keys that a row sees, from position 0 on
@@ -170,18 +213,17 @@ def attend(
         start = tl.maximum(first, lowest_end - window)
         lower = tl.maximum(lower, end - window)
     slots = slots.to(tl.int64)
-    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
+    keys, values = cache, cache
+    if not REST:
+        keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
     page_ids = table + load_ahead(request + row0) * pages
     first_split, last_split = start // SPLIT + part, tl.cdiv(stop, SPLIT)
     if PDL:
         tile_start = tl.maximum(first_split * SPLIT, start // TILE * TILE)
-        prefetch_tile(keys, values, page_ids, tile_start, start, stop, D, D_PADDED, PAGE, TILE)
+        prefetch_tile(keys, values, page_ids, tile_start, start, stop, D, D_PADDED, REST, PAGE, TILE)
     follow(PDL)
     row_index = row.to(tl.int64)
-    query = q + row_index[:, None] * q_stride + head[:, None] * D + d[None, :]
-    queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
+    queries, rest = load_queries(q, row_index, q_stride, head, valid, D, D_PADDED, REST, UPCAST)
     out_index = row_index * (KV_HEADS * GROUP) + head
     state_index = out_index * num_states
     all_peak = tl.full([LINES], LOWEST, tl.float32)
@@ -197,8 +239,9 @@ def attend(
             in_tile = (position < stop) & (position >= start)
             page = tl.load(page_ids + position // PAGE, mask=in_tile, other=0).to(tl.int64)
             mask = (position[None, :] < end[:, None]) & (position[None, :] >= lower[:, None]) & in_tile[None, :]
+            slot = page * PAGE + position % PAGE
             peak, total, out = add_tile(
-                queries, peak, total, out, keys, values, page * PAGE + position % PAGE, in_tile, mask, scale, D, UPCAST
+                queries, rest, peak, total, out, keys, values, slot, in_tile, mask, scale, D, REST, UPCAST
             )
         if not WHOLE:
             store_state(states, outs, state_index + split, valid, peak, total, out, D)
@@ -237,6 +280,7 @@ def branch(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
+    REST: tl.constexpr,
     TAIL: tl.constexpr,
     LINES: tl.constexpr,
     TILE: tl.constexpr,
@@ -254,12 +298,11 @@ def branch(
     lower = first
     if WINDOW:
         lower = tl.maximum(first, end - window)
-    query = q + row * q_stride + head[:, None] * D + d[None, :]
-    queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    if UPCAST:
-        queries = queries.to(tl.float32)
+    queries, rest = load_queries(q, row, q_stride, head, valid, D, D_PADDED, REST, UPCAST)
     slots = slots.to(tl.int64)
-    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
+    keys, values = cache, cache
+    if not REST:
+        keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
     state_base = (row * (KV_HEADS * GROUP) + head) * num_states
     if WHOLE:
         state_base += 1 - begin // SPLIT
@@ -276,7 +319,9 @@ def branch(
             in_tile = (position < end) & (position >= lower)
             slot = tl.load(tail_slots + row * TAIL + position - begin, mask=in_tile, other=0)
             mask = in_tile[None, :] & valid[:, None]
-            peak, total, out = add_tile(queries, peak, total, out, keys, values, slot, in_tile, mask, scale, D, UPCAST)
+            peak, total, out = add_tile(
+                queries, rest, peak, total, out, keys, values, slot, in_tile, mask, scale, D, REST, UPCAST
+            )
         store_state(states, outs, index, valid, peak, total, out, D)
 
 
@@ -326,8 +371,13 @@ def combine(
     tl.store(attn_out + out_index * D + d, (out / total).to(attn_out.dtype.element_ty), mask=inside)
 
 
-def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+def supported(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+) -> bool:
     most = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}.get(dtype, 0)  # lines of a product
+    if value_dim is not None:
+        rest = head_dim - value_dim
+        return most > 0 and num_kv_heads == 1 and 16 <= value_dim <= 512 and rest >= 16 and rest & (rest - 1) == 0
     return num_heads // num_kv_heads <= most and 16 <= head_dim <= 256
 
 
@@ -344,14 +394,19 @@ class TritonAttention:
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
+        value_dim: int | None = None,
         *,
         shape: Blocking | None = None,
         whole: bool | None = None,
     ) -> None:
-        device, group = rows.table.device, num_heads // num_kv_heads
+        device, group, self._rest = rows.table.device, num_heads // num_kv_heads, 0
+        if value_dim is not None:
+            head_dim, self._rest = value_dim, head_dim - value_dim
+            group = math.gcd(num_heads, shape.lines if shape else LATENT_LINES)
+            num_kv_heads = num_heads // group
         self._shape = shape = shape or blocking(head_dim, dtype, group, limits(device))
         nodes = shape.lines // group
-        self._blocks = blocks = _blocks(rows.counts, nodes, device)
+        self._blocks = blocks = row_blocks(rows.counts, nodes, device)
         self._tree = rows.tree_mask is not None
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
@@ -374,8 +429,8 @@ class TritonAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        write_slots(cache[0], self._slots, k)
-        write_slots(cache[1], self._slots, v)
+        for stored, new in zip(cache, (k, v), strict=False):  # of a cache of keys alone no values
+            write_slots(stored, self._slots, new)
         return self.read(q, cache, scale, window, sinks)
 
     def project(
@@ -401,7 +456,7 @@ class TritonAttention:
         The kernel launched before must not be the one that computed the rows' addresses (kernels/triton/dependent.py).
         """
         attended, continued, combined = _variants(
-            self._shape, *self._sizes, self._page_size, q.dtype, cache.dtype, self._whole, self._tree,
+            self._shape, *self._sizes, self._rest, self._page_size, q.dtype, cache.dtype, self._whole, self._tree,
             window is not None, sinks is not None, self._tail_slots.shape[-1] if self._tree else 0,
             self._outs.shape[2] > 1, overlaps(q.device),
         )  # fmt: skip
@@ -430,14 +485,14 @@ class TritonAttention:
 
 @functools.cache
 def _variants(
-    shape: Blocking, heads: int, kv_heads: int, dim: int, page: int, dtype: torch.dtype, cache: torch.dtype,
+    shape: Blocking, heads: int, kv_heads: int, dim: int, rest: int, page: int, dtype: torch.dtype, cache: torch.dtype,
     whole: bool, tree: bool, windowed: bool, sinks: bool, tail: int, several: bool, pdl: bool,
 ) -> tuple[Variant, Variant, Variant]:  # fmt: skip
     """Return the kernels of a plan's layers: `attend`, `branch` and `combine`. `several`: states of a row."""
     padded = triton.next_power_of_2(dim)
     common = {"D": dim, "D_PADDED": padded, "SPLIT": shape.split, "WHOLE": whole, "WINDOW": windowed, "PDL": pdl}
     products = {
-        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "LINES": shape.lines, "TILE": shape.tile,
+        "KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "LINES": shape.lines, "TILE": shape.tile, "REST": rest,
         "UPCAST": dtype == torch.bfloat16 and INTERPRETED,
     }  # fmt: skip
     merging = {"HEADS": heads, "AHEAD": AHEAD if several else 1, "SINKS": sinks}
@@ -449,27 +504,3 @@ def _variants(
         Variant(branch, {**common, **products, "TAIL": tail}, num_warps=shape.warps, **staged),
         Variant(combine, {**common, **merging}, num_warps=1, **options),
     )
-
-
-def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:
-    """Return first row and number of rows of each block, `[blocks, 2]` int32, at most `nodes` rows of one request.
-
-    A graph keeps the address of the tensor that was made before its capture.
-    """
-    if len(set(counts)) == 1:
-        return _equal_blocks(len(counts), counts[0], nodes, device)
-    return upload(_block_list(counts, nodes), device, torch.int32)
-
-
-@functools.cache
-def _equal_blocks(requests: int, count: int, nodes: int, device: torch.device) -> Tensor:
-    return upload(_block_list((count,) * requests, nodes), device, torch.int32)
-
-
-def _block_list(counts: tuple[int, ...], nodes: int) -> list[list[int]]:
-    starts = itertools.accumulate(counts, initial=0)
-    return [
-        [start + offset, min(nodes, count - offset)]
-        for start, count in zip(starts, counts, strict=False)
-        for offset in range(0, count, nodes)
-    ]

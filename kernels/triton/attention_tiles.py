@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from kernels.copies import upload
 from kernels.triton.device import Limits
 
+LATENT_LINES = 16  # of a product with values of 512 numbers
 RESIDENT = 2  # programs of `attend` that a multiprocessor runs at once
 
 
@@ -23,6 +28,8 @@ class Blocking(NamedTuple):
 
 def blocking(head_dim: int, dtype: torch.dtype, group: int, device: Limits) -> Blocking:
     """`group`: query heads of a KV head."""
+    if head_dim > 256:  # values that are parts of keys
+        return Blocking(LATENT_LINES, tile=16 if dtype == torch.float32 else 32, split=512, warps=8, stages=2)
     if dtype == torch.float32:  # no tensor cores: small products
         return Blocking(lines=16, tile=32, split=512, warps=4, stages=2)
     lines = 64 if device.warpgroups or group > 32 else 32
@@ -52,3 +59,27 @@ def split_programs(programs: int, splits: int, device: Limits) -> int:
     In a CUDA graph `splits` is that of the longest context, and most of them are empty.
     """
     return min(splits, -(-RESIDENT * device.multiprocessors // programs))
+
+
+def row_blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:
+    """Return first row and number of rows of each block, `[blocks, 2]` int32, at most `nodes` rows of one request.
+
+    A graph keeps the address of the tensor that was made before its capture.
+    """
+    if len(set(counts)) == 1:
+        return _equal_blocks(len(counts), counts[0], nodes, device)
+    return upload(_block_list(counts, nodes), device, torch.int32)
+
+
+@functools.cache
+def _equal_blocks(requests: int, count: int, nodes: int, device: torch.device) -> Tensor:
+    return upload(_block_list((count,) * requests, nodes), device, torch.int32)
+
+
+def _block_list(counts: tuple[int, ...], nodes: int) -> list[list[int]]:
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        [start + offset, min(nodes, count - offset)]
+        for start, count in zip(starts, counts, strict=False)
+        for offset in range(0, count, nodes)
+    ]

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from models.fields import Fields
-from models.quantized import compressed_layout, gptq_layout, mxfp4_layout
+from models.quantized import compressed_layout, fp8_layout, gptq_layout, mxfp4_layout
 from models.quantized.scheme import SECTION, Scheme
 
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "compressed-tensors": compressed_layout.read,
     "gptq": gptq_layout.read_gptq,
     "awq": gptq_layout.read_awq,
+    "fp8": fp8_layout.read,
     "mxfp4": mxfp4_layout.read,
 }
 

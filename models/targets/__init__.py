@@ -25,6 +25,7 @@ from models.mtp_names import layout_of
 from models.quantized import SECTION, read_scheme
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
+from models.targets.deepseek import DeepseekV2Target, DeepseekV3Target
 from models.targets.gemma3 import Gemma3Target
 from models.targets.gpt_bigcode import GPTBigCodeTarget
 from models.targets.gpt_oss import GptOssTarget
@@ -44,6 +45,8 @@ from models.targets.zero3 import Exchange, ShardedLayers
 from models.weights import NamedTensors, allocate, load_into
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
+    "DeepseekV2ForCausalLM": DeepseekV2Target,
+    "DeepseekV3ForCausalLM": DeepseekV3Target,
     "GPTBigCodeForCausalLM": GPTBigCodeTarget,
     "Gemma3ForCausalLM": Gemma3Target,
     "GptOssForCausalLM": GptOssTarget,

@@ -43,11 +43,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
-        # Sorted, not topk: ties must be broken the same way in any batch.
-        ranked = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights, chosen = ranked.values[:, : self.config.active], ranked.indices[:, : self.config.active]
-        if self.config.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights, chosen = self.route(rows)
         out = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():  # ascending
             row, rank = (chosen == expert).nonzero(as_tuple=True)
@@ -55,3 +51,16 @@ class MixtureOfExperts(nn.Module):
             out.index_add_(0, row, output * weights[row, rank, None].to(output.dtype))
         out = out.view_as(x)
         return out if residual is None else residual + out
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights, fp32, and the numbers of the experts of rows `[R, H]`, `[R, active]` each."""
+        scores = self.gate(rows).float().softmax(-1)
+        chosen = best(scores, self.config.active)
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(-1, keepdim=True) if self.config.normalize else weights, chosen
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the `count` highest of scores `[R, N]`, highest first; of equal ones the first."""
+    # Sorted, not topk: ties must be broken the same way in any batch.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

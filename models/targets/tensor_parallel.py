@@ -16,6 +16,7 @@ from kernels.linear import PackedLinear
 from models.decoder import SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
 from models.sharding import Part, check_heads, even, inner, split
+from models.targets.latent import LatentAttention
 from models.targets.llama import LlamaTarget
 
 
@@ -62,21 +63,36 @@ def divide(target: LlamaTarget, part: Part) -> None:
     for module in list(target.modules()):
         if isinstance(module, SelfAttention):
             _divide_attention(module, part)
+        elif isinstance(module, LatentAttention):
+            _divide_latent(module, part)
         elif isinstance(module, GatedMLP | PlainMLP):
             _divide_mlp(module, part)
     target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), answers="leader")
 
 
 def _divide_attention(attention: SelfAttention, part: Part) -> None:
-    qkv, output, ranks = attention.qkv_proj, attention.o_proj, part.ranks
+    qkv, ranks = attention.qkv_proj, part.ranks
     attention.num_heads //= ranks
     attention.num_kv_heads //= ranks
     if attention.sinks is not None:
         attention.sinks = nn.Parameter(attention.sinks[: attention.num_heads])
     attention.qkv_proj = ShardedLinear(qkv, part, even(qkv.out_features, ranks))
-    attention.o_proj = ShardedLinear(
-        output, part, split(output.out_features, ranks), reads=even(output.in_features, ranks), answers="whole"
-    )
+    attention.o_proj = _divide_output(attention.o_proj, part)
+
+
+def _divide_latent(attention: LatentAttention, part: Part) -> None:
+    """Divide the heads; every rank computes and caches the whole latent."""
+    name, ranks = "q_proj" if attention.latent.query_rank is None else "q_b_proj", part.ranks
+    queries = getattr(attention, name)
+    setattr(attention, name, ShardedLinear(queries, part, even(queries.out_features, ranks)))
+    attention.num_heads //= ranks
+    attention.kv_b_proj = attention.kv_b_proj.heads_of(attention.num_heads)
+    attention.o_proj = _divide_output(attention.o_proj, part)
+
+
+def _divide_output(output: Linear, part: Part) -> ShardedLinear:
+    sizes, reads = split(output.out_features, part.ranks), even(output.in_features, part.ranks)
+    return ShardedLinear(output, part, sizes, reads=reads, answers="whole")
 
 
 def _divide_mlp(mlp: GatedMLP | PlainMLP, part: Part) -> None:

@@ -78,7 +78,12 @@ class ShardedLayers(nn.Module):
         self._wait: Callable[[], Any] | None = None
         for layer in layers:
             _gather_linears(layer)
-        dtype = next(layers[0].parameters()).dtype
+        dtype, *others = {parameter.dtype for layer in layers for parameter in layer.parameters()}
+        if others:
+            raise ValueError(
+                "features.target=sharded: this target keeps its routers in fp32, whatever the model's dtype is, and a "
+                "shard has one dtype; use model.dtype=float32 or another features.target"
+            )
         spans = [_spans(layer) for layer in layers]
         sizes = [_shard_size(layer_spans, exchange.ranks) for layer_spans in spans]
         self.own = nn.Parameter(torch.empty(sum(sizes), dtype=dtype, device=device), requires_grad=False)

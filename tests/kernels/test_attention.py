@@ -27,7 +27,7 @@ def form(request, monkeypatch):
     return request.param
 
 
-def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
+def make_case(committed, counts, *, heads, kv_heads, dim, dtype, value_dim=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-(start + count) // PAGE) for start, count in zip(committed, counts, strict=True)]
     order = torch.randperm(sum(pages), generator=generator) + 1  # pages lie scattered in the pool
@@ -37,21 +37,22 @@ def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
     cache = torch.randn(2, kv_heads, (sum(pages) + 1) * PAGE, dim, generator=generator).to(dtype)
     q = torch.randn(sum(counts), heads, dim, generator=generator).to(dtype)
     k, v = torch.randn(2, sum(counts), kv_heads, dim, generator=generator).to(dtype)
-    return q, k, v, cache, table
+    return (q, k, v, cache, table) if value_dim is None else (q, k, k[..., :value_dim], cache[:1], table)
 
 
 def run(case, committed, counts, tree_mask=None, first=0, **options):
     q, k, v, cache, table = case
     rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, tree_mask=tree_mask, first=first)
-    plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype)
+    value_dim = v.shape[-1] if len(cache) == 1 else None
+    plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype, value_dim=value_dim)
     return plan(q, k, v, cache, q.shape[-1] ** -0.5, **options)
 
 
 def expect(case, committed, counts, ancestors=None, first=0, **options):
     """Return the oracle's output. Call it after `run`, which writes the rows' keys and values into the cache."""
-    q, _, _, cache, table = case
+    q, _, v, cache, table = case
     scale = q.shape[-1] ** -0.5
-    sizes = {"page_size": PAGE, "scale": scale, **options}
+    sizes = {"page_size": PAGE, "scale": scale, "value_dim": v.shape[-1], **options}
     return oracle.paged_attention(q, cache, table, committed, counts, **sizes, ancestors=ancestors, first=first)
 
 
@@ -90,6 +91,23 @@ def test_tree_rows_match_the_oracle(form):
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
     actual = run(case, committed, counts, tree_mask_of(tree))
     assert (actual.double() - expect(case, committed, counts, tree.ancestors)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("heads", [1, 5, 128])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_values_may_be_the_first_numbers_of_their_keys(form, dtype, tolerance, heads):
+    tree, counts = make_tree(), [7, 3]
+    for committed, mask, ancestors, options in (
+        ([KV_TILE - 2, 30], tree_mask_of(tree), tree.ancestors, {}),
+        ([KV_TILE - 3, 0], None, None, {"window": 20, "sinks": torch.linspace(-1, 1, heads)}),
+    ):
+        case = make_case(committed, counts, heads=heads, kv_heads=1, dim=576, value_dim=512, dtype=dtype)
+        actual = run(case, committed, counts, mask, **options)
+        assert actual.shape == (10, heads * 512)
+        assert (actual.double() - expect(case, committed, counts, ancestors, **options)).abs().max() < tolerance
+        stored = case[3].clone()
+        run(case, committed, counts, mask)
+        assert torch.equal(case[3], stored), "keys are written, and nothing else"
 
 
 def test_nobody_sees_the_places_before_the_first(form):
@@ -144,9 +162,11 @@ def test_a_chain_given_as_ancestor_words_has_the_bits_of_the_causal_path(form):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (4, 4, 16), (8, 1, 128)])
-def test_rows_are_independent_of_width_and_batch(form, dtype, heads, kv_heads, dim):
-    assert_rows_independent(heads, kv_heads, dim, dtype, CPU)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(4, 2, 64, None), (4, 4, 16, None), (8, 1, 128, None), (3, 1, 576, 512)]
+)
+def test_rows_are_independent_of_width_and_batch(form, dtype, heads, kv_heads, dim, value_dim):
+    assert_rows_independent(heads, kv_heads, dim, dtype, CPU, value_dim=value_dim)
 
 
 @pytest.mark.parametrize(("committed", "counts"), [([700], [300]), ([1500], [6]), ([300, 900, 20], [1, 5, 2])])
@@ -206,6 +226,9 @@ def test_queries_keys_and_values_may_be_slices_of_one_tensor(form):
 
 def test_odd_sizes_and_other_dtypes_go_to_the_torch_form():
     assert not runs_in_c(24, torch.float32, CPU)
+    assert not runs_in_c(576, torch.float32, CPU)
+    assert not runs_in_c(64, torch.float32, CPU, 32)
+    assert not runs_in_c(48, torch.float32, CPU, 32)
     assert not runs_in_c(64, torch.float16, CPU)
     assert not runs_in_c(64, torch.float32, torch.device("meta"))
 

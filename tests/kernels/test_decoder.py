@@ -8,8 +8,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from infer.kvcache.tensors import KVLayers, LayerShape, PooledAttention
+from infer.kvcache.tensors import KVLayers, PooledAttention
 from infer.processes.target_worker import Shard
+from kernels.attention import LayerShape
 from kernels.cpu.library import library
 from kernels.ggml import GgmlMatrix, GgmlRows
 from kernels.groups import GroupedMatrix

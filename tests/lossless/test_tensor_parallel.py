@@ -123,6 +123,15 @@ def counted(engine):
 
 
 TIED = {"tie_word_embeddings": True}  # repeats itself, so that drafts are accepted
+LATENT = {
+    **TIED,
+    "intermediate_size": 96,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 FAMILIES = {
     "qwen2, tied, uneven": ("Qwen2Config", {"tie_word_embeddings": True, "vocab_size": 397, "intermediate_size": 208}),
     "qwen3 moe": (
@@ -154,6 +163,27 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         },
     ),
+    "deepseek v3": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 48,
+        },
+    ),
+    "deepseek v2, keys of 576": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": None, "n_routed_experts": 3},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        },
+    ),
     "opt": ("OPTConfig", {"ffn_dim": 96, "init_std": 0.2}),
     "gpt oss": ("GptOssConfig", {**TIED, "head_dim": 32, "intermediate_size": 48, "num_local_experts": 4}),
     "opt as 350m": (
@@ -161,7 +191,7 @@ FAMILIES = {
         {"ffn_dim": 96, "init_std": 0.2, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     ),
 }
-DTYPES = ("float32", "bfloat16", "bfloat16", "float32", "bfloat16", "float32", "bfloat16", "bfloat16", "float32")
+DTYPES = ("float32", "bfloat16", "bfloat16", *("float32", "bfloat16") * 3, "bfloat16", "float32")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, DTYPES, strict=True)])

@@ -1,7 +1,8 @@
 """Heads on targets other than Llama: training and serving agree.
 
-Gemma scales its embedding for its own layers only, Granite its residual stream and logits; OPT and GPT-BigCode add
-learned positions, of which heads see none; gpt-oss has sinks and windows, which heads do not.
+DeepSeek's attention is of another kind than its heads'. Gemma scales its embedding for its own layers only, Granite its
+residual stream and logits; OPT and GPT-BigCode add learned positions, of which heads see none; gpt-oss has sinks and
+windows, which heads do not.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ UNNAMED = {"intermediate_size": None, "num_key_value_heads": None}  # keys that 
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 SIZES = {"head_dim": 32, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 3,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma3TextConfig", SIZES),
     "granite": ("GraniteConfig", {**MULTIPLIERS, "logits_scaling": 4.0}),
+    "deepseek v3": ("DeepseekV3Config", DEEPSEEK),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "gpt oss": ("GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "sliding_window": 16}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2, "sliding_window": 16, "rope_parameters": PART}),

@@ -20,7 +20,9 @@ from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
 from tests.conftest import MakeTarget
 from tests.gguf_writing import write_gguf
+from tests.train.conftest import write_family
 from tests.train.launching import on_two_processes
+from tests.train.test_family_heads import DEEPSEEK
 from train.checkpoint import find_checkpoint
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
@@ -144,6 +146,14 @@ def test_layers_of_two_kinds_give_the_bits_of_a_whole_target(form: str, gemma_fo
         write_gguf(gemma_folder, path)
     full, gathered = load_target(str(path)), load_target(str(path), exchange=SingleProcess())
     assert torch.equal(outputs_of(gathered, batches_of(0), (2, 5)), outputs_of(full, batches_of(0), (2, 5)))
+
+
+def test_a_target_whose_routers_are_in_fp32_is_sharded_in_fp32_alone(tmp_path: Path) -> None:
+    path = str(write_family("DeepseekV3Config", tmp_path, **DEEPSEEK))
+    full, gathered = load_target(path), load_target(path, exchange=SingleProcess())
+    assert torch.equal(outputs_of(gathered, batches_of(0), (2, 5)), outputs_of(full, batches_of(0), (2, 5)))
+    with pytest.raises(ValueError, match=r"features.target=sharded: .* routers in fp32"):
+        load_target(path, dtype=torch.bfloat16, exchange=SingleProcess())
 
 
 @pytest.mark.parametrize(

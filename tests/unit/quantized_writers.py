@@ -122,6 +122,24 @@ def plain8(kind: str, *, per_tensor: bool = False) -> Quantizer:
     return quantize
 
 
+def fp8_blocks(rows: int, columns: int) -> Quantizer:
+    """Quantize as DeepSeek does: a scale in fp32 for each block, those at the edges smaller."""
+
+    def quantize(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        count, inputs = weight.shape
+        scales = np.empty((-(-count // rows), -(-inputs // columns)), np.float32)
+        stored, dequantized = torch.empty(count, inputs, dtype=torch.float8_e4m3fn), np.empty_like(weight)
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+                scales[i, j] = np.abs(weight[block]).max() / 448
+                stored[block] = torch.from_numpy(weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+                dequantized[block] = stored[block].float().numpy() * scales[i, j]
+        return {"weight": stored, "weight_scale_inv": torch.from_numpy(scales)}, dequantized
+
+    return quantize
+
+
 def unordered(quantize: Quantizer, part: str) -> Quantizer:
     """Store -1 as the group of each column, as compressed-tensors does where it has not reordered any."""
 
@@ -185,6 +203,7 @@ def write(
 GPTQ = gptq_config(32)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 AWQ |= {"modules_to_not_convert": None}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [48, 16]}
 GROUP = {"strategy": "group", "group_size": 32}
 KINDS: dict[str, tuple[dict[str, Any], Quantizer]] = {
     "gptq": (GPTQ, gptq(4, 32)),
@@ -212,6 +231,8 @@ KINDS: dict[str, tuple[dict[str, Any], Quantizer]] = {
     "int8 by rows, packed": (compressed("pack-quantized"), packed(8, None)),
     "int8 by rows": (compressed("int-quantized"), plain8("int")),
     "fp8 by rows": (compressed("float-quantized", type="float"), plain8("float")),
+    "fp8 in blocks": (FP8, fp8_blocks(48, 16)),
+    "fp8 in blocks that divide no row": (FP8 | {"weight_block_size": [24, 40]}, fp8_blocks(24, 40)),
     "fp8, one scale": (
         compressed("naive-quantized", type="float", strategy="tensor"),
         plain8("float", per_tensor=True),

@@ -16,11 +16,13 @@ from models.checkpoint import open_tensors
 from models.heads import HEADS
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
+from models.heads.files import load_head
 from models.heads.weights import initialize, set_vocabulary
 from models.sharding import Part
 from models.targets import ARCHITECTURES, check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
+from tests.unit.quantized_writers import FP8, fp8_blocks, write
 from tests.unit.reference import (
     TOLERANCE,
     assert_equals_reference,
@@ -48,6 +50,14 @@ BIGCODE = {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}
 # sinks as large as scores, experts that reach the limit of their gate
 GPT_OSS = {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 24, "swiglu_limit": 0.5}
 UNTRUNCATED = {**YARN, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+DEEPSEEK = {
+    "head_dim": 16, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1},
+}  # fmt: skip
+DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "bos_token_id": 0, "eos_token_id": 1}
+DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0}
 FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
@@ -87,6 +97,14 @@ FAMILIES = {
         "GptOssConfig",
         {**GPT_OSS, "attention_bias": False, "layer_types": ["sliding_attention"] * 4, "swiglu_alpha": 1.0},
     ),
+    "deepseek v3": ("DeepseekV3Config", DEEPSEEK_V3),
+    "deepseek v3 without ranks of queries and groups, biased, not interleaved": (
+        "DeepseekV3Config",
+        {**DEEPSEEK_V3, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
+        | {"norm_topk_prob": False, "attention_bias": True, "rope_interleave": False, "rope_parameters": None},
+    ),
+    "deepseek v2": ("DeepseekV2Config", DEEPSEEK_V2),
+    "deepseek v2 lite": ("DeepseekV2Config", {**DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy"}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 2}),
     "mixtral window": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
     "phi3": ("Phi3Config", PHI),
@@ -300,6 +318,17 @@ def edit(folder, tmp_path, **changes):
         ("gpt oss", {"swiglu_limit": -7.0}, "swiglu_limit=-7.0: must be a positive number"),
         ("gpt oss", {"layer_types": ["sliding_attention"]}, "layer_types="),
         ("gpt oss", {"quantization_config": {"quant_method": "mxfp5"}}, "quant_method='mxfp5': only .*mxfp4"),
+        ("deepseek v3", {"topk_method": "greedy"}, "topk_method='greedy': only 'noaux_tc'"),
+        ("deepseek v3", {"scoring_func": "softmax"}, "scoring_func='softmax': only 'sigmoid'"),
+        ("deepseek v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: must be num_attention_heads=4"),
+        ("deepseek v3", {"n_group": 3}, "n_group=3: must divide the 8 experts"),
+        ("deepseek v3", {"n_group": 8}, "n_group=8: must divide the 8 experts"),
+        ("deepseek v3", {"topk_group": 5}, "topk_group=5: must be 1 to 4"),
+        ("deepseek v3", {"num_experts_per_tok": 5}, "num_experts_per_tok=5: must be 1 to 4"),
+        ("deepseek v3", {"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ("deepseek v3", {"qk_rope_head_dim": 15}, "qk_rope_head_dim=15: must be even"),
+        ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob=True: only False"),
+        ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': only 'greedy' or 'group_limited_greedy'"),
         ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be 1 to 6"),
         ("phi3", {"rope_parameters": PART | {"rope_type": "longrope"}}, "rope_type='longrope': longrope is not supp"),
         ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type='su': longrope is not supp"),
@@ -326,9 +355,66 @@ def test_every_architecture_is_tested():
     kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
     assert {"llama", *kinds} == {
         *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"),
-        *("granite", "mixtral", "phi3", "opt", "gpt_bigcode", "gpt_oss"),
+        *("granite", "mixtral", "phi3", "opt", "gpt_bigcode", "gpt_oss", "deepseek_v2", "deepseek_v3"),
     }
-    assert len(ARCHITECTURES) == 13  # MiMo's is Qwen2's: test_mtp.py
+    assert len(ARCHITECTURES) == 15  # MiMo's is Qwen2's: test_mtp.py
+
+
+def test_layers_for_multi_token_prediction_are_not_the_target_s(make_family_folder, tmp_path):
+    folder = make_family_folder("deepseek v3")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    names = ("model.layers.4.self_attn.kv_a_proj_with_mqa.weight", "model.layers.5.shared_head.norm.weight")
+    tensors = dict(open_tensors(folder)) | {name: torch.ones(2, 2) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.layers.5.shared_head.norm.weight: not part of this architecture"):
+        check_weights(tmp_path, empty_target(tmp_path))  # the config states one of them
+    edit(folder, tmp_path, num_nextn_predict_layers=2)
+    check_weights(tmp_path, empty := empty_target(tmp_path))
+    target = load_target(str(tmp_path))
+    assert dict(target.named_parameters()).keys() == dict(empty.named_parameters()).keys()
+    head, refusal = HEADS["mtp"]().make(target.config), "is of multi-head latent attention, which head=mtp has no"
+    with pytest.raises(ValueError, match=refusal):
+        initialize(head, target, from_target=True)
+    with pytest.raises(ValueError, match=refusal):
+        load_head(tmp_path, name="mtp", target=target)
+
+
+def test_deepseek_is_served_in_blocks_of_fp8_as_published(make_family_folder, tmp_path):
+    write(make_family_folder("deepseek v3"), FP8, fp8_blocks(48, 16), tmp_path / "fp8", tmp_path / "plain")
+    check_weights(tmp_path / "fp8", empty_target(tmp_path / "fp8"))
+    native, plain = (load_target(str(tmp_path / name), native=name == "fp8") for name in ("fp8", "plain"))
+    assert native.ggml_formats == ("fp8 in groups of 16",)
+    widened = load_target(str(tmp_path / "fp8"))
+    for (name, parameter), reference in zip(widened.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, reference), name
+    prompts = torch.randint(1, 384, (2, 30), generator=torch.Generator().manual_seed(8)).tolist()
+    engines = [Engine(target, proposer=name) for target, name in ((native, "none"), (native, "ngram"), (plain, "none"))]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    ids = [[c.token_ids for c in engine.generate(prompts, params)] for engine in engines]
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_block_drafters_cannot_start_from_layers_with_latents(make_family_folder):
+    target = load_target(str(make_family_folder("deepseek v3")))
+    head = HEADS["dflash"](num_layers=1, aux_layers=[1, 3]).make(target.config)
+    with pytest.raises(ValueError, match=r"head.init_from_target=true: needs layers of the target's sizes"):
+        initialize(head, target, from_target=True)
+    initialize(head, target, from_target=False)
+
+
+def test_routers_stay_in_fp32(make_family_folder):
+    target = load_target(str(make_family_folder("deepseek v3")), dtype=torch.bfloat16)
+    wide = {name for name, parameter in target.named_parameters() if parameter.dtype is torch.float32}
+    assert wide == {f"layers.{n}.mlp.gate.{kind}" for n in (1, 2, 3) for kind in ("weight", "e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", "deepseek v2 lite"])
+def test_the_cache_holds_one_latent_per_token_and_layer(make_family_folder, name):
+    engine = Engine(load_target(str(make_family_folder(name))), proposer="ngram")
+    caches = engine._pool.layers.caches
+    assert [tuple(cache.shape[:2]) + tuple(cache.shape[3:]) for cache in caches] == [(1, 1, 32 + 16)] * 4
+    assert engine.memory.kv == sum(cache.numel() * cache.element_size() for cache in caches)
 
 
 @pytest.mark.parametrize("name", ["opt", "opt as 350m", "gpt bigcode"])

@@ -20,7 +20,7 @@ import sys
 from scripts import doctor
 from kernels.cpu.library import library
 native = library()
-native.attention_takes = lambda head_dim: 0
+native.attention_takes = lambda head_dim, value_dim: 0
 native.linear = lambda arguments: None
 sys.exit(doctor.main(["--json"]))
 """

@@ -8,7 +8,7 @@ import torch
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.kvcache.memory import GIB, MIB, DeviceFacts, engine_sizes, plan_memory, weight_bytes, workspace_bytes
-from infer.kvcache.tensors import LayerShape
+from kernels.attention import LayerShape
 from models.config import TargetConfig
 from models.layers import pack
 from models.targets import load_target

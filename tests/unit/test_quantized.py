@@ -22,7 +22,7 @@ from models.sharding import Part
 from models.targets import check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
-from tests.unit.quantized_writers import AWQ, GPTQ, KINDS, compressed, write
+from tests.unit.quantized_writers import AWQ, FP8, GPTQ, KINDS, compressed, write
 from train.config import TrainConfig
 from train.loop import train
 
@@ -113,7 +113,12 @@ def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(section: dict[str
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             "quant_method='bitsandbytes': only compressed-tensors",
         ),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quant_method='fp8'"),
+        ({"quant_method": "fbgemm_fp8"}, "quant_method='fbgemm_fp8'"),
+        (changed(FP8, weight_block_size=None), r"weight_block_size=\[\]: must be the rows and the columns"),
+        (changed(FP8, weight_block_size=[128, 0]), r"weight_block_size=\[128, 0\]: must be the rows and the columns"),
+        (changed(FP8, activation_scheme="static"), "activation_scheme='static': only 'dynamic'"),
+        (changed(FP8, scale_fmt="ue8m0"), "scale_fmt='ue8m0': only 'float'"),
+        (changed(FP8, expert_dtype="fp4"), "unknown: expert_dtype='fp4'"),
         (changed(GPTQ, bits=3), "bits=3: only 4 and 8"),
         (changed(GPTQ, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
         (changed(GPTQ, dynamic={"-:.*down.*": {}}), "dynamic="),
@@ -161,6 +166,13 @@ FULL_OF_6 = torch.full((2, 8), 0x66666666, dtype=torch.int32)
         ("int8 by rows", {"ignore": ["re:.*q_proj"]}, {}, f"{QUERY}: .*is quantized, and named under `ignore`"),
         ("int8 by rows", {"group_targets": ["re:.*mlp.*"]}, {}, "no group of `config_groups` names it"),
         ("int8 by rows", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, "weight: torch.float32, expected torch.int8"),
+        (
+            "fp8 in blocks",
+            {},
+            {f"{QUERY}.weight_scale_inv": torch.ones(2, 3)},
+            r"_inv \[2, 3\]: expected \[2, 4",
+        ),
+        ("fp8 in blocks", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, r"weight: torch.float32 \[64, 64\], expected a"),
         ("int4 in groups", {}, {f"{QUERY}.weight_shape": torch.tensor([64, 72])}, "weight_packed .*: expected"),
         ("gptq", {}, {f"{QUERY}.qzeros": FULL_OF_6}, "qzeros: hold 6 to 6, and sym=true says 8"),
         ("gptq", {}, {f"{QUERY}.g_idx": ORDER}, "g_idx: reorders the columns, and desc_act=false"),

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from infer.engine.scheduler import Scheduler
 from infer.kvcache.pool import KVPool
-from infer.kvcache.tensors import KVLayers, LayerShape
+from infer.kvcache.tensors import KVLayers
 from infer.request import Phase, Request, SamplingParams
 from infer.speculation.tree import Budget
+from kernels.attention import LayerShape
 from tests.pools import check_pool
 
 CONTEXT = 64

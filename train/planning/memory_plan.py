@@ -58,7 +58,7 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     """Return the bytes of this process by part; `tokens` is the total over all sequences."""
     sizes, batch = target.config, config.batch_size * config.sequence_length
     item = kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
-    per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.num_layers * item
+    per_token = sizes.cached_numbers(config.engine.tensor_parallel) * sizes.num_layers * item
     cached = features_in_memory(config, target, head, tokens)
     # of a target that is trained too, unpacked in training and merged in evaluation
     copies = 2 * sum(p.nbytes for p in target.parameters()) if config.trains_target else 0
@@ -66,7 +66,7 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     borrowed = {target.embed_tokens.weight, target.lm_head.weight} if any(borrowed_by(head)) else ()
     return {
         "target": target_bytes(target, config) + copies,
-        "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
+        "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token,
         "head and optimiser": state_bytes(config, target, head) + sum(weight.nbytes for weight in borrowed),
         "features": cached + feature_bytes(target, head.config.aux_layers, batch),
         "activations": activation_bytes(config, target, head),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from infer.kvcache.tensors import LayerShape
 from infer.request import Request
 from infer.speculation.tree import Budget, DraftTree
+from kernels.attention import LayerShape
 
 
 class Needs(NamedTuple):

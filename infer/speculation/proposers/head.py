@@ -20,7 +20,6 @@ from torch import Tensor
 
 from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
-from infer.kvcache.tensors import LayerShape
 from infer.request import Phase, Request
 from infer.sampling.choose import choice_parameters
 from infer.sampling.emission import narrowed
@@ -31,6 +30,7 @@ from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.draft_loops.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
 from infer.speculation.tree import Budget, DraftTree
+from kernels.attention import LayerShape
 from kernels.choose import warped_log_probs
 from kernels.copies import upload, upload_lists
 from kernels.operands import ChoiceParameters

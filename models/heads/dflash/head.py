@@ -133,10 +133,14 @@ def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed
     if not from_target:
         return
     size, donors = head.config.hidden_size, list(target.layers)[-len(head.layers) :]
-    if len(donors) < len(head.layers) or any(
-        one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
-        or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
-        for one, other in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True)
+    if (
+        target.config.latent is not None
+        or len(donors) < len(head.layers)
+        or any(
+            one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
+            or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
+            for one, other in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True)
+        )
     ):
         raise ValueError("head.init_from_target=true: needs layers of the target's sizes; set it to false")
     for layer, donor in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True):

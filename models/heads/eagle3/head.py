@@ -136,17 +136,22 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
         return
     donor, first = cast(DecoderLayer, target.layers[-1]), cast(Eagle3FirstLayer, head.layers[0])
     attention, mlp = first.self_attn, first.mlp
-    donor_shapes = donor.self_attn.qkv_proj.weight.shape, donor.self_attn.o_proj.weight.shape
-    if (size, attention.qkv_proj.weight.shape[0]) != (target.config.hidden_size, donor_shapes[0][0]) or (
-        attention.o_proj.weight.shape != donor_shapes[1]
-        or head.config.layer.intermediate_size != target.config.intermediate_size
+    sizes = size, head.config.layer.intermediate_size
+    alike = target.config.latent is None  # else the target's attention is of another kind, and the head's stays random
+    if sizes != (target.config.hidden_size, target.config.intermediate_size) or (
+        alike
+        and (
+            attention.qkv_proj.weight.shape[0] != donor.self_attn.qkv_proj.weight.shape[0]
+            or attention.o_proj.weight.shape != donor.self_attn.o_proj.weight.shape
+        )
     ):
         raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
     head.lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
     head.norm.weight.copy_(target.norm.scale)
     head.fc.weight[:, -size:].copy_(torch.eye(size))
-    attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
-    attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
+    if alike:
+        attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
+        attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
     if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
         mlp.load_state_dict(donor.mlp.state_dict())
     first.hidden_norm.weight.copy_(donor.input_layernorm.scale)

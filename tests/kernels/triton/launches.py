@@ -50,6 +50,7 @@ from kernels.triton.ttt_attention import TttAttention
 META = torch.device("meta")
 BF16 = torch.bfloat16
 SLOTS = 2**20
+LATENT = {"dim": 576, "value": 512, "heads": 128, "kv_heads": 1}
 INT4 = Storage(4, 0, True, 128, "half_zero")  # in groups of 128 with zero points, as AWQ stores weights
 INT8 = Storage(8, 0, True, 14336, "bfloat")  # by rows
 FP8 = Storage(8, 0, False, 14336, "bfloat", True)
@@ -60,16 +61,20 @@ def empty(*shape, dtype=BF16):
 
 
 def attend(
-    dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False, sinks=False
-):
-    """`short`: a draft head's layer and one page; every argument that can be 1 is, so Triton makes it a constant."""
+    dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False,
+    sinks=False, value=None,
+):  # fmt: skip
+    """`short`: a draft head's layer and one page; every argument that can be 1 is, so Triton makes it a constant.
+
+    `value`: how many numbers of a key are its value.
+    """
     count = 1 if short else 16
     index = empty(count, dtype=torch.int64)
     tree_mask = index if tree else None
     table = empty(1, 1 if short else 4096, dtype=torch.int64)
     laid_out = AttentionRows(table, index, index, index, tree_mask, 16, 16 if short else 32768, (count,), int(short))
-    plan = TritonAttention(laid_out, heads, kv_heads, dim, dtype, whole=whole)
-    cache = empty(2, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
+    plan = TritonAttention(laid_out, heads, kv_heads, dim, dtype, value, whole=whole)
+    cache = empty(2 if value is None else 1, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
     q = empty(count, heads, dim, dtype=dtype)
     plan.read(q, cache, dim**-0.5, window, empty(heads, dtype=dtype) if sinks else None)
 
@@ -292,6 +297,13 @@ CASES = {
     "prefill, head size 96": partial(attend, 96, whole=True),
     "verify, head size 256": partial(attend, 256, whole=False),
     "prefill, head size 256": partial(attend, 256, whole=True),
+    "verify, latents": partial(attend, **LATENT, whole=False),
+    "verify a tree, latents": partial(attend, **LATENT, whole=False, tree=True),
+    "prefill, latents": partial(attend, **LATENT, whole=True),
+    "verify a tree, latents in an fp8 cache": partial(
+        attend, **LATENT, whole=False, tree=True, cache_dtype=torch.float8_e4m3fn
+    ),
+    "verify a tree, latents, fp32": partial(attend, **LATENT, whole=False, tree=True, dtype=torch.float32),
     "one page": partial(attend, 128, whole=False, short=True, window=1),
     "one page, tree": partial(attend, 128, whole=False, tree=True, short=True),
     "one page, tree, by many programs": partial(attend, 128, whole=True, tree=True, short=True),

@@ -14,9 +14,9 @@ from kernels.copies import read_slots
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention
-from kernels.triton import attention, device
+from kernels.triton import device
 from kernels.triton.attention import TritonAttention
-from kernels.triton.attention_tiles import Blocking
+from kernels.triton.attention_tiles import Blocking, row_blocks
 from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.drafts import checked_tree
 
@@ -24,8 +24,11 @@ SMALL = Blocking(lines=16, tile=16, split=32, warps=4, stages=2)  # so that shor
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
-def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.float32, page=16, seed=0):
-    """Return queries, keys and values of the rows, a cache of scattered, non-zero pages, and the page table."""
+def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.float32, page=16, seed=0, value_dim=None):
+    """Return queries, keys and values of the rows, a cache of scattered, non-zero pages, and the page table.
+
+    With `value_dim` values are the first numbers of keys.
+    """
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-(start + count) // page) for start, count in zip(committed, counts, strict=True)]
     order = torch.randperm(sum(pages), generator=generator) + 1
@@ -35,6 +38,8 @@ def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.flo
     cache = torch.randn(2, kv_heads, (sum(pages) + 1) * page, dim, generator=generator).to(DEVICE, dtype)
     q = torch.randn(sum(counts), heads, dim, generator=generator).to(DEVICE, dtype)
     k, v = torch.randn(2, sum(counts), kv_heads, dim, generator=generator).to(DEVICE, dtype)
+    if value_dim is not None:
+        return q, k, k[..., :value_dim], cache[:1], table.to(DEVICE)
     return q, k, v, cache, table.to(DEVICE)
 
 
@@ -44,13 +49,15 @@ def run(
     q, k, v, cache, table = case
     rows = AttentionRows.blocks(table, committed, counts, page_size=page, tree_mask=tree_mask, first=first)
     heads, kv_heads, dim = q.shape[1], cache.shape[1], q.shape[2]
-    plan = TritonAttention(rows, heads, kv_heads, dim, q.dtype, shape=shape, whole=whole)
+    value_dim = v.shape[-1] if len(cache) == 1 else None
+    plan = TritonAttention(rows, heads, kv_heads, dim, q.dtype, value_dim, shape=shape, whole=whole)
     return plan(q, k, v, cache, dim**-0.5, window, sinks)
 
 
 def error(actual, case, committed, counts, *, page=16, ancestors=None, first=0, window=None, sinks=None):
-    q, _, _, cache, table = (x.cpu() for x in case)
+    q, _, v, cache, table = (x.cpu() for x in case)
     sizes = {"page_size": page, "scale": q.shape[-1] ** -0.5, "first": first, "window": window, "sinks": sinks}
+    sizes |= {"value_dim": v.shape[-1]}
     expected = oracle.paged_attention(q, cache, table, committed, counts, ancestors=ancestors, **sizes)
     assert actual.dtype == q.dtype
     return (actual.cpu().double() - expected).abs().max().item()
@@ -74,6 +81,21 @@ def test_rows_match_the_oracle(dim, heads, kv_heads, page, dtype, whole, window)
     case = make_case(committed, counts, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, page=page)
     actual = run(case, committed, counts, page=page, window=window, whole=whole)
     assert error(actual, case, committed, counts, page=page, window=window) < TOLERANCE[dtype]
+
+
+LATENTS = [(48, 32, 4, FP32, False), (96, 64, 24, BF16, True), (72, 56, 3, FP32, True), (576, 512, 6, FP16, False)]
+
+
+@pytest.mark.parametrize(("dim", "value_dim", "heads", "dtype", "whole"), LATENTS)
+def test_values_may_be_the_first_numbers_of_their_keys(dim, value_dim, heads, dtype, whole):
+    committed, counts = [0, 61], [5, 7]
+    case = make_case(committed, counts, heads=heads, kv_heads=1, dim=dim, dtype=dtype, value_dim=value_dim)
+    actual = run(case, committed, counts, whole=whole)
+    assert error(actual, case, committed, counts) < TOLERANCE[dtype]
+    chain = torch.tensor([(1 << (j + 1)) - 1 for count in counts for j in range(count)], device=DEVICE)
+    assert torch.equal(run(case, committed, counts, tree_mask=chain, whole=whole), actual)
+    alone = tuple(x[-1:] for x in case[:3])
+    assert torch.equal(run((*alone, case[3], case[4][1:]), [67], [1]), actual[-1:])
 
 
 TREE = checked_tree(
@@ -206,7 +228,7 @@ def test_the_torch_form_reads_and_writes_8_bits_too(tree):
 
 @pytest.mark.parametrize("counts", [(5, 5), (7,), (1, 1, 1), (5, 2, 9)])
 def test_blocks_hold_rows_of_one_request_each(counts):
-    blocks = attention._blocks(counts, 3, torch.device("cpu")).tolist()
+    blocks = row_blocks(counts, 3, torch.device("cpu")).tolist()
     rows = [range(first, first + count) for first, count in blocks]
     assert [row for block in rows for row in block] == list(range(sum(counts)))
     ends = set(itertools.accumulate(counts))

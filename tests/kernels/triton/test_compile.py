@@ -94,8 +94,9 @@ def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled)
     for case, launched in compiled.items():
         for kernel in launched:
             if kernel["kernel"] in PRODUCTS and "fp32" not in case:
-                assert kernel["wgmma"], case
-                assert not kernel["mma.sync"], case
+                few_lines = "latents" in case and kernel["kernel"] in ("attend", "branch")  # too few for wgmma
+                assert kernel["wgmma"] != few_lines, case
+                assert kernel["mma.sync"] == few_lines, case
                 assert kernel["cp.async"] or "odd" in case, case
 
 

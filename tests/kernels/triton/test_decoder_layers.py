@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kvcache.tensors import KVLayers, LayerShape
+from infer.kvcache.tensors import KVLayers
+from kernels.attention import LayerShape
 from kernels.rows import AttentionRows
 from kernels.triton.dependent import SWITCH, switched_on
 from models.layers import Linear, pack
