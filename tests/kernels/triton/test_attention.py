@@ -96,6 +96,9 @@ def test_values_may_be_the_first_numbers_of_their_keys(dim, value_dim, heads, dt
     assert torch.equal(run(case, committed, counts, tree_mask=chain, whole=whole), actual)
     alone = tuple(x[-1:] for x in case[:3])
     assert torch.equal(run((*alone, case[3], case[4][1:]), [67], [1]), actual[-1:])
+    sinks = torch.linspace(-1, 1, heads)
+    actual = run(case, committed, counts, whole=whole, sinks=sinks.to(DEVICE))
+    assert error(actual, case, committed, counts, sinks=sinks) < TOLERANCE[dtype]
 
 
 TREE = checked_tree(
