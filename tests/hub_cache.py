@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from models.mtp_names import layout_of
 from tests.conftest import END, VOCAB_SIZE, train_tiny_tokenizer
 from tests.formats.published import PUBLISHED
 from tests.formats.source import Source
 from tests.formats.sources import SOURCES
+from tests.unit import quantized_writers
 from tests.vocabularies import write_tokenizer
 
 COMMIT = "0" * 40
@@ -62,6 +65,21 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {**EIGHT, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         ("Qwen/Qwen3-30B-A3B-Instruct-2507",),
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**EIGHT, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+        ("openai/gpt-oss-20b",),
+    ),
+    "mimo": ("Qwen2Config", {}, ("XiaomiMiMo/MiMo-7B-Base",)),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
+            **{"qk_rope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "moe_intermediate_size": 32},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2},
+        },
+        ("deepseek-ai/DeepSeek-V3",),
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
     "opt": (
         "OPTConfig",
@@ -74,6 +92,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("ibm-granite/granite-20b-code-instruct-8k",),
     ),
 }
+# family -> the architecture of its targets, which ship a module for multi-token prediction
+SHIPS_MODULE = {"mimo": "MiMoForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
 # family -> the id of a smaller model with other weights, which drafts
 DRAFTS = {"opt": "facebook/opt-125m", "qwen3": "Qwen/Qwen3-0.6B", "llama": "meta-llama/Llama-3.2-3B-Instruct"}
 PARALLEL, OTHER_WORDS = "amd/PARD-Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -99,6 +119,7 @@ HEADS: dict[str, Source] = {
     "RedHatAI/Qwen3-8B-speculator.peagle": SOURCES["speculators p-eagle"],
     "RedHatAI/Qwen3-8B-speculator.dflash": SOURCES["speculators dflash"],
     "RedHatAI/Qwen3-8B-speculator.dflash2": SOURCES["speculators dflash2"],
+    "path/fastmtp": SOURCES["speculators-mtp"],
     "z-lab/Qwen3-8B-DFlash-b16": replace(DFLASH, config=DFLASH.config | {"block_size": 16}),
     "deepseek-ai/dspark_qwen3_4b_block7": replace(DSPARK, config=DSPARK.config | {"block_size": 7}),
     "Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct": LSTM,
@@ -118,11 +139,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{
         name: {"architectures": [architecture]}
         for name, architecture in {
-            "XiaomiMiMo/MiMo-7B-Base": "MiMoForCausalLM",
             "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": "MiMoV2ForCausalLM",
-            "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
             "deepseek-ai/DeepSeek-V4-Flash-DSpark": "DeepseekV4ForCausalLM",
-            "openai/gpt-oss-20b": "GptOssForCausalLM",
             "google/gemma-4-E2B-it": "Gemma4ForConditionalGeneration",
             "chiennv/Orthrus-Qwen3-1.7B": "OrthrusForCausalLM",
         }.items()
@@ -131,11 +149,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "amd/Gumiho-llama3-8b": {"model_type": "gumiho", "model": LLAMA3.config},
     "path/lilicorr": DFLASH.config | {"architectures": ["LiLiCorrDraftModel"]},
     "path/xpress": DFLASH.config | {"architectures": ["XPressDraftModel"]},
-    "Qwen/Qwen3-4B-FP8": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    },
 }
+FP8 = quantized_writers.FP8 | {"weight_block_size": [128, 128]}
 
 
 @cache
@@ -157,15 +172,34 @@ def write_target(folder: Path, kind: str, changes: dict[str, Any], seed: int = 5
     return folder
 
 
+def ship_module(folder: Path, architecture: str) -> None:
+    """Add a module for multi-token prediction whose layer is the target's first."""
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    layout, size = layout_of(architecture), config["hidden_size"]
+    first, (prefix,) = "model.layers.0.", layout.prefixes(config["num_hidden_layers"], 1)
+    module = {name.replace(first, prefix): value.clone() for name, value in tensors.items() if name.startswith(first)}
+    for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weight = torch.eye(size).repeat(1, 2) if name == "input_proj" else torch.ones(size)
+        module[f"{prefix}{layout.renamed.get(name, name)}.weight"] = weight
+    save_file(tensors | module, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"architectures": [architecture], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_hub(hub: Path, content: Path) -> None:
     """Write the folders to `content`, and links to them to `hub`, in the layout of huggingface_hub."""
     for family, (kind, changes, ids) in TARGETS.items():
         folder = write_target(content / family, kind, changes)
+        if family in SHIPS_MODULE:
+            ship_module(folder, SHIPS_MODULE[family])
         for name in ids:
             link(hub, name, folder)
     for family, name in DRAFTS.items():  # other weights than the target's
         kind, changes, _ = TARGETS[family]
         link(hub, name, write_target(content / f"{family} drafts", kind, changes | {"num_hidden_layers": 2}, seed=6))
+    narrow, plain = content / "fp8", content / "plain"
+    quantized_writers.write(content / "qwen3", FP8, quantized_writers.fp8_blocks(128, 128), narrow, plain)
+    link(hub, "Qwen/Qwen3-4B-FP8", narrow)
     parallel = write_target(content / "parallel", "Qwen3Config", {"head_dim": 16}, seed=6)
     config = json.loads((parallel / "config.json").read_text())
     (parallel / "config.json").write_text(json.dumps(config | {"pard_token": VOCAB_SIZE - 1}))
