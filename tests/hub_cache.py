@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from models.heads.weights import checkpoint_tensors
+from models.targets import load_target
 from tests.conftest import END, VOCAB_SIZE, train_tiny_tokenizer
 from tests.formats.published import PUBLISHED
 from tests.formats.source import Source
 from tests.formats.sources import SOURCES
+from tests.heads import make_head
 from tests.vocabularies import write_tokenizer
 
 COMMIT = "0" * 40
@@ -73,7 +77,13 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"n_inner": 96, "tie_word_embeddings": True},
         ("ibm-granite/granite-20b-code-instruct-8k",),
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**EIGHT, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ("openai/gpt-oss-20b",),
+    ),
 }
+MIMO = "XiaomiMiMo/MiMo-7B-Base"  # Qwen2 that ships a module for multi-token prediction
 # family -> the id of a smaller model with other weights, which drafts
 DRAFTS = {"opt": "facebook/opt-125m", "qwen3": "Qwen/Qwen3-0.6B", "llama": "meta-llama/Llama-3.2-3B-Instruct"}
 PARALLEL, OTHER_WORDS = "amd/PARD-Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -118,11 +128,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{
         name: {"architectures": [architecture]}
         for name, architecture in {
-            "XiaomiMiMo/MiMo-7B-Base": "MiMoForCausalLM",
             "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": "MiMoV2ForCausalLM",
             "deepseek-ai/DeepSeek-V3": "DeepseekV3ForCausalLM",
             "deepseek-ai/DeepSeek-V4-Flash-DSpark": "DeepseekV4ForCausalLM",
-            "openai/gpt-oss-20b": "GptOssForCausalLM",
             "google/gemma-4-E2B-it": "Gemma4ForConditionalGeneration",
             "chiennv/Orthrus-Qwen3-1.7B": "OrthrusForCausalLM",
         }.items()
@@ -157,6 +165,18 @@ def write_target(folder: Path, kind: str, changes: dict[str, Any], seed: int = 5
     return folder
 
 
+def ship_module(folder: Path) -> Path:
+    """Make a Qwen2 target MiMo's: with a random module among its tensors."""
+    head = make_head(load_target(str(folder)), "mtp", num_modules=1, hidden_first=True)
+    module = {f"model.{name}": tensor for name, tensor in checkpoint_tensors(head).items()}
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | module, weights, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def write_hub(hub: Path, content: Path) -> None:
     """Write the folders to `content`, and links to them to `hub`, in the layout of huggingface_hub."""
     for family, (kind, changes, ids) in TARGETS.items():
@@ -166,6 +186,7 @@ def write_hub(hub: Path, content: Path) -> None:
     for family, name in DRAFTS.items():  # other weights than the target's
         kind, changes, _ = TARGETS[family]
         link(hub, name, write_target(content / f"{family} drafts", kind, changes | {"num_hidden_layers": 2}, seed=6))
+    link(hub, MIMO, ship_module(write_target(content / "mimo", "Qwen2Config", {})))
     parallel = write_target(content / "parallel", "Qwen3Config", {"head_dim": 16}, seed=6)
     config = json.loads((parallel / "config.json").read_text())
     (parallel / "config.json").write_text(json.dumps(config | {"pard_token": VOCAB_SIZE - 1}))
