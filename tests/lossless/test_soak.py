@@ -158,8 +158,8 @@ def test_soak(make_small_engine, make_plain, request):
         max_rows=80,
         clock=lambda: now[0],
     )
-    answers = engine._proposers["suffix"][0]._responses
-    answers._most_tokens = ANSWER_TOKENS
+    responses = engine._proposers["suffix"][0]._responses
+    responses._most_tokens = ANSWER_TOKENS
     plain = make_plain(small=True)
     warm_up_proposers(engine, plain)
     soak = Soak(engine, random.Random(SEED), now)
@@ -195,6 +195,6 @@ def test_soak(make_small_engine, make_plain, request):
     assert after[1][Request.__name__] == earlier_requests
     assert after[0] - before[0] < MAX_GROWTH_MIB, numbers
     assert open_files() == files
-    assert set(answers._tenants) <= {digest(salt) for salt in ("", *FIELDS["cache_salt"])}
-    remembered = sum(each.automaton.tokens for tenant in answers._tenants.values() for each in tenant)
+    assert set(responses._tenants) <= {digest(salt) for salt in ("", *FIELDS["cache_salt"])}
+    remembered = sum(each.automaton.tokens for tenant in responses._tenants.values() for each in tenant)
     assert ANSWER_TOKENS / 4 < remembered <= ANSWER_TOKENS
