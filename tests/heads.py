@@ -57,7 +57,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp, inner_dim": ("mlp", {"n_predict": 5, "inner_dim": 96}),
     "mlp, scale_input": ("mlp", {"n_predict": 5, "scale_input": True}),
     "lstm": ("lstm", {"n_predict": 5}),
-    "lstm, untied": ("lstm", {"n_predict": 5, "tie_lstm_embs": False, "scale_input": False, "inner_dim": [96]}),
+    "lstm, untied": ("lstm", {"n_predict": 5, "tie_lstm_embs": False, "scale_input": False, "inner_dim": [80]}),
     "lstm, stacks": ("lstm", {"n_predict": 5, "method": "sum_rnn", "inner_dim": [48, 80], "emb_layers": 2}),
     "lstm, deep projections": (
         "lstm",

@@ -32,7 +32,7 @@ def gather_kernel(a, b, c, d, stride_a, stride_b, stride_c, stride_d, index, out
 
 
 def gather_rows(parts: Sequence[Tensor], index: Tensor) -> Tensor:
-    """As kernels.gather.gather_rows, for at most MOST parts."""
+    """As kernels.copies.gather_rows, for at most MOST parts."""
     size, first = parts[0].shape[1], parts[0]
     assert all(part.stride(1) == 1 and part.dtype is first.dtype for part in parts), "columns beside each other"
     padded = [*parts, *[first] * (MOST - len(parts))]

@@ -27,7 +27,7 @@ def move_kernel(stack, source, destination, count, slots, D: tl.constexpr, COUNT
 
 
 def move_slots(stack: Tensor, source: Tensor, destination: Tensor) -> None:
-    """As kernels.move.move_slots, for at most MOST slots, int64."""
+    """As kernels.copies.move_slots, for at most MOST slots, int64."""
     assert stack.is_contiguous()
     assert len(source) <= MOST
     slots, dim = stack.shape[-2:]

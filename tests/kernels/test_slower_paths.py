@@ -94,7 +94,7 @@ def test_every_combination_computes(level: str, kernels: str) -> None:
 
 def test_16_bit_rows_are_widened_where_the_library_lacks_their_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is that of fp32, rounded once; the weight comes out as it went in, and the bias may change."""
-    monkeypatch.setattr("kernels.linear.supported", lambda *parts: False)
+    monkeypatch.setattr("kernels.linear.runs_in_c", lambda *parts: False)
     monkeypatch.setattr("kernels.linear.product_dtype", lambda dtype: torch.float32)
     weight, bias, x = torch.randn(40, 64).bfloat16(), torch.randn(40).bfloat16(), torch.randn(7, 64).bfloat16()
     layer = PackedLinear(weight, bias)
@@ -113,7 +113,7 @@ def test_without_onednn_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_reorder_linear_weight'")
 
     monkeypatch.setattr(capabilities, "prepack", missing)
-    monkeypatch.setattr("kernels.linear.supported", lambda *parts: False)
+    monkeypatch.setattr("kernels.linear.runs_in_c", lambda *parts: False)
     capabilities.onednn_multiplies.cache_clear()
     try:
         layer = PackedLinear(torch.randn(40, 64).half())

@@ -19,7 +19,6 @@ import torch
 
 from infer.engine import Engine
 from infer.request import Request
-from infer.sampling.constraint import Constraints
 from infer.sampling.params import SamplingParams
 from infer.speculation.control.acceptance_model import Evidence, Rates
 from infer.speculation.proposers.suffix_decoding.automaton import Edge, SuffixAutomaton
@@ -30,7 +29,7 @@ from models.layers import Linear
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
 from tests.lossless.plain import Answer, Plain
-from tests.lossless.random_requests import FIELDS, is_exact, random_params, random_prompt, singles
+from tests.lossless.random_requests import FIELDS, GRAMMARS, is_exact, random_params, random_prompt, singles
 from tests.pools import check_pool
 
 SEED = 1
@@ -38,8 +37,8 @@ MAX_PRESENT = 30  # requests in the engine at a time
 ANSWER_TOKENS = 300  # size of suffix decoding's memory, small enough that it is full
 MAX_GROWTH_MIB = 16  # after the first quarter of the requests; 10,000 requests grew by 3.4
 # Not counted as growth: what suffix decoding remembers, whose bound is asserted separately, what drafts have taught of
-# each tenant, and the engine's one grammar compiler, which is created with the first grammar.
-MEMORY = (Edge, SuffixAutomaton, Generation, CopyRates, Evidence, Rates, Constraints)
+# each tenant.
+MEMORY = (Edge, SuffixAutomaton, Generation, CopyRates, Evidence, Rates)
 
 
 class Soak:
@@ -139,7 +138,9 @@ def warm_up_proposers(engine: Engine, plain: Plain) -> None:
     for name in FIELDS["proposer"]:
         for salt in ("", *FIELDS["cache_salt"]):
             engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, proposer=name, cache_salt=salt))
-    plain.uncached([1, 2, 3], SamplingParams(max_tokens=8))
+    # An engine makes its grammar compiler with the first grammar.
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, grammar=GRAMMARS[0]))
+    plain.uncached([1, 2, 3], SamplingParams(max_tokens=8, grammar=GRAMMARS[0]))
 
 
 @pytest.mark.slow
@@ -157,8 +158,8 @@ def test_soak(make_small_engine, make_plain, request):
         max_rows=80,
         clock=lambda: now[0],
     )
-    answers = engine._proposers["suffix"][0]._responses
-    answers._most_tokens = ANSWER_TOKENS
+    responses = engine._proposers["suffix"][0]._responses
+    responses._most_tokens = ANSWER_TOKENS
     plain = make_plain(small=True)
     warm_up_proposers(engine, plain)
     soak = Soak(engine, random.Random(SEED), now)
@@ -194,6 +195,6 @@ def test_soak(make_small_engine, make_plain, request):
     assert after[1][Request.__name__] == earlier_requests
     assert after[0] - before[0] < MAX_GROWTH_MIB, numbers
     assert open_files() == files
-    assert set(answers._tenants) <= {digest(salt) for salt in ("", *FIELDS["cache_salt"])}
-    remembered = sum(each.automaton.tokens for tenant in answers._tenants.values() for each in tenant)
+    assert set(responses._tenants) <= {digest(salt) for salt in ("", *FIELDS["cache_salt"])}
+    remembered = sum(each.automaton.tokens for tenant in responses._tenants.values() for each in tenant)
     assert ANSWER_TOKENS / 4 < remembered <= ANSWER_TOKENS

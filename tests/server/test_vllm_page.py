@@ -66,14 +66,14 @@ def code(cell: str) -> str:
     return next(iter(CODE.findall(cell)), "")
 
 
-class Answers(NamedTuple):
+class Responses(NamedTuple):
     ids: list[list[int]]  # of each request and prompt
     drafted: list[int]  # of each request, tokens
 
 
-def answers(engine: Engine, **changes: Any) -> Answers:
+def responses(engine: Engine, **changes: Any) -> Responses:
     completions = [engine.generate(PROMPTS, replace(params, **changes)) for params in REQUESTS]
-    return Answers(
+    return Responses(
         [completion.token_ids for each in completions for completion in each],
         [sum(completion.stats.drafted for completion in each) for each in completions],
     )
@@ -94,8 +94,8 @@ class Hub:
         """Assert that the engine drafts, and answers what the target of this hub id does without drafts."""
         place = self.place(target)
         if place not in self.plain:
-            self.plain[place] = answers(engine, speculate=False).ids
-        with_drafts = answers(engine)
+            self.plain[place] = responses(engine, speculate=False).ids
+        with_drafts = responses(engine)
         assert with_drafts.ids == self.plain[place]
         assert sum(with_drafts.drafted) > 0
 

@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "models/formats/dflash.py": "what the formats of block drafters share",
     "models/gguf/head.py": "GGUF files of heads, whose one architecture is eagle3",
     "train/objectives/block.py": "the objectives of block drafters",
+    "train/objectives/eagle.py": "the objective of one head",
     "train/objectives/registry.py": "the objectives by name",
     "scripts/benchmarks/servers.py": "vLLM and llama.cpp are measured with an EAGLE-3 head",
 }

@@ -121,13 +121,13 @@ class ChoicesAnswer(Answer):
             "seed": session.seed,  # our extension: the seed in use, from the request or random
         }
 
+    @abstractmethod
     def choice(self, choice: Choice) -> Json:
         """Return a finished choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
         """Return what a piece adds to a choice, or None if there is nothing to send yet."""
-        raise NotImplementedError
 
     def fields(self) -> Json:
         """Return the fields beside the choices."""
