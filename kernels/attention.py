@@ -87,10 +87,11 @@ def plan_attention(
     `value_dim`: how many numbers of a key are its value; None: the cache has both.
     """
     if uses_triton(rows.table.device):
-        from kernels.triton import attention as gpu
+        from kernels.triton.attention import TritonAttention
+        from kernels.triton.attention_tiles import supported
 
-        if gpu.supported(num_heads, num_kv_heads, head_dim, dtype, value_dim):
-            return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype, value_dim)
+        if supported(num_heads, num_kv_heads, head_dim, dtype, value_dim):
+            return TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype, value_dim)
     if cache_dtype in (None, dtype) and runs_in_c(head_dim, dtype, rows.table.device, value_dim):
         return NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)

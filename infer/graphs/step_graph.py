@@ -292,7 +292,7 @@ def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -
     """Return whether attention of these sizes runs without the host reading sizes back from the device."""
     if shard.device.type != "cuda":
         return True
-    from kernels.triton.attention import supported
+    from kernels.triton.attention_tiles import supported
 
     return supported(num_heads, num_kv_heads, head_dim, shard.dtype)
 

@@ -26,6 +26,16 @@ class Blocking(NamedTuple):
     stages: int
 
 
+def supported(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, value_dim: int | None = None
+) -> bool:
+    most = {torch.float32: 16, torch.float16: 64, torch.bfloat16: 64}.get(dtype, 0)  # lines of a product
+    if value_dim is not None:
+        rest = head_dim - value_dim
+        return most > 0 and num_kv_heads == 1 and 16 <= value_dim <= 512 and rest >= 16 and rest & (rest - 1) == 0
+    return num_heads // num_kv_heads <= most and 16 <= head_dim <= 256
+
+
 def blocking(head_dim: int, dtype: torch.dtype, group: int, device: Limits) -> Blocking:
     """`group`: query heads of a KV head."""
     if head_dim > 256:  # values that are parts of keys
