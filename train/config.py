@@ -187,6 +187,7 @@ class OfflineFeaturesConfig(FeaturesConfig):
     """Features computed once, before the first step, into files that later runs reuse."""
 
     path: str | None = None  # the store's folder; null: <output_dir>/features/<model>/<hash of all it depends on>
+    record: bool = True  # take features while the engine generates the responses, if it runs without CUDA graphs
     # of the stored hidden states: same: the target's | fp8: with a scale per token and layer
     dtype: str = choice("same", "same", "fp8")
     # the teacher: null: computed from the stored last hidden state | k: instead of that state, the target's k likeliest

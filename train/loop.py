@@ -43,7 +43,7 @@ from train.objectives.teacher import recall
 from train.planning.plan import check_plan, describe_plan, refuse
 from train.planning.precision import choose_precision
 from train.planning.time_limit import time_limit
-from train.preparation.prepare import prepare, start_engine
+from train.preparation.prepare import feature_recorder, prepare, start_engine
 from train.preparation.threads import work_threads
 from train.publishing.export import stated
 from train.publishing.publish import publish_run, verdict
@@ -123,8 +123,9 @@ class Run:
             for line in describe_plan(config):
                 log_main(accelerator, line)
         engine = start_engine(config, accelerator, self.resources)
-        limit = partial(time_limit, config, engine, self.started)
-        data = open_data(config, engine, accelerator, self.folder / "data", self.stop, limit)
+        recorder = feature_recorder(config, engine)
+        limit = partial(time_limit, config, engine, self.started, recording=recorder is not None)
+        data = open_data(config, engine, accelerator, self.folder / "data", self.stop, limit, recorder)
         if config.stage == "regenerate":
             self._log("runs with the same data settings and output_dir will reuse these sequences")
             return {"run": config.run, "data": str(self.folder / "data"), "counts": data.counts}

@@ -7,7 +7,8 @@ Knows no files and no HTTP, and text only through a tokenizer; `Engine` chooses 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -21,6 +22,7 @@ from infer.engine.validation import check_request
 from infer.graphs.overlap import Overlap
 from infer.kvcache.memory import DeviceFacts, context_of, engine_sizes, plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
+from infer.learning.recording import Recorder, RecordingRunner
 from infer.options.devices import memory_left, use_device
 from infer.options.stored_weights import check_weights
 from infer.processes.comm import Ranks
@@ -204,6 +206,16 @@ class EngineCore:
         if self.overlap is not None:
             self.overlap.drop(request)
         del self._requests[request.request_id]
+
+    @contextmanager
+    def recording(self, recorder: Recorder) -> Iterator[None]:
+        """Show `recorder` what the target computes within the block. Only while idle, and without CUDA graphs."""
+        assert not (self.has_work or self.overlap or self._runner.graphs)
+        self._steps.runner = RecordingRunner(self._runner, recorder)
+        try:
+            yield
+        finally:
+            self._steps.runner = self._runner
 
     # ---- what callers may read ----------------------------------------------------------------------------------
 

@@ -55,33 +55,33 @@ class HostBatch:
     choices: Choices  # once chosen
 
     def __init__(self, requests: list[Request], tree: DraftTree, pool: KVPool, rates: Sequence[float]) -> None:
-        self._requests, self._pool, self._rates = requests, pool, rates
+        self.requests, self._pool, self._rates = requests, pool, rates
         self._counts = tree.length.tolist()
         self._parameters = row_parameters(requests, self._counts, pool.device)
 
     def forward(self, tree: DraftTree, runner: Runner, aux: Sequence[int]) -> Rows:
-        if runner.graphs is not None and (replayed := runner.graphs.replay(tree, self._requests, aux)) is not None:
+        if runner.graphs is not None and (replayed := runner.graphs.replay(tree, self.requests, aux)) is not None:
             return replayed
         fields = (tree.token,) if tree.is_chain else (tree.token, tree.depth, tree.ancestors)
         ids, *of_trees = (sent(tree.rows(field), self._pool.device) for field in fields)
-        rows = self._pool.rows(self._requests, [r.computed for r in self._requests], self._counts, *of_trees[1:])
+        rows = self._pool.rows(self.requests, [r.computed for r in self.requests], self._counts, *of_trees[1:])
         return runner.forward(ids, rows, aux, *of_trees[:1])
 
     def choose(self, tree: DraftTree, logits: Tensor, positions: Tensor) -> Tensor:
-        self.choices = choose_rows(self._requests, self._counts, self._parameters, logits, positions, tree)
+        self.choices = choose_rows(self.requests, self._counts, self._parameters, logits, positions, tree)
         choice = torch.full_like(tree.token, -1)
         choice[tree.inside] = self.choices.token.cpu()
         return choice
 
     def accept(self, tree: DraftTree, choice: Tensor) -> Accepted:
-        if all(request.rule == "exact" for request in self._requests):
+        if all(request.rule == "exact" for request in self.requests):
             last = accept(tree.nodes, choice)
         else:
-            last = verify_by_rules(self._requests, tree, self.choices, choice, self._rates)
+            last = verify_by_rules(self.requests, tree, self.choices, choice, self._rates)
         accepted = accepted_path(tree.token, None if tree.is_chain else tree.ancestors, last, choice, tree.path_width)
         if tree.is_chain:
             return accepted
-        return accepted._replace(moves=self._pool.moves(self._requests, accepted))
+        return accepted._replace(moves=self._pool.moves(self.requests, accepted))
 
 
 class Decoded(NamedTuple):

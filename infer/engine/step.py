@@ -59,7 +59,7 @@ class StepRunner:
         clock: Callable[[], float] = time.monotonic,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner, self._pool, self._scheduler, self._speculator = runner, runner.pool, scheduler, speculator
+        self.runner, self._pool, self._scheduler, self._speculator = runner, runner.pool, scheduler, speculator
         self._stats, self._threads, self._context, self._rates = stats, threads, context, rates
         self._clock, self._timer = clock, timer
         self.overlap: StepsAhead | None = None
@@ -150,7 +150,7 @@ class StepRunner:
         Writes KV only beyond the committed positions.
         """
         batch = HostBatch(requests, tree, self._pool, self._rates)
-        return self._runner.decode(tree, batch, self._speculator.wants_features(requests)), batch.choices
+        return self.runner.decode(tree, batch, self._speculator.wants_features(requests)), batch.choices
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
         for request in requests:
@@ -163,13 +163,13 @@ class StepRunner:
         if complete:
             last = upload([first[b + 1] - 1 for b in complete], device)
             parameters = row_parameters(prefilled, ones, device)
-        rows = self._runner.prefill(requests, chunks, self._speculator.wants_features(requests))
+        rows = self.runner.prefill(requests, chunks, self._speculator.wants_features(requests))
         self._score_prompts(requests, chunks, rows.hidden)
         for request, chunk in zip(requests, chunks, strict=True):
             request.computed += chunk
         outputs: list[StepOutput] = []
         if complete:
-            logits = self._runner.shard.logits(rows.hidden[last])
+            logits = self.runner.shard.logits(rows.hidden[last])
             choices = choose_rows(prefilled, ones, parameters, logits, rows.positions[last])
             for request, token in zip(prefilled, choices.token.tolist(), strict=True):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
@@ -223,7 +223,7 @@ class StepRunner:
             scored = len(request.prompt_logprobs) - request.computed  # more than 0 in a recomputation
             if top is None or scored >= len(following):
                 continue
-            logits = self._runner.shard.logits(piece[scored : len(following)])
+            logits = self.runner.shard.logits(piece[scored : len(following)])
             with isolated(request):
                 tokens = upload(following[scored:], self._pool.device)
                 request.prompt_logprobs += token_logprobs([logits], tokens, [top] * len(tokens))

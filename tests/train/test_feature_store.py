@@ -25,8 +25,9 @@ from tests.train.running import SETTINGS, assert_equal, run, tensors
 from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data.sequences import Batch, Sequences
 from train.features import store as module
+from train.features.layout import Layout
 from train.features.online import Features, TopTokens, compute_features
-from train.features.store import SHARD_MB, FeatureStore, Layout, cut_shards, manifest, open_store, refuse_small_disk
+from train.features.store import SHARD_MB, FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
 from train.loop import train
 from train.objectives.teacher import recall, teach
 from train.publishing.provenance import code_state

@@ -12,8 +12,9 @@ from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from train.config import OnlineFeaturesConfig
 from train.data.sequences import Sequences
+from train.features.layout import Layout
 from train.features.online import feature_bytes, fits_cache, online_features
-from train.features.store import CachedFeatures, Layout
+from train.features.store import CachedFeatures
 
 AUX = (2, 4, 5)
 

@@ -19,8 +19,9 @@ from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective
 from train.checkpoint import find_checkpoint, load_file
 from train.config import SCHEMAS, TrainConfig
 from train.data.sequences import Batch, Sequences, best_fit
+from train.features.layout import Layout
 from train.features.online import Features, compute_features
-from train.features.store import CachedFeatures, Layout
+from train.features.store import CachedFeatures
 from train.loop import train
 from train.objectives import alignment
 from train.objectives.base import Objective

@@ -13,8 +13,9 @@ from infer.options.cli import compose
 from tests.train.running import assert_equal, run, tensors
 from train.config import TrainConfig
 from train.data.sequences import Sequences
+from train.features.layout import Layout
 from train.features.online import compute_features
-from train.features.store import CachedFeatures, Layout
+from train.features.store import CachedFeatures
 from train.preparation import threads as module
 from train.preparation.threads import (
     FIRST_S,

@@ -38,6 +38,7 @@ from train.data.regenerate import (
 )
 from train.data.sequences import Sequences
 from train.distributed.collectives import any_process, broadcast, gather, log_main, stopping_together
+from train.features.recorded import FeatureRecorder
 from train.planning.time_limit import TimeLimit, spread
 from train.signals import StopRequest
 from train.storage import atomic
@@ -71,15 +72,17 @@ def open_data(
     folder: Path,
     stop: StopRequest,
     limit: Callable[[], TimeLimit | None] = lambda: None,
+    recorder: FeatureRecorder | None = None,
 ) -> Data:
     """Return the run's data, generated first if needed, as many as the `limit`, measured then, has time for.
 
-    When a stop is requested, raises Interrupted on every process; finished conversations are kept.
+    `recorder` takes the features of training conversations that the engine answers. When a stop is requested, raises
+    Interrupted on every process; finished conversations are kept.
     """
     # stage=regenerate retries conversations that failed before
     retry_failed = config.stage == "regenerate" and (folder / FAILED).is_file()
     if retry_failed or not (folder / TRAIN).is_file():
-        Making(config, engine, accelerator, folder, stop, limit()).make(retry_failed)
+        Making(config, engine, accelerator, folder, stop, limit(), recorder).make(retry_failed)
     record = read_record(folder / SOURCE)
     assert engine.tokenizer is not None
     parts = ingredients(config, engine.target, engine.tokenizer, record["source"])
@@ -97,6 +100,7 @@ class Making:
     folder: Path
     stop: StopRequest
     limit: TimeLimit | None
+    recorder: FeatureRecorder | None
 
     def __post_init__(self) -> None:
         assert self.engine.tokenizer is not None
@@ -131,7 +135,7 @@ class Making:
         generator = (
             "the target" if provided or config.data.server is None else f"{config.data.server}, and the target here,"
         )
-        answerer: Answerer | None = None if provided else EngineGenerator(self.engine)
+        answerer: Answerer | None = None if provided else EngineGenerator(self.engine, self.recorder)
         if config.data.server is not None:  # before generation, so that an unusable server fails early
             from train.data.answer_server import ServerGenerator
 

@@ -11,7 +11,8 @@ import json
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ from train.config import DataConfig
 from train.data.dialogue import Dialogue, Row
 from train.data.examples import Example
 from train.data.sequences import Sequences
+from train.features.recorded import FeatureRecorder
 from train.planning.time_limit import TimeLimit
 from train.storage import atomic
 
@@ -146,26 +148,52 @@ def regenerate(
 
 
 class EngineGenerator:
-    """Headway's engine, kept at full batch size: a conversation's next turn is queued as soon as the last one ends."""
+    """Headway's engine, kept at full batch size: a conversation's next turn is queued as soon as the last one ends.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    With `recorder` features are taken meanwhile. A conversation then shares cached pages only with itself, since of
+    what another one computed the features would be missing.
+    """
+
+    def __init__(self, engine: Engine, recorder: FeatureRecorder | None = None) -> None:
+        self._engine, self._recorder = engine, recorder
 
     def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None:
-        engine, running = self._engine, dict[str, Job]()
+        with ExitStack() as resources:
+            if self._recorder is not None:
+                resources.callback(self._recorder.flush)
+                resources.enter_context(self._engine.recording(self._recorder))
+            self._answer(jobs, finished, check, enough)
+
+    def _answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None:
+        engine, running, recorder = self._engine, dict[str, Job](), self._recorder
+        salt = secrets.token_hex(8)  # an earlier call may have left pages of a conversation that it did not finish
+        prompts: dict[str, list[int]] = {}
         responses: dict[str, list[int]] = {}
+
+        def end(job: Job, error: str | None) -> None:
+            finished(job, error)
+            if recorder is not None:
+                recorder.end(job.key, job.dialogue.rows if error is None else [])
 
         def submit(job: Job) -> None:
             try:
                 prompt = job.dialogue.next_prompt()
                 if prompt is None:
-                    finished(job, None)
+                    end(job, None)
                     return
-                name = engine.add(prompt, job.params)
+                params = job.params if recorder is None else replace(job.params, cache_salt=f"{job.key:x} {salt}")
+                name = engine.add(prompt, params)
             except ValueError as error:
-                finished(job, str(error))
+                end(job, str(error))
                 return
-            running[name], responses[name] = job, []
+            running[name], prompts[name], responses[name] = job, prompt, []
+
+        def take(name: str) -> list[int]:
+            """Return a request's response, and keep its features for the conversation."""
+            prompt, response = prompts.pop(name), responses.pop(name)
+            if recorder is not None:
+                recorder.end_turn(name, running[name].key, prompt + response)
+            return response
 
         try:
             while True:
@@ -177,14 +205,15 @@ class EngineGenerator:
                 begun = [name for name in running if len(responses[name]) >= PART]
                 if enough(len(begun), sum(len(responses[name]) / running[name].params.max_tokens for name in begun)):
                     for name in begun:
-                        running[name].dialogue.stop(responses[name], OUT_OF_TIME)
-                        finished(running[name], None)
+                        running[name].dialogue.stop(take(name), OUT_OF_TIME)
+                        end(running[name], None)
                     return
                 for output in engine.step():
                     responses[output.request_id] += output.token_ids
                     if output.finish_reason is not None:
+                        response = take(output.request_id)
                         job = running.pop(output.request_id)
-                        job.dialogue.take(responses.pop(output.request_id))
+                        job.dialogue.take(response)
                         submit(job)
         finally:
             for name in running:

@@ -112,7 +112,7 @@ class Sequences:
         alone = all(len(pack) == 1 for pack in packs)
         return Batch(ids, assistant, tuple(rows), tuple(places), None if alone else starts)
 
-    def batches(self, rows: range, size: int, room: int | None = None) -> Iterator[Batch]:
+    def batches(self, rows: Sequence[int], size: int, room: int | None = None) -> Iterator[Batch]:
         """Yield `rows` in batches of `size` packs; a pack is one sequence or, with `room`, up to `room` tokens."""
         packs = [[index] for index in rows]
         if room is not None:

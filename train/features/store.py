@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,99 +25,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels.linear import WeightFormat
-from kernels.quantize import quantize
-from models.config import LAST
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
-from train.config import OfflineFeaturesConfig
 from train.data.sequences import Batch, Sequences
-from train.features.online import Features, TopTokens, compute_features, stored_layers
-from train.objectives import teacher
+from train.features.layout import Layout
+from train.features.online import Features, compute_features
+from train.features.recorded import RecordedFeatures
 from train.preparation.threads import WorkThreads
 from train.publishing.provenance import code_state
 from train.signals import Interrupted
 from train.storage import atomic
 from train.storage.run_folder import tokenizer_record
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What is stored for every token: hidden states as they are or in fp8, the last one or top-k log-probabilities.
-
-    features        [tokens, layers, H]   in the target's dtype, or fp8 (e4m3) with
-    scales          [tokens, layers]      fp32: what a token's largest value in a layer was divided by
-    top_log_probs   [tokens, k]           fp16: the k largest of the target's log-probabilities (its logits less
-    top_ids         [tokens, k]           int32   their log-sum-exp), which stand for the state after the final norm
-    """
-
-    layers: tuple[int, ...]  # ascending
-    hidden_size: int
-    dtype: torch.dtype
-    fp8: bool = False
-    top_k: int | None = None
-
-    @classmethod
-    def of(
-        cls, target: LlamaTarget, aux_layers: Sequence[int], settings: OfflineFeaturesConfig | None = None
-    ) -> Layout:
-        """Make the layout. Raises ValueError if `top_k` exceeds the target's vocabulary."""
-        top_k, fp8 = (settings.top_k, settings.dtype == "fp8") if settings else (None, False)
-        if top_k is not None and top_k > target.config.vocab_size:
-            raise ValueError(f"features.top_k={top_k}: the target has {target.config.vocab_size} tokens; give fewer")
-        layers = stored_layers(aux_layers) if top_k is None else sorted({*aux_layers})
-        return cls(tuple(layers), target.config.hidden_size, target.norm.weight.dtype, fp8, top_k)
-
-    @property
-    def token_bytes(self) -> int:
-        value = 1 if self.fp8 else self.dtype.itemsize
-        scales = 4 * len(self.layers) if self.fp8 else 0
-        return len(self.layers) * self.hidden_size * value + scales + 6 * (self.top_k or 0)
-
-    def record(self) -> dict[str, Any]:
-        """Return the manifest entries of this layout."""
-        return {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "layers": list(self.layers),
-            "hidden_size": self.hidden_size,
-            "stored": "fp8" if self.fp8 else "same",
-            "top_k": self.top_k,
-        }
-
-    def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
-        """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
-        tensors = {"features": states}
-        if self.fp8:
-            stored, scales = quantize(states.flatten(0, 1), "fp8")
-            tensors = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
-        if self.top_k is not None:
-            values, ids = top_tokens(target, hidden, self.top_k)
-            tensors |= {"top_log_probs": values.half(), "top_ids": ids.int()}
-        return {name: value.cpu() for name, value in tensors.items()}
-
-    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """Return the states `[..., layers, H]` in the target's dtype."""
-        states = stored["features"]
-        if not self.fp8:
-            return states
-        return (states.float() * stored["scales"][..., None]).to(self.dtype)
-
-    def features(self, aux_layers: Sequence[int], states: Tensor, stored: Mapping[str, Tensor]) -> Features:
-        """Return features from states `[B, T, layers, H]` and the other tensors stored for the same slots."""
-        by_layer = dict(zip(self.layers, states.unbind(2), strict=True))
-        aux = tuple(by_layer[layer] for layer in aux_layers)
-        if self.top_k is None:
-            return Features(aux, by_layer[LAST])
-        top = TopTokens(stored["top_log_probs"].float(), stored["top_ids"].long())
-        return Features(aux, states.new_zeros(*states.shape[:2], 0), top)
-
-
-@torch.no_grad()
-def top_tokens(target: LlamaTarget, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest log-probabilities per token, descending, and their ids, from hidden `[tokens, H]`."""
-    size = max(1, teacher.CHUNK_ELEMENTS // target.config.vocab_size)
-    chunks = [target.logits(chunk).float().log_softmax(-1).topk(count) for chunk in hidden.split(size)]
-    return torch.cat([top.values for top in chunks]), torch.cat([top.indices for top in chunks])
-
 
 MANIFEST, FORMAT = "manifest.json", 3
 SHARD_MB = 512  # an interruption loses at most about this much
@@ -271,7 +189,7 @@ class FeatureStore:
         layout: Layout,
     ) -> None:
         self.folder, self._target, self._sequences = folder, target, sequences
-        self._aux_layers, self._layout = tuple(aux_layers), layout
+        self._aux_layers, self.layout = tuple(aux_layers), layout
         self._device = target.norm.weight.device
         self._shards = cut_shards(sequences, layout.token_bytes)
         self._shard_of = [shard for shard in self._shards for _ in range(shard.first, shard.last)]
@@ -289,7 +207,7 @@ class FeatureStore:
     def missing_bytes(self) -> int:
         offsets = self._sequences.offsets
         tokens = sum(int(offsets[shard.last] - offsets[shard.first]) for shard in self.missing)
-        return tokens * self._layout.token_bytes
+        return tokens * self.layout.token_bytes
 
     def fill(
         self,
@@ -300,10 +218,11 @@ class FeatureStore:
         room: int | None = None,
         show: bool,
         threads: WorkThreads | None = None,
+        recorded: RecordedFeatures | None = None,
     ) -> None:
         """Compute this process's share of the missing shards; shards finished before `check` raises are kept.
 
-        With `room`, sequences are packed into rows of up to that many tokens.
+        With `room`, sequences are packed into rows of up to that many tokens. What is `recorded` is not computed.
         """
         threads = threads or WorkThreads(torch.get_num_threads(), adaptive=False)
         rank, world = share
@@ -311,7 +230,9 @@ class FeatureStore:
         todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others write too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
-                self._keep(shard, self._compute(shard, batch_size, room, check, threads))
+                self._keep(shard, self._compute(shard, batch_size, room, check, threads, recorded))
+                if recorded is not None and world == 1:  # else another process may still need its parts
+                    recorded.stored(self._ids(shard))
                 bar.update()
 
     def _has(self, shard: Shard) -> bool:
@@ -324,21 +245,40 @@ class FeatureStore:
         """Return the shard's tensors, or slices of its file, by name."""
         return self._open(self.folder / shard.file)
 
+    def _ids(self, shard: Shard) -> list[Tensor]:
+        return [self._sequences.row(index)[0] for index in range(shard.first, shard.last)]
+
     def _compute(
-        self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None], threads: WorkThreads
+        self,
+        shard: Shard,
+        batch_size: int,
+        room: int | None,
+        check: Callable[[], None],
+        threads: WorkThreads,
+        recorded: RecordedFeatures | None = None,
     ) -> dict[str, Tensor]:
-        layout, offsets = self._layout, self._sequences.offsets
+        layout, offsets = self.layout, self._sequences.offsets
         offsets = offsets - offsets[shard.first]  # in the shard
         size = int(offsets[shard.last])
         out: dict[str, Tensor] = {}
-        for batch in self._sequences.batches(range(shard.first, shard.last), batch_size, room):
+
+        def place(tensors: Mapping[str, Tensor], where: slice) -> None:
+            for name, value in tensors.items():
+                out.setdefault(name, value.new_empty(size, *value.shape[1:]))[where] = value
+
+        missing = list[int]()
+        for index, ids in enumerate(self._ids(shard), start=shard.first):
+            if recorded is not None and (tensors := recorded.take(ids)) is not None:
+                place(tensors, slice(int(offsets[index]), int(offsets[index + 1])))
+            else:
+                missing.append(index)
+        for batch in self._sequences.batches(missing, batch_size, room):
             check()
             work = partial(compute_features, self._target, batch.to(self._device), layout.layers)
             features = threads.timed(batch.ids.numel(), work)
             states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
-            for place, stored in batch.spans(offsets):
-                for name, value in layout.encode(states[place], self._target, features.hidden[place]).items():
-                    out.setdefault(name, value.new_empty(size, *value.shape[1:]))[stored] = value
+            for row, stored in batch.spans(offsets):
+                place(layout.encode(states[row], self._target, features.hidden[row]), stored)
         return out
 
     def __call__(self, batch: Batch) -> Features:
@@ -349,7 +289,7 @@ class FeatureStore:
                 padded = out.setdefault(name, value.new_zeros(*batch.ids.shape, *value.shape[1:]))
                 padded[place.row, place.first : place.first + len(value)] = value
         states, rest = out.pop("features"), {name: value.to(self._device) for name, value in out.items()}
-        return self._layout.features(self._aux_layers, states.to(self._device), rest)
+        return self.layout.features(self._aux_layers, states.to(self._device), rest)
 
     def _read(self, row: int) -> dict[str, Tensor]:
         """Return what is stored for the row's tokens, with hidden states decoded."""
@@ -366,7 +306,7 @@ class FeatureStore:
             ) from error
         if any(len(part) != high - low for part in tensors.values()):
             raise ValueError(f"{path}: holds fewer tokens than its manifest says; delete it to have it made again")
-        states = self._layout.decode(tensors)
+        states = self.layout.decode(tensors)
         return {"features": states} | {name: part for name, part in tensors.items() if name.startswith("top_")}
 
 

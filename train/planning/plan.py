@@ -38,7 +38,8 @@ from train.config import FilesDataConfig, HubDataConfig, OfflineFeaturesConfig, 
 from train.data.answer_server import check_server
 from train.data.folder import FAILED, SOURCE, TRAIN
 from train.data.prompts import longest_prompt, read_prompts
-from train.features.store import Layout, origin, refuse_other_store, wider_layout
+from train.features.layout import Layout
+from train.features.store import origin, refuse_other_store, wider_layout
 from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
 from train.planning.precision import choose_precision, compute_dtype
 from train.preparation.models import Shapes, processes, refuse_other_shape, shapes
@@ -177,10 +178,10 @@ def plan_disk(
     if config.stage == "all":
         parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # + one being written, + the best
         parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
-        if isinstance(config.features, OfflineFeaturesConfig):
-            parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
-            path = config.features.path
-            store = resolve_path(path) if path else resolve_path(config.output_dir) / "features" / config.model.name
+    if isinstance(config.features, OfflineFeaturesConfig) and (config.stage == "all" or config.features.record):
+        parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
+        path = config.features.path
+        store = resolve_path(path) if path else resolve_path(config.output_dir) / "features" / config.model.name
     try:
         place, free = free_disk(folder)
     except ValueError:

@@ -61,14 +61,14 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[place * len(items) // count] for place in range(count)]
 
 
-def time_limit(config: TrainConfig, engine: Engine, started: float) -> TimeLimit | None:
+def time_limit(config: TrainConfig, engine: Engine, started: float, *, recording: bool = False) -> TimeLimit | None:
     """Return the limit of a run that was started at `started`; None if it has none.
 
-    Computes some features to measure how long they take.
+    Computes some features to measure how long they take, unless they are recorded while the engine answers.
     """
     if config.minutes is None or config.stage != "all":
         return None
-    each = 0.0 if config.features.target == "sharded" else feature_seconds(config, engine)
+    each = 0.0 if recording or config.features.target == "sharded" else feature_seconds(config, engine)
     if not isinstance(config.features, OfflineFeaturesConfig):
         each *= processes()  # each of them computes those of all
     return TimeLimit(60 * SHARE * config.minutes, started, each, least=config.batch_size * config.accumulate)

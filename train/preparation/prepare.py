@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from infer.engine import Engine
 from infer.options.paths import resolve_path
 from models.heads.base import Head
+from models.heads.config import NewHeadConfig
 from models.targets.llama import LlamaTarget
 from models.vocab import coverage
 from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, TrainConfig
@@ -26,13 +27,15 @@ from train.data.sequences import Sequences, best_fit
 from train.distributed.collectives import ProcessExchange, log_main, stopping_together
 from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
+from train.features.layout import Layout
 from train.features.online import FeatureSource, fits_cache, online_features
+from train.features.recorded import FeatureRecorder, RecordedFeatures
 from train.features.store import (
     CachedFeatures,
     FeatureStore,
-    Layout,
     manifest,
     open_store,
+    origin,
     other_code,
     refuse_small_disk,
     wider_layout,
@@ -74,7 +77,7 @@ class Prepared:
         assert engine.tokenizer is not None
         layout = Layout.of(target, layers, settings if isinstance(settings, OfflineFeaturesConfig) else None)
         record = manifest(target, engine.tokenizer, self.sequences, layout, config.engine.weight_format)
-        place = resolve_path(config.output_dir) / "features" / config.model.name
+        place = features_place(config)
         store: FeatureStore
         if online:
             of_batches = {"batch_size": config.batch_size, "room": config.room, "process": rank}
@@ -83,8 +86,18 @@ class Prepared:
         else:
             store = self._open_store(place, getattr(settings, "path", None), layout, record)
         threads, show = work_threads(config, accelerator.device, accelerator.num_processes), accelerator.is_main_process
+        options: dict[str, Any] = {"room": config.room, "show": show, "threads": threads}
+        if online:
+            recorded = None
+        else:
+            recorded = RecordedFeatures(recorded_folder(config, engine, store.layout))
+            if store.missing and len(recorded):
+                log_main(accelerator, f"{len(recorded)} sequences had their features taken while they were generated")
         with stopping_together(accelerator, target.join_gathers):
-            store.fill(config.batch_size, (rank, world), stop.check, room=config.room, show=show, threads=threads)
+            store.fill(config.batch_size, (rank, world), stop.check, recorded=recorded, **options)
+        accelerator.wait_for_everyone()
+        if recorded is not None and accelerator.is_main_process:
+            recorded.stored((self.sequences.row(index)[0] for index in range(len(self.sequences))), last=True)
         self.features = store
 
     def _open_store(self, place: Path, path: str | None, layout: Layout, record: dict[str, Any]) -> FeatureStore:
@@ -109,6 +122,30 @@ class Prepared:
                 warn(note)
         accelerator.wait_for_everyone()
         return store
+
+
+def features_place(config: TrainConfig) -> Path:
+    return resolve_path(config.output_dir) / "features" / config.model.name
+
+
+def recorded_folder(config: TrainConfig, engine: Engine, layout: Layout) -> Path:
+    """Return where features of this layout lie until a store takes them: any run of the target may use them."""
+    path = getattr(config.features, "path", None)
+    place = resolve_path(path).parent if path else features_place(config)
+    assert engine.tokenizer is not None
+    return place / f"recorded-{recipe(origin(engine.target, engine.tokenizer, layout, config.engine.weight_format))}"
+
+
+def feature_recorder(config: TrainConfig, engine: Engine) -> FeatureRecorder | None:
+    """Return what takes features while the engine answers; None if it does not, or stores none, or uses CUDA graphs."""
+    settings, data = config.features, config.data
+    if not isinstance(settings, OfflineFeaturesConfig) or not settings.record or engine.graphs is not None:
+        return None
+    if data.provides_responses or data.server is not None:
+        return None
+    assert isinstance(config.head, NewHeadConfig)
+    layout = Layout.of(engine.target, config.head.for_target(engine.target.config).aux_layers, settings)
+    return FeatureRecorder(layout, recorded_folder(config, engine, layout), config.sequence_length)
 
 
 def start_engine(config: TrainConfig, accelerator: Accelerator, resources: ExitStack) -> Engine:

@@ -36,9 +36,9 @@ WRITTEN_INTO = ("data", "checkpoints")  # subfolders that a run writes into
 HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # files of an exported head
 # Keys (or prefixes) that may differ when a run is resumed: no past update depends on them.
 FREE = (
-    "steps", "minutes", "check", "stage", "tracker.", "engine.", "features.target", "log_every", "eval_every",
-    "eval_concurrency", "checkpoint_every", "keep_checkpoints", "export", "max_skipped", "output_dir", "overwrite",
-    "head.path", "data.concurrency", "data.retries", "data.timeout_s",
+    "steps", "minutes", "check", "stage", "tracker.", "engine.", "features.target", "features.record", "log_every",
+    "eval_every", "eval_concurrency", "checkpoint_every", "keep_checkpoints", "export", "max_skipped", "output_dir",
+    "overwrite", "head.path", "data.concurrency", "data.retries", "data.timeout_s",
 )  # fmt: skip
 BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # exceptions: a target's output depends on them
 ABSENT = object()

@@ -1,0 +1,101 @@
+"""What is stored for every token of a sequence, and how: hidden states and the teacher (train/features/store.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.quantize import quantize
+from models.config import LAST
+from models.targets.llama import LlamaTarget
+from train.config import OfflineFeaturesConfig
+from train.features.online import Features, TopTokens, stored_layers
+from train.objectives import teacher
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is stored for every token: hidden states as they are or in fp8, the last one or top-k log-probabilities.
+
+    features        [tokens, layers, H]   in the target's dtype, or fp8 (e4m3) with
+    scales          [tokens, layers]      fp32: what a token's largest value in a layer was divided by
+    top_log_probs   [tokens, k]           fp16: the k largest of the target's log-probabilities (its logits less
+    top_ids         [tokens, k]           int32   their log-sum-exp), which stand for the state after the final norm
+    """
+
+    layers: tuple[int, ...]  # ascending
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    fp8: bool = False
+    top_k: int | None = None
+
+    @classmethod
+    def of(
+        cls, target: LlamaTarget, aux_layers: Sequence[int], settings: OfflineFeaturesConfig | None = None
+    ) -> Layout:
+        """Make the layout. Raises ValueError if `top_k` exceeds the target's vocabulary."""
+        top_k, fp8 = (settings.top_k, settings.dtype == "fp8") if settings else (None, False)
+        if top_k is not None and top_k > target.config.vocab_size:
+            raise ValueError(f"features.top_k={top_k}: the target has {target.config.vocab_size} tokens; give fewer")
+        layers = stored_layers(aux_layers) if top_k is None else sorted({*aux_layers})
+        sizes = target.config.hidden_size, target.config.vocab_size
+        return cls(tuple(layers), *sizes, target.norm.weight.dtype, fp8, top_k)
+
+    @property
+    def token_bytes(self) -> int:
+        value = 1 if self.fp8 else self.dtype.itemsize
+        scales = 4 * len(self.layers) if self.fp8 else 0
+        return len(self.layers) * self.hidden_size * value + scales + 6 * (self.top_k or 0)
+
+    def record(self) -> dict[str, Any]:
+        """Return the manifest entries of this layout."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layers": list(self.layers),
+            "hidden_size": self.hidden_size,
+            "stored": "fp8" if self.fp8 else "same",
+            "top_k": self.top_k,
+        }
+
+    def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
+        """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
+        return {**self.encode_states(states), **self.encode_logits(hidden, target.logits)}
+
+    def encode_states(self, states: Tensor) -> dict[str, Tensor]:
+        """Return what to store, on the CPU, of states `[tokens, layers, H]`."""
+        tensors = {"features": states}
+        if self.fp8:
+            stored, scales = quantize(states.flatten(0, 1), "fp8")
+            tensors = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
+        return {name: value.cpu() for name, value in tensors.items()}
+
+    @torch.no_grad()
+    def encode_logits(self, rows: Tensor, logits: Callable[[Tensor], Tensor] = lambda rows: rows) -> dict[str, Tensor]:
+        """Return what to store, on the CPU, of the logits `[tokens, V]`: those of `rows` `[tokens, ...]`, in chunks."""
+        if self.top_k is None:
+            return {}
+        size = max(1, teacher.CHUNK_ELEMENTS // self.vocab_size)
+        chunks = [logits(chunk).float().log_softmax(-1).topk(self.top_k) for chunk in rows.split(size)]
+        values, ids = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        return {"top_log_probs": values.half().cpu(), "top_ids": ids.int().cpu()}
+
+    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return the states `[..., layers, H]` in the target's dtype."""
+        states = stored["features"]
+        if not self.fp8:
+            return states
+        return (states.float() * stored["scales"][..., None]).to(self.dtype)
+
+    def features(self, aux_layers: Sequence[int], states: Tensor, stored: Mapping[str, Tensor]) -> Features:
+        """Return features from states `[B, T, layers, H]` and the other tensors stored for the same slots."""
+        by_layer = dict(zip(self.layers, states.unbind(2), strict=True))
+        aux = tuple(by_layer[layer] for layer in aux_layers)
+        if self.top_k is None:
+            return Features(aux, by_layer[LAST])
+        top = TopTokens(stored["top_log_probs"].float(), stored["top_ids"].long())
+        return Features(aux, states.new_zeros(*states.shape[:2], 0), top)
