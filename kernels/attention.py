@@ -73,19 +73,13 @@ class ProjectedAttention(PagedAttention, Protocol):
 
 
 def plan_attention(
-    rows: AttentionRows,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
-    value_dim: int | None = None,
+    rows: AttentionRows, num_heads: int, cached: LayerShape, dtype: torch.dtype, cache_dtype: torch.dtype | None = None
 ) -> PagedAttention:
     """Return the attention plan of a step.
 
     `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/copies.py).
-    `value_dim`: how many numbers of a key are its value; None: the cache has both.
     """
+    num_kv_heads, head_dim, value_dim = cached
     if uses_triton(rows.table.device):
         from kernels.triton.attention import TritonAttention
         from kernels.triton.attention_tiles import supported
@@ -122,7 +116,7 @@ def assert_rows_independent(
     table = 1 + torch.arange(2 * pages, device=device).view(2, pages)
 
     def attend(rows: AttentionRows, index: Tensor) -> Tensor:
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype, value_dim)
+        plan = plan_attention(rows, num_heads, LayerShape(num_kv_heads, head_dim, value_dim), dtype, cache_dtype)
         return plan(q[index], k[index], v[index], cache, head_dim**-0.5)
 
     def last_row(width: int, extra_rows: int) -> Tensor:

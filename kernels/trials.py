@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import plan_attention
+from kernels.attention import LayerShape, plan_attention
 from kernels.attention import runs_in_c as takes_head
 from kernels.capabilities import multiply, onednn_multiplies, prepack
 from kernels.decoder import LayerParts, fuse_layers
@@ -143,7 +143,7 @@ def try_attention(name: str, dtype: torch.dtype) -> Trial:
 
     def attend(count: int) -> Tensor:
         rows = AttentionRows.blocks(table, [KEYS - ROWS], [count], page_size=page)
-        plan = plan_attention(rows, HEADS, HEADS // 2, HEAD_DIM, dtype)
+        plan = plan_attention(rows, HEADS, LayerShape(HEADS // 2, HEAD_DIM), dtype)
         return plan(q[:count], k[:count], v[:count], cache, scale)
 
     out, kernel = attend(ROWS), IN_C if takes_head(HEAD_DIM, dtype, CPU) else TILES

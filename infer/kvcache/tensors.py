@@ -86,12 +86,9 @@ class KVLayers:
 
         return write
 
-    def attention(
-        self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
-    ) -> PooledAttention:
+    def attention(self, rows: AttentionRows, num_heads: int, *, first_layer: int = 0) -> PooledAttention:
         """Return the attention callable for these rows; `first_layer` is where the model's layers begin in the pool."""
-        value_dim = self._shapes[first_layer].value_dim
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype, value_dim)
+        plan = plan_attention(rows, num_heads, self._shapes[first_layer], self._dtype, self._kv_dtype)
         return attention_class_for(type(plan))(self.caches, first_layer, plan)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infer.processes.target_worker import Shard
 from infer.processes.threads import ThreadPlan, cpu_threads
-from kernels.attention import assert_rows_independent, plan_attention
+from kernels.attention import LayerShape, assert_rows_independent, plan_attention
 from kernels.elementwise import Gate, gate_mul
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.rows import AttentionRows
@@ -115,7 +115,8 @@ def _attention(shard: Shard, group: int, width: int, length: int, kv_heads: Sequ
         span = slice(first, first + count)
         shared = span if value_dim is None else slice(1)
         rows = AttentionRows.blocks(table, [length - width], [width], page_size=page_size)
-        plan = plan_attention(rows, count * group, min(count, stored), dim, dtype, shard.kv_dtype, value_dim)
+        shape = LayerShape(min(count, stored), dim, value_dim)
+        plan = plan_attention(rows, count * group, shape, dtype, shard.kv_dtype)
         part = q[:, span].flatten(1, 2).contiguous()
         keys, values, cached = (x[:, shared].contiguous() for x in (k, v, cache))
         out.append(plan(part, keys, values, cached, dim**-0.5))

@@ -49,7 +49,7 @@ class Shard:
         weight = target.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
         self.kv_dtype = kv_dtype(kv, self.dtype)
-        self._heads = _, kv_heads, head_dim = target.heads
+        self._num_heads, kv_heads, head_dim = target.heads
         latent = target.config.latent
         self.value_dim = None if latent is None else latent.rank
         say_slower(slower_layers(self.linears, "engine.weights"))
@@ -84,7 +84,7 @@ class Shard:
 
     def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
         """Run the target on rows with ids and positions `[R]`; `aux`: the hidden states to return as features."""
-        attention = self.kv.attention(rows, *self._heads)
+        attention = self.kv.attention(rows, self._num_heads)
         return self.target(ids, positions, attention, aux_layers=aux)
 
     def logits(self, hidden: Tensor) -> Tensor:

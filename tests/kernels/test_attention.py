@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infer.speculation.tree import DraftTree
-from kernels.attention import NativeAttention, assert_rows_independent, plan_attention, runs_in_c
+from kernels.attention import LayerShape, NativeAttention, assert_rows_independent, plan_attention, runs_in_c
 from kernels.cpu.library import library
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows, set_bit_positions
@@ -44,7 +44,7 @@ def run(case, committed, counts, tree_mask=None, first=0, **options):
     q, k, v, cache, table = case
     rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, tree_mask=tree_mask, first=first)
     value_dim = v.shape[-1] if len(cache) == 1 else None
-    plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype, value_dim=value_dim)
+    plan = plan_attention(rows, q.shape[1], LayerShape(cache.shape[1], q.shape[2], value_dim), cache.dtype)
     return plan(q, k, v, cache, q.shape[-1] ** -0.5, **options)
 
 

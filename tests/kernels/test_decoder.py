@@ -277,7 +277,7 @@ def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype
         states = []
         for start, end in ((0, 37), (37, 38), (38, 40)):
             rows = AttentionRows.blocks(table, [start], [end - start], page_size=PAGE)
-            attention = kv.attention(rows, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+            attention = kv.attention(rows, shape.num_heads)
             calls += hasattr(attention, "decode")
             states.append(head.step(tokens[start:end], features[start:end], rows.places, attention, 0))
         outputs.append([*states, head.logits(states[-1], 0), *(cache.clone() for cache in kv.caches)])

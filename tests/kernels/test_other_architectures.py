@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import attention, linear
-from kernels.attention import plan_attention
+from kernels.attention import LayerShape, plan_attention
 from kernels.cpu.library import library
 from kernels.ggml import FORMATS, GgmlMatrix
 from kernels.groups import GroupedMatrix
@@ -91,7 +91,7 @@ def test_attention_matches_the_oracle_alone_and_among_others(dim: int, dtype: to
 
     def attend(count: int) -> torch.Tensor:
         rows = AttentionRows.blocks(table, [committed], [count], page_size=page)
-        return plan_attention(rows, heads, 2, dim, dtype)(q[:count], k[:count], v[:count], cache, dim**-0.5)
+        return plan_attention(rows, heads, LayerShape(2, dim), dtype)(q[:count], k[:count], v[:count], cache, dim**-0.5)
 
     out = attend(8)
     expected = paged_attention(q, cache, table, [committed], [8], page_size=page, scale=dim**-0.5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infer.speculation.tree import DraftTree
-from kernels.attention import plan_attention
+from kernels.attention import LayerShape, plan_attention
 from kernels.copies import read_slots
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
@@ -187,7 +187,7 @@ def test_a_head_that_grows_a_level_sees_earlier_levels(in_triton):
     offset = torch.tensor([4, 5], device=DEVICE)
     request, committed = torch.zeros_like(offset), torch.full_like(offset, 20)
     rows = AttentionRows(table, request, committed, offset, tree_mask, 16, 26, (2,))
-    plan = plan_attention(rows, 4, 2, 64, torch.float32)
+    plan = plan_attention(rows, 4, LayerShape(2, 64), torch.float32)
     assert isinstance(plan, TritonAttention)
     actual = plan(q[4:], k[4:], v[4:], cache, 64**-0.5)
     assert (actual[0] - chain[4]).abs().max() < 1e-6  # the whole chain; the other row does not see two of its nodes
@@ -275,7 +275,7 @@ def filled(lengths, heads, kv_heads, dim, dtype):
 def planned(case, starts, counts, tree_mask=None):
     q, _, _, cache, table = case
     rows = AttentionRows.blocks(table, starts, counts, page_size=PAGE, tree_mask=tree_mask)
-    return plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], q.dtype, cache.dtype)
+    return plan_attention(rows, q.shape[1], LayerShape(cache.shape[1], q.shape[2]), q.dtype, cache.dtype)
 
 
 def random_tree(nodes):

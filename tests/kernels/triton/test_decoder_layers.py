@@ -54,7 +54,7 @@ class Layers:
     @torch.no_grad()
     def run(self, pdl: bool = True) -> Tensor:
         with programmatic(pdl):
-            attention = self._kv.attention(self._rows, *self._target.heads)
+            attention = self._kv.attention(self._rows, self._target.heads[0])
             return self._target(self._ids, self._positions, attention).hidden
 
 

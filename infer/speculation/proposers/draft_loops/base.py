@@ -74,8 +74,7 @@ class DraftLoop(ABC):
     def attach(self, layers: KVLayers, first_layer: int) -> None:
         """Keep the head's KV in these layers of the pool, from `first_layer` on."""
         if (shape := self._head.config.attention) is not None:
-            sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-            self._attend = partial(layers.attention, **sizes, first_layer=first_layer)
+            self._attend = partial(layers.attention, num_heads=shape.num_heads, first_layer=first_layer)
 
     def refresh(self) -> None:  # noqa: B027 - most loops keep nothing of the weights
         """Take note that the head's weights were overwritten."""
