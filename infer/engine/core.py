@@ -7,8 +7,7 @@ Knows no files and no HTTP, and text only through a tokenizer; `Engine` chooses 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -22,7 +21,6 @@ from infer.engine.validation import check_request
 from infer.graphs.overlap import Overlap
 from infer.kvcache.memory import DeviceFacts, context_of, engine_sizes, plan_memory, weight_bytes, workspace_bytes
 from infer.kvcache.pool import KVPool
-from infer.learning.recording import Recorder, RecordingRunner
 from infer.options.devices import memory_left, use_device
 from infer.options.stored_weights import check_weights
 from infer.processes.comm import Ranks
@@ -179,7 +177,7 @@ class EngineCore:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Run one step: draft and verify every decoding request, and prefill a chunk of each scheduled prompt."""
-        outputs = self._expire() + self._steps.step()
+        outputs = self._expire() + self.steps.step()
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is not None and request.finish_reason is not None:
@@ -192,7 +190,7 @@ class EngineCore:
         for request in list(self._requests.values()):
             if request.failed or request.is_late(now):
                 self._finish(request, "error" if request.failed else "deadline")
-                outputs.append(self._steps.output(request, [], []))
+                outputs.append(self.steps.output(request, [], []))
         return outputs
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -206,16 +204,6 @@ class EngineCore:
         if self.overlap is not None:
             self.overlap.drop(request)
         del self._requests[request.request_id]
-
-    @contextmanager
-    def recording(self, recorder: Recorder) -> Iterator[None]:
-        """Show `recorder` what the target computes within the block. Only while idle, and without CUDA graphs."""
-        assert not (self.has_work or self.overlap or self._runner.graphs)
-        self._steps.runner = RecordingRunner(self._runner, recorder)
-        try:
-            yield
-        finally:
-            self._steps.runner = self._runner
 
     # ---- what callers may read ----------------------------------------------------------------------------------
 
@@ -245,7 +233,7 @@ class EngineCore:
     @property
     def activity(self) -> str:
         """Description of the step in progress, or of the last one. May be read from any thread."""
-        phase, batch, rows = self._steps.activity
+        phase, batch, rows = self.steps.activity
         return f"{phase} of {batch} requests, {rows} rows"
 
     # ---- parts --------------------------------------------------------------------------------------------------
@@ -288,7 +276,7 @@ class EngineCore:
     def _draft_with(self, name: str) -> None:
         """Let `name`, one of the proposers, draft for requests that choose none."""
         self.speculator = Speculator(self._proposers, name, self.context, self._timer)
-        self._steps = StepRunner(
+        self.steps = StepRunner(
             self._runner,
             self._scheduler,
             self.speculator,

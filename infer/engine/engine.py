@@ -149,12 +149,12 @@ class Engine(EngineCore):
         self._warm_up.run(self, self._pool, self._stats, default[1])
         self.graphs = self._graph_cache.record(self._runner, default, self.sizes.max_rows, adaptive=adaptive)
         if self.graphs is not None:
-            self.overlap = self._steps.overlap = Overlap(
+            self.overlap = self.steps.overlap = Overlap(
                 self.graphs.graphs,
                 self._pool,
                 self._scheduler,
                 self.speculator,
-                self._steps,
+                self.steps,
                 context=self.context,
                 timer=self._timer,
             )
@@ -181,11 +181,22 @@ class Engine(EngineCore):
         self._draft_with("none")  # nothing holds the previous head while memory is planned
         self._make_pool()
 
+    def update_head(self, head: Head) -> None:
+        """Draft with other weights of the same head from the next step on, for running requests too.
+
+        Their drafts go on from what the weights before wrote to the KV cache; no token changes. Raises ValueError for
+        a head of another kind, shape or vocabulary.
+        """
+        if self._head is None or not self._head.fits(head):
+            raise ValueError("update_head: this engine drafts with no head of that kind, shape and draft vocabulary")
+        pack_head(head, self.target, self.config, self.proposer_config).continuing(self._head, self._pool)
+        self._pool.pages.clear_cache()  # the KV of new requests is of one head
+
     def _leave_graphs(self) -> None:
         """Wait for a round in flight, if there is one: all of its requests have finished."""
         if self.overlap is not None:
             self.overlap.drain()
-        self.overlap = self._steps.overlap = self._runner.graphs = self.graphs = None
+        self.overlap = self.steps.overlap = self._runner.graphs = self.graphs = None
         if self._head is not None:
             self._head.graphs = None
 
@@ -219,7 +230,7 @@ class Engine(EngineCore):
 
     def profiled(self) -> ProfiledEngine:
         """Return what the profiler of step costs needs. Only while idle."""
-        return ProfiledEngine(self, self._pool, self._steps, self._stats)
+        return ProfiledEngine(self, self._pool, self.steps, self._stats)
 
     def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
         limits = {name: limit for name, (_, limit) in self._proposers.items()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from infer.engine.core import EngineCore
 from infer.engine.runner import DecodeBatch, Decoded, HostBatch, Rows, Runner
 from infer.request import Request
 from infer.speculation.tree import DraftTree
@@ -44,6 +46,19 @@ class Recorder(Protocol):
         Of a prompt only its last position has logits.
         """
         ...
+
+
+@contextmanager
+def recording(engine: EngineCore, recorder: Recorder) -> Iterator[None]:
+    """Show `recorder` what the target computes within the block. Only while the engine is idle, without CUDA graphs."""
+    steps, runner = engine.steps, engine.steps.runner
+    busy = engine.has_work or steps.overlap or runner.graphs
+    assert not busy
+    steps.runner = RecordingRunner(runner, recorder)
+    try:
+        yield
+    finally:
+        steps.runner = runner
 
 
 class RecordingRunner(Runner):

@@ -114,14 +114,14 @@ def test_one_request_that_needs_the_host(make_small_engine, forwards, dtype, dra
 def test_a_prompt_beside_requests_that_decode(make_small_engine, make_plain, forwards, drafts):
     """Prompts that arrive one by one, in chunks: the others replay their forward in the same steps."""
     engine = make_small_engine(threads=1, max_batch=4, prefill_chunk=4, graphs="on", **DRAFTS[drafts])
-    beside, prefill = Counter(), engine._steps.prefill
+    beside, prefill = Counter(), engine.steps.prefill
 
     def prefilled(*args):
         beside[forwards["replays"] > beside["replays"]] += 1
         beside["replays"] = forwards["replays"]
         return prefill(*args)
 
-    engine._steps.prefill = prefilled
+    engine.steps.prefill = prefilled
     requests = list(zip(PROMPTS, [GREEDY, SAMPLED, GREEDY, SAMPLED, GREEDY], strict=True))
     oracle = make_plain(small=True)
     wanted = [oracle(*request) for request in requests]

@@ -110,7 +110,7 @@ class Lives(RuleBasedStateMachine):
     def listen(self) -> None:
         """Count the rows of each step, and how often requests begin with pages of others."""
         self.rows = 0
-        steps, runner, pool = self.engine._steps, self.engine._runner, self.engine._pool
+        steps, runner, pool = self.engine.steps, self.engine._runner, self.engine._pool
         verify, prefill, adopt, fork = steps.verify_drafts, runner.prefill, pool.adopt, pool.fork
 
         def counted_verify(requests, tree):

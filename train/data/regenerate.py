@@ -19,6 +19,7 @@ from typing import IO, NamedTuple, Protocol
 from tqdm import tqdm
 
 from infer.engine import Engine
+from infer.learning.recording import recording
 from infer.request import SamplingParams
 from models.tokenizer import Tokenizer
 from train.config import DataConfig
@@ -161,7 +162,7 @@ class EngineGenerator:
         with ExitStack() as resources:
             if self._recorder is not None:
                 resources.callback(self._recorder.flush)
-                resources.enter_context(self._engine.recording(self._recorder))
+                resources.enter_context(recording(self._engine, self._recorder))
             self._answer(jobs, finished, check, enough)
 
     def _answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None], enough: Enough) -> None:

@@ -230,6 +230,7 @@ class FeatureStore:
         todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others write too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
+                check()
                 self._keep(shard, self._compute(shard, batch_size, room, check, threads, recorded))
                 if recorded is not None and world == 1:  # else another process may still need its parts
                     recorded.stored(self._ids(shard))

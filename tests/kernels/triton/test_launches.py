@@ -85,7 +85,7 @@ def test_a_round(make, kind):
     engine, totals = make(kind, graphs="on"), []
     for params in (GREEDY, SAMPLED):
         requests = decoding(engine, params)
-        graphs = engine._steps.overlap._graphs
+        graphs = engine.steps.overlap._graphs
         with torch.inference_mode(), counted() as launches:
             graphs._graphs[graphs._key]()
         totals.append(launches.total)
