@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
-from safetensors.torch import load_file
 
+from models.checkpoint import open_tensors
 from models.targets.gpt_bigcode import RENAMED
 
 ARCHITECTURES = {
@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
 }
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
 RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -63,9 +64,10 @@ def random_blocks(kind: Kind, rows: int, columns: int, deviation: float, seed: i
 def write_gguf(
     folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Write matrices in `kinds` by turns and all else in fp32; `change` may add keys. Return the dequantized tensors
-    of the file, with the names and in the layout of the folder. The package cannot quantize to kinds with K in their
-    name: their weights are random.
+    """Write matrices in `kinds` by turns, gpt-oss's experts in MXFP4 and all else in fp32; `change` may add keys.
+
+    Return the dequantized tensors of the file, with the names of `open_tensors` and in the layout of the folder. The
+    package cannot quantize to kinds with K in their name: their weights are random.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {name: config[key] for key, name in RENAMED.items() if key in config}
@@ -77,11 +79,11 @@ def write_gguf(
     if change is not None:
         change(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    tensors = load_file(folder / "model.safetensors")
+    tensors = dict(open_tensors(folder))
     if config.get("tie_word_embeddings", "layer_norm_epsilon" in config):
         tensors.pop("lm_head.weight", None)
     expected: dict[str, torch.Tensor] = {}
-    stacks: dict[str, list[np.ndarray]] = {}
+    stacks: dict[str, list[tuple[Kind, np.ndarray]]] = {}
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
         value = tensor.float().numpy()
         heads = _permuted_heads(architecture, name, config)
@@ -90,6 +92,8 @@ def write_gguf(
         if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             value = value + 1
         kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
+        if architecture is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name and value.ndim == 2:
+            kind = Kind.MXFP4
         if kind in RANDOM:
             raw = random_blocks(kind, *value.shape, float(value.std()), seed=turn)
         else:
@@ -100,11 +104,11 @@ def write_gguf(
         expected[name] = restored
         if ".experts." in name:
             layer, _, rest = name.partition(".experts.")
-            stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append(value)
+            stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append((kind, raw))
         else:
             writer.add_tensor(_name(names, name), raw, raw_dtype=kind)
     for name, values in stacks.items():  # sorted by name, which is by number for fewer than ten experts
-        writer.add_tensor(_name(names, name), np.stack(values))
+        writer.add_tensor(_name(names, name), np.stack([raw for _, raw in values]), raw_dtype=values[0][0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -113,6 +117,7 @@ def write_gguf(
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
+    name = f"{name}.weight" if name.endswith(".sinks") else name
     gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert gguf_name is not None, name
     return gguf_name
@@ -154,6 +159,9 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
     if config.get("num_experts") or config.get("num_local_experts"):
@@ -161,6 +169,9 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "granite":
         writer.add_logit_scale(config["logits_scaling"])
         writer.add_embedding_scale(config["embedding_multiplier"])

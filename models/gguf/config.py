@@ -25,6 +25,7 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "granite": ("GraniteForCausalLM", "granite"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "starcoder": ("GPTBigCodeForCausalLM", "gpt_bigcode"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
 SIZES = {
@@ -35,16 +36,17 @@ SIZES = {
     "context_length": "max_position_embeddings",
 }
 FORWARD = {"feed_forward_length": "intermediate_size"}
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+USED = {"expert_used_count": "num_experts_per_tok"}
+EXPERTS = {  # by architecture
+    "qwen3moe": {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **USED},
+    "gpt-oss": {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **USED},
 }
 EPSILON = "attention.layer_norm_rms_epsilon"
 STARCODER = {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 READ = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
-    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size",
 )  # fmt: skip
 GEMMA = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")
 MULTIPLIERS = {
@@ -54,9 +56,9 @@ MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
 }
 PHI = ("attention.sliding_window",)
-OF_ONE = {"gemma3": GEMMA, "granite": tuple(MULTIPLIERS), "phi3": PHI}  # keys of one architecture alone
+OF_ONE = {"gemma3": GEMMA, "granite": tuple(MULTIPLIERS), "phi3": PHI, "gpt-oss": PHI}  # keys of one architecture alone
 TEXTS = ("rope.scaling.type",)
-FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale")
+FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale", "yarn_beta_fast", "yarn_beta_slow")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
 # Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -70,6 +72,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
 }
 ROPE_FREQS = "rope_freqs.weight"
+BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}  # of YaRN
 # Published with Llama 3.1 and later: frequency factors and original context. The file stores only their result.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
 WINDOW_PATTERN, LOCAL_BASE = 6, 10000.0  # of Gemma 3, whose files do not state them
@@ -82,9 +85,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
-    experts = EXPERTS if architecture == "qwen3moe" else {}
+    experts = EXPERTS.get(architecture, {})
     if mixtral := architecture == "llama" and bool(values.get("expert_count")):
-        experts = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+        experts = {"expert_count": "num_local_experts", **USED}
     translated = {**SIZES, **FORWARD, **experts}
     if architecture == "starcoder":
         translated = {key: name for key, name in translated.items() if key != EPSILON} | STARCODER
@@ -99,7 +102,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     name, kind = MIXTRAL if mixtral else CLASSES[architecture]
     config: dict[str, Any] = {"architectures": [name], "model_type": kind}
     for key, name in translated.items():
-        if key in FORWARD and architecture == "qwen3moe" and key not in values:
+        if key in FORWARD and architecture in EXPERTS and key not in values:
             continue
         config[name] = file.need(f"{architecture}.{key}")
     heads = config["num_attention_heads"]
@@ -126,6 +129,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
         config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
+    if architecture == "gpt-oss":  # the file does not state that the bounds of YaRN's ramp are not rounded
+        config["sliding_window"] = file.need("gpt-oss.attention.sliding_window")
+        config["rope_scaling"] = {"rope_type": "default", **(config["rope_scaling"] or {}), "truncate": False}
     if architecture == "starcoder":  # llama.cpp approximates GELU, which the file does not state
         config |= {"activation_function": "gelu_pytorch_tanh", "multi_query": kv_heads == 1}
     ends = ("bos_token_id", "eos_token_id")
@@ -191,8 +197,9 @@ def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: d
         )
     section = {"rope_type": kind, "factor": factor}
     original = values.get("rope.scaling.original_context_length")
-    if kind == "yarn" and original is not None:
-        section["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        section |= {name: values[key] for name, key in BETAS.items() if key in values}
+        section |= {} if original is None else {"original_max_position_embeddings": original}
     return section
 
 

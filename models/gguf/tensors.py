@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels.ggml import GgmlRows
+from kernels.groups import GroupedRows
 from models.gguf.config import ARCHITECTURE, ROPE_FREQS
 from models.gguf.file import GgufFile
 from models.weights import NamedTensors, Rows
@@ -38,9 +39,10 @@ OTHERWISE = {  # by architecture
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks"},
 }
 PAIRED = ("llama", "granite")  # ggml rotates pairs of adjacent rows in these
-MIXTURES = ("llama", "qwen3moe")
+MIXTURES = ("llama", "qwen3moe", "gpt-oss")
 STARCODER = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -96,7 +98,8 @@ class GgufTensors(NamedTensors):
             names = GLOBAL if layer is None else {**LAYER, **OTHERWISE.get(architecture, {})}
             if architecture == "starcoder":
                 names = STARCODER if layer is None else STARCODER_LAYER
-            if kind not in names:
+            whole = f"{kind}.{part}"  # has a name of another form
+            if kind not in names and whole not in names:
                 raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
             change = None
             if architecture in PAIRED and kind in heads:
@@ -108,7 +111,7 @@ class GgufTensors(NamedTensors):
                 change = without_one
             layers = "transformer.h" if architecture == "starcoder" else "model.layers"
             prefix = "" if layer is None else f"{layers}.{layer}."
-            self._sources[f"{prefix}{names[kind]}.{part}"] = Source(name, change=change)
+            self._sources[prefix + (names.get(whole) or f"{names[kind]}.{part}")] = Source(name, change=change)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, expert, change = self._sources[name]
@@ -135,6 +138,10 @@ class GgufTensors(NamedTensors):
         if row_range is not None:
             order = (torch.arange(len(rows.data)) if order is None else order)[slice(*row_range)]
         return replace(rows, order=order)
+
+    def groups(self, name: str) -> GroupedRows | None:
+        tensor, expert, _ = self._sources[name]
+        return self._file.groups(tensor, index=expert)
 
     def release(self) -> None:
         self._file.release()

@@ -14,10 +14,13 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from safetensors.torch import load_file, save_file
 
+from infer.options.stored_weights import why_widened
+from kernels.cpu.library import library
 from models.attention import CausalAttention
 from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
 from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantizes
+from models.stacked_experts import stack
 from models.targets import check_weights, empty_target, load_target, read_target_config
 from models.targets.views import viewed
 from models.targets.writing import save_target
@@ -71,6 +74,13 @@ FAMILIES = {
         "Gemma3TextConfig",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **{"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 24},
+            "rope_parameters": YARN | {"factor": 32.0, "beta_fast": 24.0, "beta_slow": 2.0, "truncate": False},
+        },
+    ),
     "starcoder": ("GPTBigCodeConfig", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
     "starcoder tied": ("GPTBigCodeConfig", {"n_inner": 96, "tie_word_embeddings": True}),
 }
@@ -106,7 +116,9 @@ def written(tmp_path_factory):
         folder, file = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("file") / "tiny.gguf"
         model.save_pretrained(folder)
         randomise_biases_and_norms(folder)
-        save_file(write_gguf(folder, file), folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = write_gguf(folder, file)
+        tensors = stack(tensors) if name == "gpt-oss" else tensors
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         cached[name] = file, folder
         return cached[name]
 
@@ -116,7 +128,7 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_holds_what_its_folder_holds(written, name):
     file, folder = written(name)
-    target, wanted = empty_target(file), load_file(folder / "model.safetensors")
+    target, wanted = empty_target(file), dict(open_tensors(folder))
     tensors = viewed(open_tensors(file), target, None)
     assert set(tensors) == set(wanted)
     for key, value in wanted.items():
@@ -190,6 +202,27 @@ def test_smollm2_gives_the_logits_of_transformers():
         logits, wanted = target.logits(out.hidden), model(ids).logits
     assert relative_error(logits, wanted) < TOLERANCE
     assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+def test_experts_in_mxfp4_stay_as_published(written, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(written("gpt-oss")[1], file, (Kind.Q8_0,))
+    assert why_widened(file, torch.bfloat16, torch.device("cpu"), divided=False) is None
+    native, widened = load_target(str(file), native=True), load_target(str(file))
+    assert native.ggml_formats == ("Q8_0", "int8 in groups of 32")
+    logits = []
+    for target in (native, widened):
+        with torch.no_grad():
+            out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
+            logits.append(target.logits(out.hidden))
+    assert relative_error(*logits) < TOLERANCE
+    stacked = GgufFile(file).tensors["blk.1.ffn_down_exps.weight"]
+    content = bytearray(file.read_bytes())
+    content[stacked.offset + 3 * stacked.size // 6] = 255  # the exponent of the first group of expert 3
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tiny\.gguf: blk.1.ffn_down_exps.weight.*: a scale is not a number"):
+        load_target(str(file), native=True)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes: some scales are infinite
@@ -271,6 +304,7 @@ CHANGES = {
     "scaling": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type='longrope'"),
     "no factor": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "llama.rope.scaling.factor"),
     "unknown tensor": (lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "attn_sinks"),
+    "ramp": (lambda w: w.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0), "yarn_ext_factor=1.0"),
     "unknown form": (lambda w: w.add_tensor("extra", np.ones(4, np.float32)), "the tensor extra"),
     "no such layer": (lambda w: w.add_tensor("blk.9.attn_norm.weight", np.ones(64, np.float32)), r"layers\.9\."),
     "frequencies": (lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3, np.float32)), "rope_freqs.weight"),

@@ -37,6 +37,18 @@ STEPS: dict[str, list[Any]] = {
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
+MARKS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT_OSS = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{MARKS[0]}*{MARKS[1]}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{MARKS[0]}+{MARKS[1]}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+STEPS["gpt-4o"] = [
+    pre_tokenizers.Split(Regex(GPT_OSS), "isolated"),
+    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+]
 STEPS |= {"refact": STEPS["smollm"], "dbrx": STEPS["llama-bpe"]}  # of Granite 3 and Phi-4
 CORPUS = [
     "def read(path):\n    return 2024 + 12345 * x\n",
