@@ -28,6 +28,8 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
 RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -62,9 +64,17 @@ def random_blocks(kind: Kind, rows: int, columns: int, deviation: float, seed: i
 
 
 def write_gguf(
-    folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
+    folder: Path,
+    file: Path,
+    kinds: Sequence[Kind] = MIXED,
+    *,
+    change: Change | None = None,
+    tokenizer: bool = False,
+    older: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write matrices in `kinds` by turns, gpt-oss's experts in MXFP4 and all else in fp32; `change` may add keys.
+
+    `older`: DeepSeek's latent attention as files had it before llama.cpp multiplied queries with latents.
 
     Return the dequantized tensors of the file, with the names of `open_tensors` and in the layout of the folder. The
     package cannot quantize to kinds with K in their name: their weights are random.
@@ -73,7 +83,7 @@ def write_gguf(
     config |= {name: config[key] for key, name in RENAMED.items() if key in config}
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
-    _write_sizes(writer, config)
+    _write_sizes(writer, config, older)
     if tokenizer:
         _write_tokenizer(writer, folder)
     if change is not None:
@@ -94,6 +104,9 @@ def write_gguf(
         kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
         if architecture is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name and value.ndim == 2:
             kind = Kind.MXFP4
+        if name.endswith(".kv_b_proj.weight") and not older:
+            expected[name] = _write_heads(writer, names, name, value, kind, config)
+            continue
         if kind in RANDOM:
             raw = random_blocks(kind, *value.shape, float(value.std()), seed=turn)
         else:
@@ -116,8 +129,27 @@ def write_gguf(
     return expected
 
 
+def _write_heads(
+    writer: gguf.GGUFWriter,
+    names: gguf.TensorNameMap,
+    name: str,
+    value: np.ndarray,
+    kind: Kind,
+    config: dict[str, Any],
+) -> torch.Tensor:
+    """Write each head's matrices to keys, transposed, and to values, as two tensors. Return them dequantized."""
+    heads = value.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+    keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+    restored = []
+    for part, array in (("k_b_proj", keys.swapaxes(1, 2)), ("v_b_proj", values)):
+        raw = quants.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(_name(names, name.replace("kv_b_proj", part)), raw, raw_dtype=kind)
+        restored.append(np.array(quants.dequantize(raw, kind)).reshape(array.shape))
+    return torch.from_numpy(np.concatenate([restored[0].swapaxes(1, 2), restored[1]], axis=1).reshape(value.shape))
+
+
 def _name(names: gguf.TensorNameMap, name: str) -> str:
-    name = f"{name}.weight" if name.endswith(".sinks") else name
+    name = f"{name}.weight" if name.endswith(".sinks") else name.replace("correction_bias", "correction.bias")
     gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert gguf_name is not None, name
     return gguf_name
@@ -132,7 +164,7 @@ def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, 
     return int(config["num_key_value_heads"]) if ".k_proj." in name else 0
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_name("tiny")
     writer.add_quantization_version(2)
@@ -141,12 +173,16 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(1 if "layer_norm_epsilon" in config else config["num_key_value_heads"])
+    one = "layer_norm_epsilon" in config or ("kv_lora_rank" in config and not older)
+    writer.add_head_count_kv(1 if one else config["num_key_value_heads"])
     if "layer_norm_epsilon" in config:  # StarCoder
         writer.add_layer_norm_eps(config["rms_norm_eps"])
         return
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if "kv_lora_rank" in config:
+        _write_latent(writer, config, older)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     rope = config.get("rope_parameters") or {}
@@ -164,8 +200,9 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
-    if config.get("num_experts") or config.get("num_local_experts"):
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -181,6 +218,31 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
         writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
         writer.add_sliding_window(config["sliding_window"] or 0)
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -> None:
+    """Write what DeepSeek's files state beside the sizes of others; older ones had no groups of experts either."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    sizes = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    writer.add_key_length(sizes[0] if older else rank + rotated)
+    writer.add_value_length(sizes[1] if older else rank)
+    if not older:
+        writer.add_key_length_mla(sizes[0])
+        writer.add_value_length_mla(sizes[1])
+        writer.add_expert_group_count(config["n_group"] or 1)
+        writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

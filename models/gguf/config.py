@@ -26,8 +26,11 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "starcoder": ("GPTBigCodeForCausalLM", "gpt_bigcode"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
+DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")  # of "deepseek2" whose router is a sigmoid
+SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -40,6 +43,15 @@ USED = {"expert_used_count": "num_experts_per_tok"}
 EXPERTS = {  # by architecture
     "qwen3moe": {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **USED},
     "gpt-oss": {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **USED},
+    "deepseek2": {
+        "expert_count": "n_routed_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+        **USED,
+    },
 }
 EPSILON = "attention.layer_norm_rms_epsilon"
 STARCODER = {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
@@ -56,10 +68,23 @@ MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
 }
 PHI = ("attention.sliding_window",)
-OF_ONE = {"gemma3": GEMMA, "granite": tuple(MULTIPLIERS), "phi3": PHI, "gpt-oss": PHI}  # keys of one architecture alone
+DEEPSEEK = (
+    "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla", "expert_gating_func",
+    "expert_group_count", "expert_group_used_count", "expert_weights_norm", "expert_weights_scale",
+    "rope.scaling.yarn_log_multiplier",
+)  # fmt: skip
+OF_ONE = {  # keys of one architecture alone
+    "gemma3": GEMMA,
+    "granite": tuple(MULTIPLIERS),
+    "phi3": PHI,
+    "gpt-oss": PHI,
+    "deepseek2": DEEPSEEK,
+}
 TEXTS = ("rope.scaling.type",)
-FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale", "yarn_beta_fast", "yarn_beta_slow")
+FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale", "beta_fast", "beta_slow", "multiplier")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
+FLAGS = (*IGNORED, "expert_weights_norm")
+MAY_BE_ZERO = ("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count")
 # Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -100,6 +125,8 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         if key in supported:
             check_type(file, f"{architecture}.{key}", value)
     name, kind = MIXTRAL if mixtral else CLASSES[architecture]
+    if architecture == "deepseek2" and values.get("expert_gating_func") == SIGMOID:
+        name, kind = DEEPSEEK_V3
     config: dict[str, Any] = {"architectures": [name], "model_type": kind}
     for key, name in translated.items():
         if key in FORWARD and architecture in EXPERTS and key not in values:
@@ -112,7 +139,10 @@ def config_json(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={kv_heads}"
         )
     rotated = values.pop("rope.dimension_count", None) if architecture == "phi3" else None
-    config["head_dim"] = head_size(file, architecture, values, config)
+    if architecture == "deepseek2":
+        config |= latent(file, values, config)
+    else:
+        config["head_dim"] = head_size(file, architecture, values, config)
     config["vocab_size"] = vocabulary(file, values.get("vocab_size"))
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -129,6 +159,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
         config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
+    if architecture == "deepseek2" and config["rope_scaling"]:
+        magnitude = round(10 * file.need("deepseek2.rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it in fp32
+        config["rope_scaling"] |= {"mscale": magnitude, "mscale_all_dim": magnitude}
     if architecture == "gpt-oss":  # the file does not state that the bounds of YaRN's ramp are not rounded
         config["sliding_window"] = file.need("gpt-oss.attention.sliding_window")
         config["rope_scaling"] = {"rope_type": "default", **(config["rope_scaling"] or {}), "truncate": False}
@@ -149,7 +182,7 @@ def check_type(file: GgufFile, key: str, value: object) -> None:
     elif key.endswith(FRACTIONS):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"{file.path}: {key}={shown(value)}: must be a positive number")
-    elif not key.endswith(IGNORED) and (type(value) is not int or value < (key != "phi3.attention.sliding_window")):
+    elif not key.endswith(FLAGS) and (type(value) is not int or value < (not key.endswith(MAY_BE_ZERO))):
         raise ValueError(f"{file.path}: {key}={shown(value)}: must be a whole number above 0")
 
 
@@ -233,6 +266,31 @@ def gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dic
         "rope_local_base_freq": values.get("rope.freq_base_swa", LOCAL_BASE),
         "query_pre_attn_scalar": heads if config["num_hidden_layers"] == 62 else config["head_dim"],
         "rope_theta": values.get("rope.freq_base", 1_000_000.0),
+    }
+
+
+def latent(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the additional keys of DeepSeek. Newer files state the sizes of the latent as those of one KV head."""
+    function = values.get("expert_gating_func", SOFTMAX)
+    if function not in (SOFTMAX, SIGMOID):
+        raise ValueError(
+            f"{file.path}: deepseek2.expert_gating_func={function}: is not supported; {SOFTMAX} or {SIGMOID}"
+        )
+    sizes = "deepseek2.attention.%s_length" + ("_mla" if "attention.key_length_mla" in values else "")
+    rotated, groups = config["qk_rope_head_dim"], values.get("expert_group_count", 1)
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rotated,
+        "qk_nope_head_dim": file.need(sizes % "key") - rotated,
+        "v_head_dim": file.need(sizes % "value"),
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+        "scoring_func": "sigmoid" if function == SIGMOID else "softmax",
+        "topk_method": "noaux_tc" if function == SIGMOID else "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": values.get("expert_group_used_count", 1),
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+        "routed_scaling_factor": values.get("expert_weights_scale") or 1.0,
+        "num_nextn_predict_layers": 0,
     }
 
 
