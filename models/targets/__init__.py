@@ -128,9 +128,9 @@ def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
     return ARCHITECTURES[architecture]
 
 
-def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
+def empty_target(folder: Path, part: Part | None = None, context: int | None = None) -> LlamaTarget:
     """Build a target of the right family and sizes on the meta device. Raises ValueError for what is not supported."""
-    config = read_target_config(folder)
+    config = read_target_config(folder).within(context)
     with torch.device("meta"):
         target = ARCHITECTURES[config.architecture](config)
         if part is not None:
@@ -169,6 +169,7 @@ def load_target(
     exchange: Exchange | None = None,
     layers: Sequence[int] | None = None,
     native: bool = False,
+    context: int | None = None,
 ) -> LlamaTarget:
     """Load a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
@@ -176,10 +177,11 @@ def load_target(
     keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
     these; the others stay on the meta device. A quantized checkpoint is widened (models/quantized/). With `native`, the
     matrices that it stores in blocks or groups stay so, ready for serving: kernels must read them
-    (kernels.ggml.reads_ggml, kernels.groups.why_unread).
+    (kernels.ggml.reads_ggml, kernels.groups.why_unread). `context`: the most tokens of a text, as in
+    `TargetConfig.within`.
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
-    target = empty_target(folder, part).to(dtype)
+    target = empty_target(folder, part, context).to(dtype)
     config, layout = target.config, target.checkpoint_layout()
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     progress = exchange is None and layers is None
