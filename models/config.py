@@ -225,7 +225,7 @@ class TargetConfig:
         """Return how many numbers of a token a layer caches on each of so many tensor parallel ranks."""
         if self.latent is not None:
             return self.latent.rank + (self.rotary_dim or 0)
-        return 2 * self.num_kv_heads * self.head_dim // ranks
+        return 2 * max(self.num_kv_heads // ranks, 1) * self.head_dim
 
     @property
     def attention_width(self) -> int:

@@ -500,8 +500,8 @@ def test_what_learned_families_cannot_do_is_named(make_family_folder, tmp_path):
     with pytest.raises(ValueError, match="word_embed_proj_dim=32 is not hidden_size=64: heads are not supported"):
         HEADS["eagle"]().make(projected.config)
     HEADS["eagle"]().make(load_target(str(make_family_folder("opt"))).config)
-    with pytest.raises(ValueError, match="engine.tensor_parallel=2: the target's 1 KV heads cannot be shared"):
-        empty_target(make_family_folder("gpt bigcode"), Part(0, 2, lambda x, sizes, *, everywhere=True: x))
+    with pytest.raises(ValueError, match="engine.tensor_parallel=3: the target's 4 query heads cannot be shared"):
+        empty_target(make_family_folder("gpt bigcode"), Part(0, 3, lambda x, sizes, *, everywhere=True: x))
 
 
 @pytest.mark.parametrize(

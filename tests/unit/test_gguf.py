@@ -258,7 +258,7 @@ def test_a_scale_of_mxfp4_that_is_no_number_is_named(written, tmp_path):
         load_target(str(file), native=True)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek v3", "deepseek v2 lite, older"])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied"])
 def test_a_rank_reads_its_rows(written, name):
     file, folder = written(name)
     part = Part(1, 2, lambda x, sizes, *, everywhere=True: x)
