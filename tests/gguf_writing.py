@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,13 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -
         writer.add_attention_scale(config["attention_multiplier"])
     if config["model_type"] == "phi3":
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
-        writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        if rope["rope_type"] == "longrope":
+            stretch = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+            logarithm = math.log(stretch) / math.log(config["original_max_position_embeddings"])
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + logarithm))
+            for name in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
         writer.add_sliding_window(config["sliding_window"] or 0)
 
 

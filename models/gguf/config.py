@@ -67,7 +67,8 @@ MULTIPLIERS = {
     "residual_scale": "residual_multiplier",
     "attention.scale": "attention_multiplier",
 }
-PHI = ("attention.sliding_window",)
+WINDOW = ("attention.sliding_window",)
+PHI = (*WINDOW, "rope.scaling.attn_factor")
 DEEPSEEK = (
     "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla", "expert_gating_func",
     "expert_group_count", "expert_group_used_count", "expert_weights_norm", "expert_weights_scale",
@@ -77,11 +78,11 @@ OF_ONE = {  # keys of one architecture alone
     "gemma3": GEMMA,
     "granite": tuple(MULTIPLIERS),
     "phi3": PHI,
-    "gpt-oss": PHI,
+    "gpt-oss": WINDOW,
     "deepseek2": DEEPSEEK,
 }
 TEXTS = ("rope.scaling.type",)
-FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale", "beta_fast", "beta_slow", "multiplier")
+FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "factor", "scale", "beta_fast", "beta_slow", "multiplier")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
 FLAGS = (*IGNORED, "expert_weights_norm")
 MAY_BE_ZERO = ("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count")
@@ -97,6 +98,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
 }
 ROPE_FREQS = "rope_freqs.weight"
+LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # of Phi
 BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}  # of YaRN
 # Published with Llama 3.1 and later: frequency factors and original context. The file stores only their result.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
@@ -159,6 +161,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
         config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
+        config |= longrope(file)
     if architecture == "deepseek2" and config["rope_scaling"]:
         magnitude = round(10 * file.need("deepseek2.rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it in fp32
         config["rope_scaling"] |= {"mscale": magnitude, "mscale_all_dim": magnitude}
@@ -220,6 +223,8 @@ def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: d
         return llama3_scaling(file, config)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
+    if kind == "longrope" and architecture == "phi3":  # its section is made by `longrope`
+        return None
     if kind not in ("linear", "yarn"):
         raise ValueError(
             f"{file.path}: {architecture}.rope.scaling.type={kind!r}: is not supported; one of none, linear, yarn"
@@ -267,6 +272,19 @@ def gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dic
         "query_pre_attn_scalar": heads if config["num_hidden_layers"] == 62 else config["head_dim"],
         "rope_theta": values.get("rope.freq_base", 1_000_000.0),
     }
+
+
+def longrope(file: GgufFile) -> dict[str, Any]:
+    """Return Phi's keys of longrope, none where the file does not have it. Raises ValueError for a missing tensor."""
+    missing = [name for name in LONGROPE.values() if name not in file.tensors]
+    if len(missing) == len(LONGROPE) and file.keys.get("phi3.rope.scaling.type") != "longrope":
+        return {}
+    if missing:
+        raise ValueError(f"{file.path}: the tensor {missing[0]} is missing")
+    section = {key: file.read(name, torch.float32).tolist() for key, name in LONGROPE.items()}
+    section |= {"rope_type": "longrope", "attention_factor": file.need("phi3.rope.scaling.attn_factor")}
+    original = file.need("phi3.rope.scaling.original_context_length")
+    return {"rope_scaling": section, "original_max_position_embeddings": original}
 
 
 def latent(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

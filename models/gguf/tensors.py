@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from kernels.ggml import GgmlRows
 from kernels.groups import GroupedRows
-from models.gguf.config import ARCHITECTURE, ROPE_FREQS
+from models.gguf.config import ARCHITECTURE, LONGROPE, ROPE_FREQS
 from models.gguf.file import GgufFile
 from models.weights import NamedTensors, Rows
 
@@ -102,7 +102,7 @@ class GgufTensors(NamedTensors):
         architecture = str(file.need(ARCHITECTURE))
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         for name, info in file.tensors.items():
-            if name == ROPE_FREQS:  # read by config_json
+            if name in (ROPE_FREQS, *(LONGROPE.values() if architecture == "phi3" else ())):  # read by config_json
                 continue
             layer, kind, part = split_name(file, name)
             if kind == VALUES and architecture == "deepseek2":  # read with KEYS

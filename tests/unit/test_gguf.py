@@ -78,6 +78,16 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         },
     ),
+    "phi3 longrope": (
+        "Phi3Config",
+        {
+            **{"pad_token_id": 0, "eos_token_id": 2, "original_max_position_embeddings": 16},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 10000.0},
+                **{"long_factor": [1.0 + index for index in range(8)], "short_factor": [1.5] * 8},
+            },
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
@@ -375,7 +385,15 @@ def test_what_would_change_the_logits_is_an_error_that_names_it(make_target_fold
 
 OF_OTHERS = {
     "granite": (lambda w: w.add_bool("granite.rope.scaling.finetuned", False), "granite.rope.scaling.finetuned=False"),
-    "phi3": (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long.weight"),
+    "phi3": (
+        lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
+        "rope_factors_short.weight is",
+    ),
+    "phi3 window, part of the head": (
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        "rope_factors_long.weight is missing",
+    ),
+    "qwen2": (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long.weight"),
     "deepseek v3": (lambda w: w.add_uint32("deepseek2.nextn_predict_layers", 1), "nextn_predict_layers=1"),
     "deepseek v2": (lambda w: w.add_uint32("deepseek2.expert_gating_func", 3), "expert_gating_func=3: .* 1 or 2"),
     "deepseek v3, older": (
