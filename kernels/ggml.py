@@ -28,6 +28,7 @@ from kernels.dispatch import KINDS, address, threads, uses_triton
 from kernels.quantize import GgmlFormat, StoredMatrix
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
+IN_GROUPS = ("MXFP4",)  # formats that kernels read as integers in groups (kernels/groups.py), under the same conditions
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
 GGML_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 GGML_FORMATS: tuple[GgmlFormat, ...] = get_args(GgmlFormat)
@@ -63,7 +64,7 @@ class GgmlMatrix(StoredMatrix[GgmlRows]):
 
 def reads_ggml(ggml_format: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a kernel reads this format for rows of `dtype`."""
-    if ggml_format not in FORMATS:
+    if ggml_format not in (*FORMATS, *IN_GROUPS):
         return False
     return uses_triton(device) or (dtype in KINDS and device.type == "cpu" and library() is not None)
 

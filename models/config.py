@@ -34,6 +34,7 @@ class RopeConfig:
     theta: float = 10000.0
     rope_type: str = "default"
     parameters: tuple[tuple[str, float], ...] = ()
+    divisors: tuple[float, ...] = ()  # of the frequencies, of rope_type longrope (models/targets/phi3.py)
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> RopeConfig:
@@ -132,6 +133,7 @@ class TargetConfig:
     logits_scaling: float = 1.0  # logits are divided by it
     # Of Phi
     rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
+    short_rope: RopeConfig | None = None  # longrope's for texts within its original_max_position_embeddings
     # Of gpt-oss
     sinks: bool = False  # each head of attention has a sink (models/attention.py)
     # Options of OPT and GPT-BigCode (models/targets/learned.py)
@@ -202,6 +204,18 @@ class TargetConfig:
         rope = replace(self.rope, parameters=tuple(sorted(numbers.items())))
         return replace(self, rope=rope, max_position_embeddings=context)
 
+    def within(self, context: int | None) -> TargetConfig:
+        """Return the config for texts of at most `context` tokens (None: of any), which decides longrope's frequencies.
+
+        The length of a text, by which transformers decides, would change keys that are cached.
+        """
+        if self.short_rope is None or context is None:
+            return self
+        original = int(dict(self.rope.parameters)["original_max_position_embeddings"])
+        if context > original:
+            return self
+        return replace(self, rope=self.short_rope, short_rope=None, max_position_embeddings=original)
+
     @property
     def norm_eps(self) -> float:
         """Of the norms of the residual stream, which for Granite is kept divided by its scale."""
@@ -211,7 +225,7 @@ class TargetConfig:
         """Return how many numbers of a token a layer caches on each of so many tensor parallel ranks."""
         if self.latent is not None:
             return self.latent.rank + (self.rotary_dim or 0)
-        return 2 * self.num_kv_heads * self.head_dim // ranks
+        return 2 * max(self.num_kv_heads // ranks, 1) * self.head_dim
 
     @property
     def attention_width(self) -> int:

@@ -194,12 +194,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: i
 
     default: arXiv 2104.09864. linear: positions divided by `factor`. llama3: frequencies of long wavelengths divided by
     `factor`, those of short ones kept, a linear ramp between. yarn: arXiv 2309.00071, with its attention factor.
+    longrope: arXiv 2402.13753, a divisor for each frequency, and an attention factor.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inverse = 1.0 / (rope.theta**exponents)
+    divisors = torch.tensor(rope.divisors) if rope.divisors else 1.0
+    inverse = 1.0 / (divisors * rope.theta**exponents)
     p = dict(rope.parameters)
-    if rope.rope_type == "default":
-        return inverse, 1.0
+    if rope.rope_type in ("default", "longrope"):
+        return inverse, p.get("attention_factor", 1.0)
     factor = p["factor"]
     if rope.rope_type == "linear":
         return inverse / factor, 1.0

@@ -28,29 +28,38 @@ class Gather(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """This process's tensor parallel rank, the number of ranks, and the function that gathers their outputs."""
+    """This process's tensor parallel rank, the number of ranks, and the function that gathers their outputs.
+
+    `whole`: names of tensors and of modules whose rows every rank holds, though `sizes_of` would divide them.
+    """
 
     rank: int
     ranks: int
     gather: Gather
+    whole: tuple[str, ...] = ()
 
     def rows(self, name: str, total: int) -> tuple[int, int] | None:
         """Return first and last + 1 of the `total` rows of checkpoint tensor `name` that this rank holds; None: all."""
         sizes = sizes_of(name, total, self.ranks)
-        if sizes is None:
+        if sizes is None or name in self.whole or module_of(name) in self.whole:
             return None
         ends = list(accumulate(sizes, initial=0))
         return ends[self.rank], ends[self.rank + 1]
 
 
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[2]  # model.layers.0.self_attn.q_proj.weight
+
+
 def sizes_of(name: str, total: int, ranks: int) -> list[int] | None:
     """Return how many of the `total` rows of checkpoint tensor `name` each rank holds; None: every rank holds all."""
-    kind = name.rpartition(".")[0].rpartition(".")[2]  # model.layers.0.self_attn.q_proj.weight
+    kind = module_of(name)
     if kind in ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj") or name.endswith(".sinks"):
         return even(total, ranks)
-    if kind in ("gate_proj", "up_proj", "w1", "w3", "fc1"):
+    if kind in ("gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc"):
         return inner(total, ranks)
-    return split(total, ranks) if kind in ("o_proj", "down_proj", "w2", "lm_head", "out_proj", "fc2") else None
+    outputs = ("o_proj", "down_proj", "w2", "lm_head", "out_proj", "fc2", "c_proj")
+    return split(total, ranks) if kind in outputs else None
 
 
 def even(total: int, ranks: int) -> list[int]:
@@ -88,11 +97,15 @@ def split(total: int, ranks: int, smallest: int = 2) -> list[int]:
     return sizes
 
 
-def check_heads(num_kv_heads: int, ranks: int) -> None:
-    """Raise ValueError unless every rank gets the same number of KV heads, with all the query heads that read them."""
-    if num_kv_heads % ranks:
-        divisors = [count for count in range(1, num_kv_heads + 1) if num_kv_heads % count == 0]
+def check_heads(num_heads: int, num_kv_heads: int, ranks: int) -> None:
+    """Raise ValueError unless every rank gets the same number of KV heads, with all the query heads that read them.
+
+    A single KV head is on every rank, with its part of the query heads.
+    """
+    count, kind = (num_heads, "query heads") if num_kv_heads == 1 else (num_kv_heads, "KV heads")
+    if count % ranks:
+        divisors = [divisor for divisor in range(1, count + 1) if count % divisor == 0]
         raise ValueError(
-            f"engine.tensor_parallel={ranks}: the target's {num_kv_heads} KV heads cannot be shared evenly by so many "
+            f"engine.tensor_parallel={ranks}: the target's {count} {kind} cannot be shared evenly by so many "
             f"ranks; use one of {', '.join(map(str, divisors))}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import quants
-from safetensors.torch import load_file
 
+from models.checkpoint import open_tensors
 from models.targets.gpt_bigcode import RENAMED
 
 ARCHITECTURES = {
@@ -27,6 +28,9 @@ ARCHITECTURES = {
     "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
     "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
     "GPTBigCodeForCausalLM": gguf.MODEL_ARCH.STARCODER,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
 RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
@@ -61,27 +65,36 @@ def random_blocks(kind: Kind, rows: int, columns: int, deviation: float, seed: i
 
 
 def write_gguf(
-    folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
+    folder: Path,
+    file: Path,
+    kinds: Sequence[Kind] = MIXED,
+    *,
+    change: Change | None = None,
+    tokenizer: bool = False,
+    older: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Write matrices in `kinds` by turns and all else in fp32; `change` may add keys. Return the dequantized tensors
-    of the file, with the names and in the layout of the folder. The package cannot quantize to kinds with K in their
-    name: their weights are random.
+    """Write matrices in `kinds` by turns, gpt-oss's experts in MXFP4 and all else in fp32; `change` may add keys.
+
+    `older`: DeepSeek's latent attention as files had it before llama.cpp multiplied queries with latents.
+
+    Return the dequantized tensors of the file, with the names of `open_tensors` and in the layout of the folder. The
+    package cannot quantize to kinds with K in their name: their weights are random.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {name: config[key] for key, name in RENAMED.items() if key in config}
     architecture = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
-    _write_sizes(writer, config)
+    _write_sizes(writer, config, older)
     if tokenizer:
         _write_tokenizer(writer, folder)
     if change is not None:
         change(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    tensors = load_file(folder / "model.safetensors")
+    tensors = dict(open_tensors(folder))
     if config.get("tie_word_embeddings", "layer_norm_epsilon" in config):
         tensors.pop("lm_head.weight", None)
     expected: dict[str, torch.Tensor] = {}
-    stacks: dict[str, list[np.ndarray]] = {}
+    stacks: dict[str, list[tuple[Kind, np.ndarray]]] = {}
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
         value = tensor.float().numpy()
         heads = _permuted_heads(architecture, name, config)
@@ -90,6 +103,11 @@ def write_gguf(
         if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             value = value + 1
         kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
+        if architecture is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name and value.ndim == 2:
+            kind = Kind.MXFP4
+        if name.endswith(".kv_b_proj.weight") and not older:
+            expected[name] = _write_heads(writer, names, name, value, kind, config)
+            continue
         if kind in RANDOM:
             raw = random_blocks(kind, *value.shape, float(value.std()), seed=turn)
         else:
@@ -100,11 +118,11 @@ def write_gguf(
         expected[name] = restored
         if ".experts." in name:
             layer, _, rest = name.partition(".experts.")
-            stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append(value)
+            stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append((kind, raw))
         else:
             writer.add_tensor(_name(names, name), raw, raw_dtype=kind)
     for name, values in stacks.items():  # sorted by name, which is by number for fewer than ten experts
-        writer.add_tensor(_name(names, name), np.stack(values))
+        writer.add_tensor(_name(names, name), np.stack([raw for _, raw in values]), raw_dtype=values[0][0])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,7 +130,27 @@ def write_gguf(
     return expected
 
 
+def _write_heads(
+    writer: gguf.GGUFWriter,
+    names: gguf.TensorNameMap,
+    name: str,
+    value: np.ndarray,
+    kind: Kind,
+    config: dict[str, Any],
+) -> torch.Tensor:
+    """Write each head's matrices to keys, transposed, and to values, as two tensors. Return them dequantized."""
+    heads = value.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+    keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
+    restored = []
+    for part, array in (("k_b_proj", keys.swapaxes(1, 2)), ("v_b_proj", values)):
+        raw = quants.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(_name(names, name.replace("kv_b_proj", part)), raw, raw_dtype=kind)
+        restored.append(np.array(quants.dequantize(raw, kind)).reshape(array.shape))
+    return torch.from_numpy(np.concatenate([restored[0].swapaxes(1, 2), restored[1]], axis=1).reshape(value.shape))
+
+
 def _name(names: gguf.TensorNameMap, name: str) -> str:
+    name = f"{name}.weight" if name.endswith(".sinks") else name.replace("correction_bias", "correction.bias")
     gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert gguf_name is not None, name
     return gguf_name
@@ -127,7 +165,7 @@ def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, 
     return int(config["num_key_value_heads"]) if ".k_proj." in name else 0
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     writer.add_name("tiny")
     writer.add_quantization_version(2)
@@ -136,12 +174,16 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(1 if "layer_norm_epsilon" in config else config["num_key_value_heads"])
+    one = "layer_norm_epsilon" in config or ("kv_lora_rank" in config and not older)
+    writer.add_head_count_kv(1 if one else config["num_key_value_heads"])
     if "layer_norm_epsilon" in config:  # StarCoder
         writer.add_layer_norm_eps(config["rms_norm_eps"])
         return
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if "kv_lora_rank" in config:
+        _write_latent(writer, config, older)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     rope = config.get("rope_parameters") or {}
@@ -154,13 +196,20 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "beta_fast" in rope:
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
-    if config.get("num_experts") or config.get("num_local_experts"):
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    if experts:
+        writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
     if config["model_type"] == "granite":
         writer.add_logit_scale(config["logits_scaling"])
         writer.add_embedding_scale(config["embedding_multiplier"])
@@ -168,8 +217,39 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_attention_scale(config["attention_multiplier"])
     if config["model_type"] == "phi3":
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
-        writer.add_rope_scaling_orig_ctx_len(config["max_position_embeddings"])
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        if rope["rope_type"] == "longrope":
+            stretch = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+            logarithm = math.log(stretch) / math.log(config["original_max_position_embeddings"])
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + logarithm))
+            for name in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
         writer.add_sliding_window(config["sliding_window"] or 0)
+
+
+def _write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -> None:
+    """Write what DeepSeek's files state beside the sizes of others; older ones had no groups of experts either."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    sizes = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    writer.add_key_length(sizes[0] if older else rank + rotated)
+    writer.add_value_length(sizes[1] if older else rank)
+    if not older:
+        writer.add_key_length_mla(sizes[0])
+        writer.add_value_length_mla(sizes[1])
+        writer.add_expert_group_count(config["n_group"] or 1)
+        writer.add_expert_group_used_count(config["topk_group"] or 1)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["model_type"] == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config["rope_parameters"]["mscale_all_dim"])
 
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:

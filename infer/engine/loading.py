@@ -68,7 +68,9 @@ def load_parts(
     native = reads_native(model, engine or EngineConfig(), dtype, device, divided=divided)
     # in a second thread, since packing does not hold the GIL
     tokenizer = ThreadPoolExecutor(1).submit(Tokenizer.load, resolve_checkpoint(path, model.revision))
-    target = load_target(path, revision=model.revision, dtype=dtype, device=device, part=part, native=native)
+    context = None if engine is None else engine.max_model_len
+    where = {"revision": model.revision, "dtype": dtype, "device": device}
+    target = load_target(path, **where, part=part, native=native, context=context)
     loaded_head, priors, loaded_draft = None, dict[str, list[float]](), None
     if head is not None and folder is not None:
         loaded_head = load_head(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig
-from kernels.ggml import FORMATS, reads_ggml
+from kernels.ggml import FORMATS, IN_GROUPS, reads_ggml
 from kernels.linear import reads_narrow
 from kernels.quantize import WeightFormat
 from kernels.triton.device import limits
@@ -82,4 +82,5 @@ def why_widened(checkpoint: Path, dtype: torch.dtype, device: torch.device, *, d
         return None
     name, tensor = next(iter(unread.items()))
     kernels = f"no kernel reads {name} ({tensor}) for {str(dtype).removeprefix('torch.')} on {device.type}"
-    return kernels if name in FORMATS else f"{kernels}; only {', '.join(FORMATS)} can stay"
+    readable = (*FORMATS, *IN_GROUPS)
+    return kernels if name in readable else f"{kernels}; only {', '.join(readable)} can stay"

@@ -61,8 +61,9 @@ def probe_division(shard: Shard, threads: int) -> None:
     config, modules = shard.target.config, list(shard.target.modules())
     divided = {(m.in_features, m.sizes) for m in modules if isinstance(m, ShardedLinear)}
     inner = {m.down_proj.reads for m in modules if isinstance(m, GatedMLP) and isinstance(m.down_proj, ShardedLinear)}
-    heads = even(config.num_kv_heads, shard.ranks)
-    group, length = config.num_heads // config.num_kv_heads, 2 * KV_TILE + 40
+    shared = config.num_heads if config.num_kv_heads == 1 else config.num_kv_heads
+    heads = even(shared, shard.ranks)
+    group, length = config.num_heads // shared, 2 * KV_TILE + 40
 
     probes: list[tuple[str, Callable[[Sequence[int]], Tensor], Sequence[int]]] = [
         (f"a linear layer of {size} inputs", partial(_linear, shard, size), parts) for size, parts in divided
@@ -100,11 +101,12 @@ def _gated(shard: Shard, activation: Gate, sizes: Sequence[int]) -> Tensor:
 def _attention(shard: Shard, group: int, width: int, length: int, kv_heads: Sequence[int]) -> Tensor:
     """Attend from the last `width` of `length` positions, `kv_heads[r]` KV heads (of `group` queries) at a time.
 
-    If a value is part of its key, all queries share one KV head.
+    If a value is part of its key, or the target has one KV head, all queries share it.
     """
     generator, page_size, dtype, device = torch.Generator().manual_seed(0), 16, shard.dtype, shard.device
     pages, total, dim, value_dim = -(-length // page_size), sum(kv_heads), shard.target.heads[2], shard.value_dim
-    vectors, stored = (2, total) if value_dim is None else (1, 1)
+    one = value_dim is not None or shard.target.config.num_kv_heads == 1
+    vectors, stored = 2 if value_dim is None else 1, 1 if one else total
     cache = torch.randn(vectors, stored, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)
     q = torch.randn(width, total, group, dim, generator=generator).to(device, dtype)
     k, v = torch.randn(2, width, stored, dim, generator=generator).to(device, dtype)
@@ -113,7 +115,7 @@ def _attention(shard: Shard, group: int, width: int, length: int, kv_heads: Sequ
     out, first = [], 0
     for count in kv_heads:
         span = slice(first, first + count)
-        shared = span if value_dim is None else slice(1)
+        shared = slice(1) if one else span
         rows = AttentionRows.blocks(table, [length - width], [width], page_size=page_size)
         shape = LayerShape(min(count, stored), dim, value_dim)
         plan = plan_attention(rows, count * group, shape, dtype, shard.kv_dtype)

@@ -129,6 +129,7 @@ def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
         dtype=resolve_dtype(model),
         device=ranks.device,
         part=ranks.part,
+        context=engine.max_model_len,
     )
     shard = Shard(target, **engine.packing)
     threads = plan_threads(engine, shard).plan

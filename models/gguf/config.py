@@ -25,8 +25,12 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "granite": ("GraniteForCausalLM", "granite"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "starcoder": ("GPTBigCodeForCausalLM", "gpt_bigcode"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
+DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")  # of "deepseek2" whose router is a sigmoid
+SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 SIZES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -35,16 +39,26 @@ SIZES = {
     "context_length": "max_position_embeddings",
 }
 FORWARD = {"feed_forward_length": "intermediate_size"}
-EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
+USED = {"expert_used_count": "num_experts_per_tok"}
+EXPERTS = {  # by architecture
+    "qwen3moe": {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **USED},
+    "gpt-oss": {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **USED},
+    "deepseek2": {
+        "expert_count": "n_routed_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "attention.kv_lora_rank": "kv_lora_rank",
+        "rope.dimension_count": "qk_rope_head_dim",
+        **USED,
+    },
 }
 EPSILON = "attention.layer_norm_rms_epsilon"
 STARCODER = {"feed_forward_length": "n_inner", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 READ = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
-    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size",
 )  # fmt: skip
 GEMMA = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")
 MULTIPLIERS = {
@@ -53,11 +67,25 @@ MULTIPLIERS = {
     "residual_scale": "residual_multiplier",
     "attention.scale": "attention_multiplier",
 }
-PHI = ("attention.sliding_window",)
-OF_ONE = {"gemma3": GEMMA, "granite": tuple(MULTIPLIERS), "phi3": PHI}  # keys of one architecture alone
+WINDOW = ("attention.sliding_window",)
+PHI = (*WINDOW, "rope.scaling.attn_factor")
+DEEPSEEK = (
+    "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla", "expert_gating_func",
+    "expert_group_count", "expert_group_used_count", "expert_weights_norm", "expert_weights_scale",
+    "rope.scaling.yarn_log_multiplier",
+)  # fmt: skip
+OF_ONE = {  # keys of one architecture alone
+    "gemma3": GEMMA,
+    "granite": tuple(MULTIPLIERS),
+    "phi3": PHI,
+    "gpt-oss": WINDOW,
+    "deepseek2": DEEPSEEK,
+}
 TEXTS = ("rope.scaling.type",)
-FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor", "scale")
+FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "factor", "scale", "beta_fast", "beta_slow", "multiplier")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
+FLAGS = (*IGNORED, "expert_weights_norm")
+MAY_BE_ZERO = ("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count")
 # Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -70,6 +98,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
 }
 ROPE_FREQS = "rope_freqs.weight"
+LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # of Phi
+BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}  # of YaRN
 # Published with Llama 3.1 and later: frequency factors and original context. The file stores only their result.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
 WINDOW_PATTERN, LOCAL_BASE = 6, 10000.0  # of Gemma 3, whose files do not state them
@@ -82,9 +112,9 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
-    experts = EXPERTS if architecture == "qwen3moe" else {}
+    experts = EXPERTS.get(architecture, {})
     if mixtral := architecture == "llama" and bool(values.get("expert_count")):
-        experts = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+        experts = {"expert_count": "num_local_experts", **USED}
     translated = {**SIZES, **FORWARD, **experts}
     if architecture == "starcoder":
         translated = {key: name for key, name in translated.items() if key != EPSILON} | STARCODER
@@ -97,9 +127,11 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         if key in supported:
             check_type(file, f"{architecture}.{key}", value)
     name, kind = MIXTRAL if mixtral else CLASSES[architecture]
+    if architecture == "deepseek2" and values.get("expert_gating_func") == SIGMOID:
+        name, kind = DEEPSEEK_V3
     config: dict[str, Any] = {"architectures": [name], "model_type": kind}
     for key, name in translated.items():
-        if key in FORWARD and architecture == "qwen3moe" and key not in values:
+        if key in FORWARD and architecture in EXPERTS and key not in values:
             continue
         config[name] = file.need(f"{architecture}.{key}")
     heads = config["num_attention_heads"]
@@ -109,7 +141,10 @@ def config_json(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={kv_heads}"
         )
     rotated = values.pop("rope.dimension_count", None) if architecture == "phi3" else None
-    config["head_dim"] = head_size(file, architecture, values, config)
+    if architecture == "deepseek2":
+        config |= latent(file, values, config)
+    else:
+        config["head_dim"] = head_size(file, architecture, values, config)
     config["vocab_size"] = vocabulary(file, values.get("vocab_size"))
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -126,6 +161,13 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
         config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
+        config |= longrope(file)
+    if architecture == "deepseek2" and config["rope_scaling"]:
+        magnitude = round(10 * file.need("deepseek2.rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it in fp32
+        config["rope_scaling"] |= {"mscale": magnitude, "mscale_all_dim": magnitude}
+    if architecture == "gpt-oss":  # the file does not state that the bounds of YaRN's ramp are not rounded
+        config["sliding_window"] = file.need("gpt-oss.attention.sliding_window")
+        config["rope_scaling"] = {"rope_type": "default", **(config["rope_scaling"] or {}), "truncate": False}
     if architecture == "starcoder":  # llama.cpp approximates GELU, which the file does not state
         config |= {"activation_function": "gelu_pytorch_tanh", "multi_query": kv_heads == 1}
     ends = ("bos_token_id", "eos_token_id")
@@ -143,7 +185,7 @@ def check_type(file: GgufFile, key: str, value: object) -> None:
     elif key.endswith(FRACTIONS):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"{file.path}: {key}={shown(value)}: must be a positive number")
-    elif not key.endswith(IGNORED) and (type(value) is not int or value < (key != "phi3.attention.sliding_window")):
+    elif not key.endswith(FLAGS) and (type(value) is not int or value < (not key.endswith(MAY_BE_ZERO))):
         raise ValueError(f"{file.path}: {key}={shown(value)}: must be a whole number above 0")
 
 
@@ -181,6 +223,8 @@ def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: d
         return llama3_scaling(file, config)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return None
+    if kind == "longrope" and architecture == "phi3":  # its section is made by `longrope`
+        return None
     if kind not in ("linear", "yarn"):
         raise ValueError(
             f"{file.path}: {architecture}.rope.scaling.type={kind!r}: is not supported; one of none, linear, yarn"
@@ -191,8 +235,9 @@ def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: d
         )
     section = {"rope_type": kind, "factor": factor}
     original = values.get("rope.scaling.original_context_length")
-    if kind == "yarn" and original is not None:
-        section["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        section |= {name: values[key] for name, key in BETAS.items() if key in values}
+        section |= {} if original is None else {"original_max_position_embeddings": original}
     return section
 
 
@@ -226,6 +271,44 @@ def gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dic
         "rope_local_base_freq": values.get("rope.freq_base_swa", LOCAL_BASE),
         "query_pre_attn_scalar": heads if config["num_hidden_layers"] == 62 else config["head_dim"],
         "rope_theta": values.get("rope.freq_base", 1_000_000.0),
+    }
+
+
+def longrope(file: GgufFile) -> dict[str, Any]:
+    """Return Phi's keys of longrope, none where the file does not have it. Raises ValueError for a missing tensor."""
+    missing = [name for name in LONGROPE.values() if name not in file.tensors]
+    if len(missing) == len(LONGROPE) and file.keys.get("phi3.rope.scaling.type") != "longrope":
+        return {}
+    if missing:
+        raise ValueError(f"{file.path}: the tensor {missing[0]} is missing")
+    section = {key: file.read(name, torch.float32).tolist() for key, name in LONGROPE.items()}
+    section |= {"rope_type": "longrope", "attention_factor": file.need("phi3.rope.scaling.attn_factor")}
+    original = file.need("phi3.rope.scaling.original_context_length")
+    return {"rope_scaling": section, "original_max_position_embeddings": original}
+
+
+def latent(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the additional keys of DeepSeek. Newer files state the sizes of the latent as those of one KV head."""
+    function = values.get("expert_gating_func", SOFTMAX)
+    if function not in (SOFTMAX, SIGMOID):
+        raise ValueError(
+            f"{file.path}: deepseek2.expert_gating_func={function}: is not supported; {SOFTMAX} or {SIGMOID}"
+        )
+    sizes = "deepseek2.attention.%s_length" + ("_mla" if "attention.key_length_mla" in values else "")
+    rotated, groups = config["qk_rope_head_dim"], values.get("expert_group_count", 1)
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": rotated,
+        "qk_nope_head_dim": file.need(sizes % "key") - rotated,
+        "v_head_dim": file.need(sizes % "value"),
+        "q_lora_rank": values.get("attention.q_lora_rank"),
+        "scoring_func": "sigmoid" if function == SIGMOID else "softmax",
+        "topk_method": "noaux_tc" if function == SIGMOID else "group_limited_greedy" if groups > 1 else "greedy",
+        "n_group": groups,
+        "topk_group": values.get("expert_group_used_count", 1),
+        "norm_topk_prob": values.get("expert_weights_norm", False),
+        "routed_scaling_factor": values.get("expert_weights_scale") or 1.0,
+        "num_nextn_predict_layers": 0,
     }
 
 

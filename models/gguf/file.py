@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ggml import FORMATS, GgmlRows
+from kernels.groups import GroupedRows
+from models.quantized.mxfp4_layout import grouped
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -109,17 +111,32 @@ class GgufFile:
     def blocks(self, name: str, *, index: int | None = None) -> GgmlRows | None:
         """Return a matrix as it is in the mapped file, of a stack only that at `index`; None if it is not in blocks."""
         info = self.tensors[name]
-        rows, size, offset = math.prod(info.shape[:-1]), info.size, info.offset
         if info.kind.name not in FORMATS or len(info.shape) < 2:
             return None
+        data, offset = self._matrix(name, index)
+        return GgmlRows(info.kind.name, data, source=f"{self.path}: {name}", offset=offset)
+
+    def groups(self, name: str, *, index: int | None = None) -> GroupedRows | None:
+        """Return a matrix in MXFP4 as integers in groups, of a stack only that at `index`; None for another tensor."""
+        info = self.tensors[name]
+        if info.kind is not GGMLQuantizationType.MXFP4 or len(info.shape) < 2:
+            return None
+        exponents, pairs = self._matrix(name, index)[0].unflatten(1, (-1, 17)).split([1, 16], -1)
+        return grouped(
+            f"{self.path}: {name}", exponents.squeeze(-1), lambda: torch.cat([pairs & 15, pairs >> 4], -1).flatten(1)
+        )
+
+    def _matrix(self, name: str, index: int | None) -> tuple[Tensor, int]:
+        """Return the bytes uint8 `[rows, bytes of a row]` of a mapped matrix, and the offset of the first."""
+        info = self.tensors[name]
+        rows, size, offset = math.prod(info.shape[:-1]), info.size, info.offset
         if index is not None:
             rows, size = rows // info.shape[0], size // info.shape[0]
             offset += index * size
         raw = np.frombuffer(self._bytes, np.uint8, size, offset)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            data = torch.from_numpy(raw).view(rows, -1)
-        return GgmlRows(info.kind.name, data, source=f"{self.path}: {name}", offset=offset)
+            return torch.from_numpy(raw).view(rows, -1), offset
 
     def ggml_formats(self) -> dict[str, str]:
         """Return the formats of matrices that are stored in blocks, each with the first tensor in it."""

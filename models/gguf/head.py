@@ -20,6 +20,7 @@ from torch import Tensor
 from models.config import RopeConfig
 from models.gguf.config import (
     ARCHITECTURE,
+    BETAS,
     FORWARD,
     IGNORED,
     LLAMA3,
@@ -109,6 +110,8 @@ def scaling_keys(section: Mapping[str, Any] | None) -> dict[str, Any]:
     keys = {"rope.scaling.type": kind, "rope.scaling.factor": numbers.pop("factor", None)}
     if kind == "yarn" and original in numbers:
         keys["rope.scaling.original_context_length"] = int(numbers.pop(original))
+    if kind == "yarn":
+        keys |= {key: numbers.pop(name) for name, key in BETAS.items() if name in numbers}
     if numbers:
         raise ValueError(f"rope_scaling: {numbers}: has no place in a GGUF file of llama.cpp")
     return {} if kind == "default" else keys

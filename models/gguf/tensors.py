@@ -12,7 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels.ggml import GgmlRows
-from models.gguf.config import ARCHITECTURE, ROPE_FREQS
+from kernels.groups import GroupedRows
+from models.gguf.config import ARCHITECTURE, LONGROPE, ROPE_FREQS
 from models.gguf.file import GgufFile
 from models.weights import NamedTensors, Rows
 
@@ -38,9 +39,24 @@ OTHERWISE = {  # by architecture
         "post_ffw_norm": "post_feedforward_layernorm",
     },
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "attn_sinks.weight": "self_attn.sinks"},
+    "deepseek2": {
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.kv_b_proj",  # with attn_v_b
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
 }
+KEYS, VALUES = "attn_k_b", "attn_v_b"  # each head's matrices between latent and key, and value, in newer files
 PAIRED = ("llama", "granite")  # ggml rotates pairs of adjacent rows in these
-MIXTURES = ("llama", "qwen3moe")
+MIXTURES = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
 STARCODER = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -63,6 +79,7 @@ class Source(NamedTuple):
     tensor: str
     expert: int | None = None
     change: Callable[[Tensor], Tensor] | None = None
+    values: str | None = None  # the tensor of VALUES, where `tensor` is that of KEYS
 
 
 class GgufTensors(NamedTensors):
@@ -85,9 +102,11 @@ class GgufTensors(NamedTensors):
         architecture = str(file.need(ARCHITECTURE))
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         for name, info in file.tensors.items():
-            if name == ROPE_FREQS:  # read by config_json
+            if name in (ROPE_FREQS, *(LONGROPE.values() if architecture == "phi3" else ())):  # read by config_json
                 continue
             layer, kind, part = split_name(file, name)
+            if kind == VALUES and architecture == "deepseek2":  # read with KEYS
+                continue
             if kind in STACKED and layer is not None and architecture in MIXTURES:
                 for expert in range(info.shape[0]):
                     hf_name = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[kind]}.{part}"
@@ -96,7 +115,8 @@ class GgufTensors(NamedTensors):
             names = GLOBAL if layer is None else {**LAYER, **OTHERWISE.get(architecture, {})}
             if architecture == "starcoder":
                 names = STARCODER if layer is None else STARCODER_LAYER
-            if kind not in names:
+            whole = f"{kind}.{part}"  # has a name of another form
+            if kind not in names and whole not in names:
                 raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
             change = None
             if architecture in PAIRED and kind in heads:
@@ -108,25 +128,30 @@ class GgufTensors(NamedTensors):
                 change = without_one
             layers = "transformer.h" if architecture == "starcoder" else "model.layers"
             prefix = "" if layer is None else f"{layers}.{layer}."
-            self._sources[f"{prefix}{names[kind]}.{part}"] = Source(name, change=change)
+            values = values_beside(file, name) if kind == KEYS else None
+            self._sources[prefix + (names.get(whole) or f"{names[kind]}.{part}")] = Source(name, None, change, values)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, expert, change = self._sources[name]
-        if change is None:
-            value = self._file.read(tensor, self._dtype, index=expert)
-        else:  # changed in fp32, so that it is rounded only once
-            value = change(self._file.read(tensor, torch.float32, index=expert)).to(self._dtype)
+        tensor, expert, change, values = self._sources[name]
+        # changed in fp32, so that it is rounded only once; a router may compute in fp32 whatever the model's dtype is
+        wide = torch.float32 if change is not None or ".mlp.gate." in name else self._dtype
+        value = self._file.read(tensor, wide, index=expert)
+        if change is not None:
+            value = change(value).to(self._dtype)
+        if values is not None:
+            value = join_heads(value, self._file.read(values, self._dtype))
         self._advance_progress()
         row_range = None if self._rows is None else self._rows(name, len(value))
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
 
     def shape(self, name: str) -> Sequence[int]:
-        tensor, expert, _ = self._sources[name]
-        return self._file.tensors[tensor].shape[0 if expert is None else 1 :]
+        tensor, expert, _, values = self._sources[name]
+        shape = self._file.tensors[tensor].shape[0 if expert is None else 1 :]
+        return shape if values is None else (shape[0] * (shape[2] + self._file.tensors[values].shape[1]), shape[1])
 
     def blocks(self, name: str) -> GgmlRows | None:
-        tensor, expert, change = self._sources[name]
-        rows = self._file.blocks(tensor, index=expert)
+        tensor, expert, change, values = self._sources[name]
+        rows = None if values else self._file.blocks(tensor, index=expert)
         if rows is None:
             return None
         self._advance_progress()
@@ -135,6 +160,10 @@ class GgufTensors(NamedTensors):
         if row_range is not None:
             order = (torch.arange(len(rows.data)) if order is None else order)[slice(*row_range)]
         return replace(rows, order=order)
+
+    def groups(self, name: str) -> GroupedRows | None:
+        tensor, expert, _, values = self._sources[name]
+        return None if values else self._file.groups(tensor, index=expert)
 
     def release(self) -> None:
         self._file.release()
@@ -178,6 +207,22 @@ def rotary_pairs(heads: int) -> Callable[[Tensor], Tensor]:
         return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
     return change
+
+
+def values_beside(file: GgufFile, keys: str) -> str:
+    """Return the tensor of VALUES for one of KEYS. Raises ValueError unless both have a matrix for every head."""
+    values = keys.replace(KEYS, VALUES)
+    first, second = (file.tensors[name].shape if name in file.tensors else () for name in (keys, values))
+    if len(first) != 3 or len(second) != 3 or first[:2] != (second[0], second[2]):
+        raise ValueError(
+            f"{file.path}: {keys} {list(first)}, {values} {list(second)}: must have a matrix for every head"
+        )
+    return values
+
+
+def join_heads(keys: Tensor, values: Tensor) -> Tensor:
+    """Return each head's matrices `[heads * (key + value), rank]` for `[heads, rank, key]`, `[heads, value, rank]`."""
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
 
 
 def without_one(weight: Tensor) -> Tensor:

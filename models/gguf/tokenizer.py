@@ -33,22 +33,37 @@ log = logging.getLogger("headway.targets")
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s" + (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# By name, the pattern that splits a text into words; None: GPT-2's, which is built into ByteLevel.
-SPLITS: dict[str, str | None] = {
-    "gpt-2": None,
-    "smollm": None,
-    "starcoder": None,
-    "refact": None,  # Granite
-    "llama-bpe": LETTERS + r"\p{N}{1,3}" + REST,
-    "llama3": LETTERS + r"\p{N}{1,3}" + REST,
-    "llama-v3": LETTERS + r"\p{N}{1,3}" + REST,
-    "dbrx": LETTERS + r"\p{N}{1,3}" + REST,
-    "qwen2": LETTERS + r"\p{N}" + REST,
-    "tekken": TEKKEN,
+CASED_LETTERS = (  # those that the tokenizer.json of DeepSeek-V2 lists
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-"
+    "\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-"
+    "ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb"
+    "\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# By name, the patterns that split a text into words, one after another; none: GPT-2's, which is built into ByteLevel.
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact"), ()),  # the last is Granite's
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx"), (LETTERS + r"\p{N}{1,3}" + REST,)),
+    "qwen2": (LETTERS + r"\p{N}" + REST,),
+    "tekken": (CASED % ("", "", ""),),
+    "gpt-4o": (CASED % (CONTRACTION, CONTRACTION, "{1,3}"),),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{CASED_LETTERS}]+",
+        "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        r"\s+$",
+        "[一-龥\u0800-一가-\ud7ff]+",
+        r"\p{N}+",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
 SINGLE_DIGITS = ("smollm", "starcoder", "refact")
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged from its parts
@@ -135,11 +150,10 @@ def byte_level(file: GgufFile) -> Tokenizer:
         if not {*pair, "".join(pair)} <= vocabulary.keys():
             raise ValueError(f"{file.path}: {PREFIX}merges: {' '.join(pair)!r} is of tokens that {PREFIX}tokens lacks")
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
-    pattern = SPLITS[name]
+    patterns = SPLITS[name]
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if name in SINGLE_DIGITS else []
-    if pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     if name in COMPOSED:

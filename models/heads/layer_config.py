@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from models.config import TargetConfig
+from models.config import RopeConfig, TargetConfig
 from models.heads.config import Facts
 
 Shape = TypeVar("Shape")
@@ -16,7 +16,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 
 
 def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
-    """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES."""
+    """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES.
+
+    Of longrope, whose divisors are those of the target's head size, only the base is taken.
+    """
     assert sizes.keys() <= set(SIZES)
     stated = {key: size for key, size in sizes.items() if size is not None}
     merged: dict[str, Any] = {key: getattr(target, key) for key in SIZES} | stated
@@ -29,7 +32,7 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
         attention_bias=target.output_bias,  # Llama has it on both projections or on none
         output_bias=target.output_bias,
         mlp_bias=target.mlp_bias,
-        rope=target.rope,
+        rope=RopeConfig(target.rope.theta) if target.rope.divisors else target.rope,
         bos_token_id=target.bos_token_id,
         eos_token_ids=target.eos_token_ids,
         **merged,

@@ -2,11 +2,12 @@
 
 `blocks` uint8 `[N, K / 32, 16]`: two numbers of 4 bits (e2m1) in a byte, the first in its low bits; `scales` uint8
 `[N, K / 32]`: an exponent of two plus 127 (e8m0). Twice a number is a whole one, so a layer is read as one of 8 bits.
+In a GGUF file (models/gguf/file.py) a byte holds numbers i and i + 16 of a group, after the group's scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -29,12 +30,17 @@ def _read_layer(layer: str, parts: Mapping[str, Tensor]) -> GroupedRows:
     blocks = need(parts, "blocks", *exponents.shape, GROUP // 2)
     if exponents.dtype != torch.uint8 or blocks.dtype != torch.uint8:
         raise ValueError(f"blocks {blocks.dtype}, scales {exponents.dtype}: expected {torch.uint8}")
+    return grouped(f"{layer}.scales", exponents, lambda: unpack(blocks.flatten(1), 4))
+
+
+def grouped(name: str, exponents: Tensor, codes: Callable[[], Tensor]) -> GroupedRows:
+    """Return a matrix by its exponents uint8 `[N, K / 32]`, called `name`, and numbers uint8 `[N, K]`, read on call."""
     numbers = torch.tensor([*DOUBLED, *(-number for number in DOUBLED)], dtype=torch.int8)
 
     def integers() -> tuple[Tensor, None]:
         if bool((exponents == NAN).any()):
-            raise ValueError(f"{layer}.scales: damaged: a scale is not a number; copy or download the file again")
-        return numbers[unpack(blocks.flatten(1), 4).int()], None
+            raise ValueError(f"{name}: damaged: a scale is not a number; copy or download the file again")
+        return numbers[codes().int()], None
 
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - BIAS - 1).bfloat16()
-    return GroupedRows("int8", exponents.shape[1] * GROUP, scales, None, integers, layer)
+    return GroupedRows("int8", exponents.shape[1] * GROUP, scales, None, integers, name)

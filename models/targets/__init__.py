@@ -128,9 +128,9 @@ def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
     return ARCHITECTURES[architecture]
 
 
-def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
+def empty_target(folder: Path, part: Part | None = None, context: int | None = None) -> LlamaTarget:
     """Build a target of the right family and sizes on the meta device. Raises ValueError for what is not supported."""
-    config = read_target_config(folder)
+    config = read_target_config(folder).within(context)
     with torch.device("meta"):
         target = ARCHITECTURES[config.architecture](config)
         if part is not None:
@@ -139,21 +139,18 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 
 
 def read_weights(
-    folder: Path, dtype: torch.dtype, part: Part | None, unsharded: str | None, *, progress: bool, native: bool = False
+    folder: Path, dtype: torch.dtype, part: Part | None, *, progress: bool, native: bool = False
 ) -> NamedTensors:
     """Return the tensors of a target, or this rank's rows of them; quantized layers as weights in `dtype`.
 
-    The tensor named `unsharded` keeps all rows. Each tensor is read on access; with `progress` those of a GGUF file
-    show a bar. Raises ValueError for a broken checkpoint.
+    Each tensor is read on access; with `progress` those of a GGUF file show a bar. Raises ValueError for a broken
+    checkpoint.
     """
-
-    def rows(name: str, total: int) -> tuple[int, int] | None:
-        return None if part is None or name == unsharded else part.rows(name, total)
-
+    rows = None if part is None else part.rows
     scheme = read_scheme(read_config(folder))
     if scheme is None:
-        return open_tensors(folder, dtype, rows if part else None, progress=progress)
-    tensors = QuantizedTensors(scheme, folder, dtype, rows if part else None)
+        return open_tensors(folder, dtype, rows, progress=progress)
+    tensors = QuantizedTensors(scheme, folder, dtype, rows)
     use = "as published" if native else f"dequantized to {dtype}"
     log.info("%s: %d linear layers are %s; %s", folder, len(tensors.layers), scheme.name, use)
     return tensors
@@ -169,6 +166,7 @@ def load_target(
     exchange: Exchange | None = None,
     layers: Sequence[int] | None = None,
     native: bool = False,
+    context: int | None = None,
 ) -> LlamaTarget:
     """Load a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
@@ -176,14 +174,17 @@ def load_target(
     keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
     these; the others stay on the meta device. A quantized checkpoint is widened (models/quantized/). With `native`, the
     matrices that it stores in blocks or groups stay so, ready for serving: kernels must read them
-    (kernels.ggml.reads_ggml, kernels.groups.why_unread).
+    (kernels.ggml.reads_ggml, kernels.groups.why_unread). `context`: the most tokens of a text, as in
+    `TargetConfig.within`.
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
-    target = empty_target(folder, part).to(dtype)
+    target = empty_target(folder, part, context).to(dtype)
     config, layout = target.config, target.checkpoint_layout()
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     progress = exchange is None and layers is None
-    tensors = viewed(read_weights(folder, dtype, part, shared, progress=progress, native=native), target, part)
+    whole = (str(shared), *(("k_proj", "v_proj") if config.num_kv_heads == 1 else ()))
+    rank = part and replace(part, whole=whole)
+    tensors = viewed(read_weights(folder, dtype, rank, progress=progress, native=native), target, rank)
     names = names_of(tensors, target.config)
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
@@ -216,7 +217,7 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     `target` is what `empty_target` made of it.
     """
     layout = target.checkpoint_layout()
-    tensors = viewed(read_weights(folder, torch.float32, None, None, progress=False), target, None)
+    tensors = viewed(read_weights(folder, torch.float32, None, progress=False), target, None)
     names = names_of(tensors, target.config)
     if target.config.tie_word_embeddings:
         tie(layout, names, shared_weight(folder))

@@ -1,6 +1,6 @@
 """GPT-BigCode (GPTBigCodeForCausalLM: StarCoder, arXiv 2305.06161, Granite's 20B code model): one KV head for all.
 
-Its one KV head cannot be divided among tensor parallel ranks. In GGUF files this is llama.cpp's architecture starcoder,
+In GGUF files this is llama.cpp's architecture starcoder,
 which approximates GELU by tanh where some config.json ask for the exact function.
 """
 

@@ -36,7 +36,7 @@ class ShardedLinear(Linear):
         reads: Sequence[int] | None = None,
         answers: Literal["part", "whole", "leader"] = "part",
     ) -> None:
-        assert sum(sizes) == linear.out_features
+        assert answers == "part" or sum(sizes) == linear.out_features
         super().__init__(linear.in_features, sizes[part.rank], bias=linear.bias is not None)
         self.part, self.sizes, self.answers = part, tuple(sizes), answers
         self.reads = None if reads is None else tuple(reads)
@@ -59,7 +59,7 @@ def divide(target: LlamaTarget, part: Part) -> None:
 
     Call before weights are loaded, best on the meta device.
     """
-    check_heads(target.config.num_kv_heads, part.ranks)
+    check_heads(target.config.num_heads, target.config.num_kv_heads, part.ranks)
     for module in list(target.modules()):
         if isinstance(module, SelfAttention):
             _divide_attention(module, part)
@@ -73,10 +73,11 @@ def divide(target: LlamaTarget, part: Part) -> None:
 def _divide_attention(attention: SelfAttention, part: Part) -> None:
     qkv, ranks = attention.qkv_proj, part.ranks
     attention.num_heads //= ranks
-    attention.num_kv_heads //= ranks
+    attention.num_kv_heads = max(attention.num_kv_heads // ranks, 1)
     if attention.sinks is not None:
         attention.sinks = nn.Parameter(attention.sinks[: attention.num_heads])
-    attention.qkv_proj = ShardedLinear(qkv, part, even(qkv.out_features, ranks))
+    rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    attention.qkv_proj = ShardedLinear(qkv, part, (rows,) * ranks)
     attention.o_proj = _divide_output(attention.o_proj, part)
 
 

@@ -153,6 +153,7 @@ def test_there_and_back_keeps_the_values(tmp_path_factory, config, seed, dtype):
     [
         ("linear", {"factor": 2.0}),
         ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64.0}),
+        ("yarn", {"factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0}),
         *(
             (
                 "llama3",
@@ -190,8 +191,8 @@ def test_rotary_scaling(tmp_path, kind, numbers):
         ({"attention_bias": True, "output_bias": True}, "llama.cpp has no biases in a head"),
         ({"mlp_bias": True}, "llama.cpp has no biases in a head"),
         (
-            {"rope": RopeConfig(1e4, "yarn", (("beta_fast", 16.0), ("factor", 2.0)))},
-            "rope_scaling: {'beta_fast': 16.0}: has no place in a GGUF file",
+            {"rope": RopeConfig(1e4, "yarn", (("attention_factor", 1.5), ("factor", 2.0)))},
+            "rope_scaling: {'attention_factor': 1.5}: has no place in a GGUF file",
         ),
         (
             {

@@ -186,12 +186,20 @@ FAMILIES = {
     ),
     "opt": ("OPTConfig", {"ffn_dim": 96, "init_std": 0.2}),
     "gpt oss": ("GptOssConfig", {**TIED, "head_dim": 32, "intermediate_size": 48, "num_local_experts": 4}),
+    "gpt bigcode": ("GPTBigCodeConfig", {**TIED, "n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
+    "gemma3, one KV head": (
+        "Gemma3TextConfig",
+        {
+            **{"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96},
+            **{"sliding_window": 8, "sliding_window_pattern": 2},
+        },
+    ),
     "opt as 350m": (
         "OPTConfig",
         {"ffn_dim": 96, "init_std": 0.2, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
     ),
 }
-DTYPES = ("float32", "bfloat16", "bfloat16", *("float32", "bfloat16") * 3, "bfloat16", "float32")
+DTYPES = ("float32", "bfloat16", "bfloat16", *("float32", "bfloat16") * 4, "bfloat16", "float32")
 
 
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, DTYPES, strict=True)])

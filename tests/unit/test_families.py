@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.config import EngineConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
@@ -45,6 +45,17 @@ GRANITE = {
 }
 PHI = {"pad_token_id": 0, "eos_token_id": 2}
 PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * index for index in range(16)],
+    "long_factor": [1.0 + 1.5 * index for index in range(16)],
+    "original_max_position_embeddings": 16,
+}
+PHI_LONG = {
+    **{**PHI, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    **{"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+}
 OPT, OPT_350M = {"ffn_dim": 96, "init_std": 0.2}, {"word_embed_proj_dim": 32, "do_layer_norm_before": False}
 BIGCODE = {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}
 # sinks as large as scores, experts that reach the limit of their gate
@@ -109,6 +120,16 @@ FAMILIES = {
     "mixtral window": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 24}),
     "phi3": ("Phi3Config", PHI),
     "phi3 window, part of the head": ("Phi3Config", {**PHI, "sliding_window": 24, "rope_parameters": PART}),
+    "phi3 longrope": ("Phi3Config", PHI_LONG),
+    "phi3 longrope, part of the head": (
+        "Phi3Config",
+        PHI_LONG
+        | {
+            "rope_parameters": LONGROPE
+            | {"partial_rotary_factor": 0.75, "short_factor": [1.5] * 12, "long_factor": list(range(2, 14))}
+            | {"attention_factor": 1.25}
+        },
+    ),
 }
 
 
@@ -265,6 +286,44 @@ def test_the_engine_decodes_what_transformers_decodes(make_family_folder, name):
     assert completion.token_ids == wanted.tolist()
 
 
+@pytest.mark.parametrize("name", ["phi3 longrope", "phi3 longrope, part of the head"])
+def test_longrope_within_the_original_context(make_family_folder, name):
+    folder = make_family_folder(name)
+    ids = torch.randint(0, 384, (2, 16), generator=torch.Generator().manual_seed(3))
+    expected, target = reference_outputs(folder, ids), load_target(str(folder), context=16)
+    with torch.no_grad():
+        out = target(ids, torch.arange(16).expand_as(ids), CausalAttention())
+    assert relative_error(target.logits(out.hidden), expected.logits) < TOLERANCE
+
+
+def test_an_engine_s_context_decides_longrope_s_divisors(make_family_folder, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("infer.engine.loading.Tokenizer.load", lambda folder: None)
+    folder, texts = make_family_folder("phi3 longrope"), {}
+    prompt = torch.randint(1, 384, (1, 8), generator=torch.Generator().manual_seed(8))
+    for context in (16, 17, None):
+        model = ModelConfig(name="tiny", path=str(folder), dtype="float32")
+        engine = Engine.load(model, proposer="ngram", engine=EngineConfig(max_model_len=context))
+        assert engine.context == (context or 512)
+        (completion,) = engine.generate(prompt.tolist(), SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0))
+        texts[context] = completion.logprobs
+        if context == 16:
+            reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            wanted = reference.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert completion.token_ids == wanted[0, 8:].tolist()
+    assert texts[16] != texts[17] == texts[None]
+
+
+def test_longrope_is_read_as_older_files_state_it(make_family_folder, tmp_path):
+    folder = make_family_folder("phi3 longrope")
+    section = {key: LONGROPE[key] for key in ("short_factor", "long_factor")} | {"type": "su"}
+    edit(folder, tmp_path, rope_parameters=None, rope_scaling=section, original_max_position_embeddings=16)
+    assert empty_target(tmp_path).config == empty_target(folder).config
+    edit(folder, tmp_path, max_position_embeddings=16)
+    assert empty_target(tmp_path).config.rope.divisors == tuple(LONGROPE["short_factor"])
+
+
 LONG = {
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 2048},
     "llama3": {
@@ -330,8 +389,11 @@ def edit(folder, tmp_path, **changes):
         ("deepseek v2", {"norm_topk_prob": True}, "norm_topk_prob=True: only False"),
         ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc': only 'greedy' or 'group_limited_greedy'"),
         ("mixtral", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be 1 to 6"),
-        ("phi3", {"rope_parameters": PART | {"rope_type": "longrope"}}, "rope_type='longrope': longrope is not supp"),
-        ("phi3", {"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope_type='su': longrope is not supp"),
+        ("phi3", {"rope_parameters": PART | {"rope_type": "longrope"}}, "config.json: short_factor is missing"),
+        ("phi3 longrope", {"rope_parameters": LONGROPE | {"long_factor": [1.0] * 15}}, "long_factor=.*must be 16 pos"),
+        ("phi3 longrope", {"rope_parameters": LONGROPE | {"short_factor": [0.0] * 16}}, "short_factor=.*must be 16"),
+        ("phi3 longrope", {"rope_parameters": LONGROPE | {"long_mscale": 1.2}}, "long_mscale=1.2: only no value"),
+        ("mistral", {"rope_parameters": LONGROPE}, "rope_type='longrope': not supported"),
         ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2: must give"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False: only True"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True: only False"),
@@ -438,8 +500,8 @@ def test_what_learned_families_cannot_do_is_named(make_family_folder, tmp_path):
     with pytest.raises(ValueError, match="word_embed_proj_dim=32 is not hidden_size=64: heads are not supported"):
         HEADS["eagle"]().make(projected.config)
     HEADS["eagle"]().make(load_target(str(make_family_folder("opt"))).config)
-    with pytest.raises(ValueError, match="engine.tensor_parallel=2: the target's 1 KV heads cannot be shared"):
-        empty_target(make_family_folder("gpt bigcode"), Part(0, 2, lambda x, sizes, *, everywhere=True: x))
+    with pytest.raises(ValueError, match="engine.tensor_parallel=3: the target's 4 query heads cannot be shared"):
+        empty_target(make_family_folder("gpt bigcode"), Part(0, 3, lambda x, sizes, *, everywhere=True: x))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,14 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from safetensors.torch import load_file, save_file
 
+from infer.options.stored_weights import why_widened
+from kernels.cpu.library import library
 from models.attention import CausalAttention
 from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
 from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantizes
+from models.sharding import Part
+from models.stacked_experts import stack
 from models.targets import check_weights, empty_target, load_target, read_target_config
 from models.targets.views import viewed
 from models.targets.writing import save_target
@@ -35,6 +39,13 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+DEEPSEEK = {
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "routed_scaling_factor": 3.0}
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -67,9 +78,42 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
         },
     ),
+    "phi3 longrope": (
+        "Phi3Config",
+        {
+            **{"pad_token_id": 0, "eos_token_id": 2, "original_max_position_embeddings": 16},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 10000.0},
+                **{"long_factor": [1.0 + index for index in range(8)], "short_factor": [1.5] * 8},
+            },
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **{"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 24},
+            "rope_parameters": YARN | {"factor": 32.0, "beta_fast": 24.0, "beta_slow": 2.0, "truncate": False},
+        },
+    ),
+    "deepseek v3": ("DeepseekV3Config", {**DEEPSEEK, "n_shared_experts": 1, "n_group": 4, "topk_group": 2}),
+    "deepseek v3, older": (
+        "DeepseekV3Config",
+        {**DEEPSEEK, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "deepseek v2": (
+        "DeepseekV2Config",
+        {**DEEPSEEK_V2, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek v2 lite, older": (
+        "DeepseekV2Config",
+        {
+            **{**DEEPSEEK_V2, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
     "starcoder": ("GPTBigCodeConfig", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
     "starcoder tied": ("GPTBigCodeConfig", {"n_inner": 96, "tie_word_embeddings": True}),
@@ -106,7 +150,9 @@ def written(tmp_path_factory):
         folder, file = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("file") / "tiny.gguf"
         model.save_pretrained(folder)
         randomise_biases_and_norms(folder)
-        save_file(write_gguf(folder, file), folder / "model.safetensors", metadata={"format": "pt"})
+        tensors = write_gguf(folder, file, older="older" in name)
+        tensors = stack(tensors) if name == "gpt-oss" else tensors
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         cached[name] = file, folder
         return cached[name]
 
@@ -116,7 +162,7 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_holds_what_its_folder_holds(written, name):
     file, folder = written(name)
-    target, wanted = empty_target(file), load_file(folder / "model.safetensors")
+    target, wanted = empty_target(file), dict(open_tensors(folder))
     tensors = viewed(open_tensors(file), target, None)
     assert set(tensors) == set(wanted)
     for key, value in wanted.items():
@@ -136,7 +182,7 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
     family = FAMILY_OF_FILE.get(config.architecture, config.architecture)
     assert target.config.architecture == family
     sizes = ("head_dim", "num_kv_heads", "vocab_size", "max_position_embeddings", "rotary_dim")
-    for key in (*sizes, "tie_word_embeddings", "experts", "windows"):
+    for key in (*sizes, "tie_word_embeddings", "experts", "windows", "latent"):
         assert getattr(target.config, key) == getattr(config, key), key
     gguf_options = {"gguf_file": file.name} if name in READ_BY_TRANSFORMERS else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -190,6 +236,53 @@ def test_smollm2_gives_the_logits_of_transformers():
         logits, wanted = target.logits(out.hidden), model(ids).logits
     assert relative_error(logits, wanted) < TOLERANCE
     assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize(
+    ("name", "formats"), [("gpt-oss", ("Q8_0", "int8 in groups of 32")), ("deepseek v3", ("Q8_0",))]
+)
+def test_what_stays_as_published_gives_the_logits_of_what_is_widened(written, tmp_path, name, formats):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(written(name)[1], file, (Kind.Q8_0,))
+    assert why_widened(file, torch.bfloat16, torch.device("cpu"), divided=False) is None
+    native, widened = load_target(str(file), native=True), load_target(str(file))
+    assert native.ggml_formats == formats
+    logits = []
+    for target in (native, widened):
+        with torch.no_grad():
+            out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
+            logits.append(target.logits(out.hidden))
+    assert relative_error(*logits) < TOLERANCE
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+def test_a_scale_of_mxfp4_that_is_no_number_is_named(written, tmp_path):
+    file = tmp_path / "tiny.gguf"
+    write_gguf(written("gpt-oss")[1], file)
+    stacked = GgufFile(file).tensors["blk.1.ffn_down_exps.weight"]
+    content = bytearray(file.read_bytes())
+    content[stacked.offset + 3 * stacked.size // 6] = 255  # the exponent of the first group of expert 3
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tiny\.gguf: blk.1.ffn_down_exps.weight.*: a scale is not a number"):
+        load_target(str(file), native=True)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied"])
+def test_a_rank_reads_its_rows(written, name):
+    file, folder = written(name)
+    part = Part(1, 2, lambda x, sizes, *, everywhere=True: x)
+    wanted, target = (load_target(str(checkpoint), part=part) for checkpoint in (folder, file))
+    for key, parameter in target.named_parameters():
+        assert torch.equal(parameter, wanted.get_parameter(key)), key
+
+
+def test_a_router_in_fp32_is_not_rounded(written):
+    file, _ = written("deepseek v3")
+    rounded, target = load_target(str(file), dtype=torch.bfloat16), load_target(str(file))
+    for kind in ("weight", "e_score_correction_bias"):
+        key = f"layers.2.mlp.gate.{kind}"
+        assert torch.equal(rounded.get_parameter(key), target.get_parameter(key))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes: some scales are infinite
@@ -271,6 +364,7 @@ CHANGES = {
     "scaling": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type='longrope'"),
     "no factor": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "llama.rope.scaling.factor"),
     "unknown tensor": (lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "attn_sinks"),
+    "ramp": (lambda w: w.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0), "yarn_ext_factor=1.0"),
     "unknown form": (lambda w: w.add_tensor("extra", np.ones(4, np.float32)), "the tensor extra"),
     "no such layer": (lambda w: w.add_tensor("blk.9.attn_norm.weight", np.ones(64, np.float32)), r"layers\.9\."),
     "frequencies": (lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3, np.float32)), "rope_freqs.weight"),
@@ -291,14 +385,32 @@ def test_what_would_change_the_logits_is_an_error_that_names_it(make_target_fold
 
 OF_OTHERS = {
     "granite": (lambda w: w.add_bool("granite.rope.scaling.finetuned", False), "granite.rope.scaling.finetuned=False"),
-    "phi3": (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long.weight"),
+    "phi3": (
+        lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
+        "rope_factors_short.weight is",
+    ),
+    "phi3 window, part of the head": (
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        "rope_factors_long.weight is missing",
+    ),
+    "qwen2": (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long.weight"),
+    "deepseek v3": (lambda w: w.add_uint32("deepseek2.nextn_predict_layers", 1), "nextn_predict_layers=1"),
+    "deepseek v2": (lambda w: w.add_uint32("deepseek2.expert_gating_func", 3), "expert_gating_func=3: .* 1 or 2"),
+    "deepseek v3, older": (
+        lambda w: w.add_tensor("blk.0.attn_k_b.weight", np.ones((4, 32, 32), np.float32)),
+        r"blk.0.attn_k_b.weight \[4, 32, 32\], blk.0.attn_v_b.weight \[\]: must have a matrix for every head",
+    ),
+    "deepseek v2 lite, older": (
+        lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.YARN), w.add_rope_scaling_factor(4.0)),
+        "yarn_log_multiplier is missing",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
 def test_what_other_families_do_not_support_is_named(written, tmp_path, name):
     add, message = OF_OTHERS[name]
-    write_gguf(written(name)[1], tmp_path / "tiny.gguf", change=add)
+    write_gguf(written(name)[1], tmp_path / "tiny.gguf", change=add, older="older" in name)
     with pytest.raises(ValueError, match=message):
         load_target(str(tmp_path / "tiny.gguf"))
 

@@ -37,6 +37,39 @@ STEPS: dict[str, list[Any]] = {
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
+MARKS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT_OSS = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{MARKS[0]}*{MARKS[1]}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{MARKS[0]}+{MARKS[1]}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+STEPS["gpt-4o"] = [
+    pre_tokenizers.Split(Regex(GPT_OSS), "isolated"),
+    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+]
+DEEPSEEK = {
+    "deepseek-v3": [
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+        "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+    ],
+    "deepseek-llm": [  # which lists the letters
+        "[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}+",
+    ],
+}
+for name, patterns in DEEPSEEK.items():
+    STEPS[name] = [
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
 STEPS |= {"refact": STEPS["smollm"], "dbrx": STEPS["llama-bpe"]}  # of Granite 3 and Phi-4
 CORPUS = [
     "def read(path):\n    return 2024 + 12345 * x\n",
@@ -51,6 +84,7 @@ TEXTS = [
     *CORPUS,
     "x<|turn|>user\n1<|end|>",
     "½ ² Ⅷ ٣٤",
+    "（全角）！ ひらがな カタカナ 한국어 ΑΛΦΑ жизнь\u3000。 ok.go",
     "\u200d👩\u200d👩\u200d👧",
     "DON'T don't",
     "<0x0A>",

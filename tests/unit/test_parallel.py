@@ -55,11 +55,14 @@ def test_an_mlp_is_divided_in_whole_vectors(vectors, ranks, odd):
 
 @given(kv_heads=st.integers(1, 16), group=st.integers(1, 8), ranks=st.integers(1, 8), dim=st.sampled_from([16, 64]))
 def test_every_rank_gets_kv_heads_with_the_queries_that_read_them(kv_heads, group, ranks, dim):
-    if kv_heads % ranks:
-        with pytest.raises(ValueError, match=rf"tensor_parallel={ranks}: .* {kv_heads} KV heads .* use one of 1"):
-            check_heads(kv_heads, ranks)
+    count, kind = (group, "query heads") if kv_heads == 1 else (kv_heads, "KV heads")
+    if count % ranks:
+        with pytest.raises(ValueError, match=rf"tensor_parallel={ranks}: .* {count} {kind} .* use one of 1"):
+            check_heads(kv_heads * group, kv_heads, ranks)
         return
-    check_heads(kv_heads, ranks)
+    check_heads(kv_heads * group, kv_heads, ranks)
+    if kv_heads == 1:  # on every rank
+        return
     head_of_row = torch.arange(kv_heads * group * dim) // dim
     kv_head_of_row = torch.arange(kv_heads * dim) // dim
     queries = head_of_row.split(even(len(head_of_row), ranks))

@@ -144,7 +144,8 @@ def load_draft_model(
     native = engine.draft_weights in ("same", "auto") and not why_widened(
         folder, weight.dtype, weight.device, divided=False
     )
-    draft = load_target(str(folder), dtype=weight.dtype, device=weight.device, native=native)
+    context = engine.max_model_len
+    draft = load_target(str(folder), dtype=weight.dtype, device=weight.device, native=native, context=context)
     sizes = target.config.vocab_size, draft.config.vocab_size
     tokens = map_tokens(tokenizer, Tokenizer.load(folder), *sizes)
     head = DraftModelHead.of(draft, sizes[0], tokens, parallel_token(proposer, folder, sizes[1]))
