@@ -39,15 +39,18 @@ class Facts(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """The number of a head's layers that keep KV, and their common shape."""
+    """The number of a head's layers that keep KV, and their common shape; from the third on as kernels' LayerShape."""
 
     layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None  # a value is the first numbers of its key, so many; None: beside it
 
     @classmethod
     def of(cls, layer: TargetConfig) -> AttentionShape:
+        if layer.latent is not None:
+            return cls(layer.num_layers, layer.num_heads, 1, layer.cached_numbers(1), layer.latent.rank)
         return cls(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
 

@@ -50,7 +50,7 @@ class LlamaTarget(nn.Module):
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         rotated = config.rotary_dim or config.head_dim
         self.rotaries = [RotaryEmbedding(rope, rotated, config.max_position_embeddings) for rope in ropes]
-        self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -61,9 +61,9 @@ class LlamaTarget(nn.Module):
         """Read the checkpoint's config.json. Raises ValueError naming the key that is missing or not supported."""
         return TargetConfig.from_json(config)
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        experts = self.config.experts
-        return DecoderLayer(self.config, index, experts and MixtureOfExperts(self.config.hidden_size, experts))
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        return DecoderLayer(config, index, config.experts and MixtureOfExperts(config.hidden_size, config.experts))
 
     @staticmethod
     def published_name(name: str) -> str:

@@ -89,8 +89,9 @@ class OPTTarget(LearnedTarget):
             norm_after=not config.get("do_layer_norm_before", True),
         )
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        return (PostNormLayer if self.config.norm_after else LearnedLayer)(self.config, index)
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        return (PostNormLayer if config.norm_after else LearnedLayer)(config, index)
 
     def embed(self, ids: Tensor) -> Tensor:
         x = super().embed(ids)
