@@ -45,7 +45,7 @@ def ttt_attention(
 
         q, *kv = (x.to(dtype) for x in (q, *keys, *values))
         return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *kv)
-    return dense(q, keys, values, slots, starts, scale)
+    return dense(q, keys, values, slots, starts, scale or q.shape[-1] ** -0.5)
 
 
 def kernel_dtype(x: Tensor) -> torch.dtype | None:
@@ -93,11 +93,10 @@ def dense(
     values: Sequence[Tensor],
     slots: Tensor | None,
     starts: Tensor | None,
-    scale: float | None = None,
+    scale: float,
 ) -> Tensor:
     """As `ttt_attention`, in torch. Query heads of one KV head share a matrix product."""
     T, groups = keys[0].shape[1], q.shape[2] // keys[0].shape[2]
-    scale = scale or q.shape[3] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, keys[0], values[0]))  # [B, heads, T, D]
     plain = slots is None and starts is None
     if starts is None:
