@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,29 @@ def test_a_target_with_modules_needs_no_path(ship, capsys):
     run(with_head(compose("generate", GenerateConfig, words)))
     assert f"head mtp from {folder}" in (text := capsys.readouterr().out)
     assert "acceptance" in text
+
+
+def test_auto_takes_the_modules_of_a_target_for_which_there_is_no_other_head(ship, tiny_head_folder, tmp_path, capsys):
+    folder, _ = ship()
+    words = [f"model={folder}", "model.device=cpu", f"output_dir={tmp_path}", "head=auto", "prompt=Hello", "chat=false"]
+    words += ["max_tokens=12", "ignore_eos=true"]
+    config = with_head(compose("generate", GenerateConfig, words))
+    assert (config.head.name, config.head.path) == ("mtp", str(folder))
+    run(config)
+    assert f"head mtp from {folder}, the target's own modules, up to" in capsys.readouterr().out
+    shutil.copytree(tiny_head_folder, tmp_path / "heads" / config.model.name / "eagle3")
+    config = with_head(compose("generate", GenerateConfig, words))
+    assert (config.head.name, config.head.path) == ("eagle3", None)
+
+
+def test_auto_takes_no_modules_that_the_files_of_a_target_lack(tiny_target_folder, tmp_path):
+    folder = tmp_path / "stripped"
+    shutil.copytree(tiny_target_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = [f"model={folder}", f"output_dir={tmp_path}"]
+    for name, path in (("auto", None), ("mtp", str(folder))):  # asked for by name, they are an error that names them
+        assert with_head(compose("generate", GenerateConfig, [*words, f"head={name}"])).head.path == path
 
 
 def test_a_target_without_modules_has_no_head_mtp(tiny_target_folder):
