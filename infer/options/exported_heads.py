@@ -69,9 +69,9 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
     """
     if isinstance(head, PublishedHeadConfig):
         head = HeadConfig(AUTO, head.path or published_head(head.heads, model), head.revision, head.allow_mismatch)
-    modules = replace(head, name=SHIPPED_BY_TARGETS, path=model.path_or_hub_id, revision=model.revision)
+    modules: dict[str, Any] = {"path": model.path_or_hub_id, "revision": model.revision, "name": SHIPPED_BY_TARGETS}
     if head.name == SHIPPED_BY_TARGETS and not (head.path or is_head(head_folder(head, output_dir, model.name))):
-        return modules if states_modules(model) else head
+        return replace(head, **modules) if states_modules(model) else head
     if head.name != AUTO:
         return head
     if head.path:
@@ -81,7 +81,9 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
     if trained:
         return replace(head, name=max(trained, key=lambda name: (exports / name / "config.json").stat().st_mtime))
     shipped = [name for name in HEADS if is_head(shipped_heads(model.name) / name)]
-    return modules if not shipped and holds_modules(model) else replace(head, name=[*shipped, DEFAULT_HEAD][0])
+    if not shipped and holds_modules(model):
+        return replace(head, **modules)
+    return replace(head, name=[*shipped, DEFAULT_HEAD][0])
 
 
 def holds_modules(model: ModelConfig) -> bool:
