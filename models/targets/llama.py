@@ -104,8 +104,17 @@ class LlamaTarget(nn.Module):
         return logits if scaling == 1 else logits / scaling
 
     def lm_head_rows(self, ids: Tensor) -> Tensor:
-        """Return rows `[N, H]` of the LM head for a head that keeps a copy, with the scale of the logits."""
-        return self.lm_head.weight[ids] / self.config.logits_scaling
+        """Return rows `[N, H]` of the LM head for a head that keeps a copy."""
+        return self.on_hidden(self.lm_head.weight[ids])
+
+    def on_hidden(self, rows: Tensor) -> Tensor:
+        """Return rows of the LM head as vectors `[N, H]` whose products with a hidden state are logits."""
+        return rows if self.config.logits_scaling == 1 else rows / self.config.logits_scaling
+
+    def lend(self) -> tuple[Linear, Tensor | PackedEmbedding]:
+        """Return LM head and embedding, of H numbers each, for heads that use them in place."""
+        embedding = self.embed_tokens
+        return self.lm_head, embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
 
     def join_gathers(self) -> None:
         """If the layers are sharded, join the other processes' forwards until none has any left.
