@@ -151,11 +151,10 @@ class TrainingTimeTestAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert window is sinks is None, "heads see everything, and have no sinks"
-        assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(operand(k))
         values.append(operand(v))
-        return ttt_attention(q, keys, values, self._slots, self._starts).flatten(2)
+        return ttt_attention(q, keys, values, self._slots, self._starts, scale).flatten(2)
 
 
 class BlockAttention:

@@ -7,7 +7,8 @@ and is not implemented is an error here, not a silent difference later.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,7 @@ class TargetConfig:
     mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/mtp_names.py)
     # Of DeepSeek
     latent: LatentConfig | None = None  # of its own attention; head_dim and num_kv_heads are then for heads
+    stated: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json itself
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
@@ -189,6 +191,7 @@ class TargetConfig:
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=token_ids("config.json: eos_token_id", config.get("eos_token_id")),
             mtp_modules=Fields(config).take("num_nextn_predict_layers", int, 0),
+            stated=config,
         )
 
     def extended(self) -> TargetConfig:

@@ -47,6 +47,7 @@ from models.gguf import SUFFIX, is_gguf
 from models.heads.files import fetch_head
 from models.heads.mtp.formats import NATIVE, find_shipped, open_shipped, ships_modules
 from models.hub import is_hub_id
+from models.quantized.scheme import SECTION
 from models.targets.writing import write_with
 from scripts.errors import command_line, reports_errors
 from train.publishing.provenance import portable, provenance
@@ -140,6 +141,8 @@ def stitch(args: argparse.Namespace, checkpoint: Checkpoint, target: Path | None
         raise ValueError("--stitch: needs a head of MTP modules, and --verifier with the folder of their target")
     if not ships_modules(read_json(target / "config.json")):
         raise ValueError(f"--stitch: {target} ships no MTP modules; serve the head beside it, with head.path=")
+    if SECTION in read_json(target / "config.json"):
+        raise ValueError(f"--stitch: {target} is quantized, and its modules with it; stitch into one that is not")
     tensors, names = find_shipped(target)
     shapes = {name: list(tensors.shape(stored)) for name, stored in names.items()}
     other = [name for name, value in checkpoint.tensors.items() if shapes.get(name) != list(value.shape)]

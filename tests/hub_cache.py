@@ -173,11 +173,14 @@ def write_target(folder: Path, kind: str, changes: dict[str, Any], seed: int = 5
 
 
 def ship_module(folder: Path, architecture: str) -> None:
-    """Add a module for multi-token prediction whose layer is the target's first."""
+    """Add a module for multi-token prediction whose layer is the target's last."""
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     layout, size = layout_of(architecture), config["hidden_size"]
-    first, (prefix,) = "model.layers.0.", layout.prefixes(config["num_hidden_layers"], 1)
-    module = {name.replace(first, prefix): value.clone() for name, value in tensors.items() if name.startswith(first)}
+    last, (prefix,) = (
+        f"model.layers.{config['num_hidden_layers'] - 1}.",
+        layout.prefixes(config["num_hidden_layers"], 1),
+    )
+    module = {name.replace(last, prefix): value.clone() for name, value in tensors.items() if name.startswith(last)}
     for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"):
         weight = torch.eye(size).repeat(1, 2) if name == "input_proj" else torch.ones(size)
         module[f"{prefix}{layout.renamed.get(name, name)}.weight"] = weight

@@ -142,7 +142,8 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
             if head.path and head.revision
             else head.path or short(head_folder(head, output_dir, model.name))
         )
-        return f"head {head.name} from {place}, {drafts}{pays}"
+        modules = ", the target's own modules" if head.path == model.path_or_hub_id else ""
+        return f"head {head.name} from {place}{modules}, {drafts}{pays}"
     sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
     drafter = f"{SPELLED.get(name, name.replace('_', ' '))}{sources}, {drafts}{pays}"
     if config.name == "auto" and head.name != "none":

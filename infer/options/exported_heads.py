@@ -61,15 +61,17 @@ def is_head(folder: Path) -> bool:
 
 
 def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadConfig:
-    """Return `head=auto` as a head by name: the one at head.path, else the newest export, else the first shipped one.
+    """Return `head=auto` as a head by name: the one at head.path, else the newest export, else the first shipped one,
+    else the target's own modules.
 
     `head=published` becomes the first known one, and `head=mtp`, if none was exported, what the target ships. Raises
     ValueError if there is none at head.path, or none known.
     """
     if isinstance(head, PublishedHeadConfig):
         head = HeadConfig(AUTO, head.path or published_head(head.heads, model), head.revision, head.allow_mismatch)
+    modules: dict[str, Any] = {"path": model.path_or_hub_id, "revision": model.revision, "name": SHIPPED_BY_TARGETS}
     if head.name == SHIPPED_BY_TARGETS and not (head.path or is_head(head_folder(head, output_dir, model.name))):
-        return replace(head, path=model.path_or_hub_id, revision=model.revision) if ships_modules(model) else head
+        return replace(head, **modules) if states_modules(model) else head
     if head.name != AUTO:
         return head
     if head.path:
@@ -78,12 +80,25 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
     trained = [name for name in HEADS if is_head(exports / name)]
     if trained:
         return replace(head, name=max(trained, key=lambda name: (exports / name / "config.json").stat().st_mtime))
-    shipped = (name for name in HEADS if is_head(shipped_heads(model.name) / name))
-    return replace(head, name=next(shipped, DEFAULT_HEAD))
+    shipped = [name for name in HEADS if is_head(shipped_heads(model.name) / name)]
+    if not shipped and holds_modules(model):
+        return replace(head, **modules)
+    return replace(head, name=[*shipped, DEFAULT_HEAD][0])
 
 
-def ships_modules(model: ModelConfig) -> bool:
-    """Return whether the target ships MTP modules; its config is fetched if it is on the hub."""
+def holds_modules(model: ModelConfig) -> bool:
+    """Return whether the files of the target hold the MTP modules that its config states, of which some are without."""
+    if not states_modules(model):
+        return False
+    from models.heads.mtp.formats import architecture_of, find_shipped
+    from models.targets import ARCHITECTURES, resolve_checkpoint
+
+    folder = resolve_checkpoint(model.path_or_hub_id, model.revision)
+    return architecture_of(read_json(folder / "config.json")) in ARCHITECTURES and bool(find_shipped(folder)[1])
+
+
+def states_modules(model: ModelConfig) -> bool:
+    """Return whether the target's config states MTP modules; it is fetched if it is on the hub."""
     folder = Path(model.path_or_hub_id)
     if is_hub_id(model.path_or_hub_id) and not folder.exists():
         folder = fetch_snapshot(model.path_or_hub_id, model.revision, ("*.json",), "model=")

@@ -59,12 +59,13 @@ class Borrowed(nn.Module):
         return stored(ids) if isinstance(stored, PackedEmbedding) else F.embedding(ids, stored)
 
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """Pack a copy of the LM head in a format of fewer bits than the target's.
+        """Pack a copy of the LM head in a format of fewer bits than the target's, or of one that was made for heads.
 
         There is no copy if the LM head is split among processes or has fewer bits itself.
         """
         lm_head = self._plain
-        if weight_format == "same" or type(lm_head) is not Linear or (weight := lm_head.unpacked_weight()) is None:
+        served = weight_format == "same" and lm_head.packed is not None
+        if served or type(lm_head) is not Linear or (weight := lm_head.unpacked_weight()) is None:
             return
         narrow = Linear(*reversed(weight.shape), bias=False, device="meta")
         narrow.weight = nn.Parameter(weight, requires_grad=False)
@@ -97,8 +98,10 @@ def borrowed_by(head: nn.Module) -> Iterator[Borrowed]:
 
 
 def borrow(head: nn.Module, target: LlamaTarget) -> None:
-    """Let the head use the target's modules, where it uses any. Call before the first step."""
-    embedding = target.embed_tokens
+    """Let the head use the target's modules, where it uses any. Call before the first step.
+
+    What is made of them is kept, as nothing can be made of a target that was rounded since.
+    """
     for borrowed in borrowed_by(head):
-        stored = embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
-        borrowed.lent, borrowed.divisor = (target.lm_head, stored), target.config.logits_scaling
+        if borrowed.lent is None or target.config.embedding_size is None:
+            borrowed.lent, borrowed.divisor = target.lend(), target.config.logits_scaling

@@ -39,15 +39,18 @@ class Facts(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """The number of a head's layers that keep KV, and their common shape."""
+    """The number of a head's layers that keep KV, and their common shape; from the third on as kernels' LayerShape."""
 
     layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None  # a value is the first numbers of its key, so many; None: beside it
 
     @classmethod
     def of(cls, layer: TargetConfig) -> AttentionShape:
+        if layer.latent is not None:
+            return cls(layer.num_layers, layer.num_heads, 1, layer.cached_numbers(1), layer.latent.rank)
         return cls(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
 
 
@@ -129,8 +132,6 @@ class NewHeadConfig(HeadConfig, ABC):
 
     def make(self, target: TargetConfig) -> Head:
         """Make a new head, without vocabulary or weights. Raises ValueError as `for_target` does."""
-        if not self.is_target:
-            refuse_projections(target)
         return self.part("head").HEAD.kind(self.for_target(target))
 
     @classmethod
@@ -140,12 +141,3 @@ class NewHeadConfig(HeadConfig, ABC):
         Typed by `module_of` of weights.py, and `formats_of` and `export_format` of models/formats/checkpoint.py.
         """
         return import_module(f"{cls.__module__.rpartition('.')[0]}.{name}")
-
-
-def refuse_projections(target: TargetConfig) -> None:
-    """Raise ValueError for a target whose embedding and LM head are of another size than its hidden states."""
-    if target.embedding_size is not None:
-        raise ValueError(
-            f"model=: word_embed_proj_dim={target.embedding_size} is not hidden_size={target.hidden_size}: "
-            "heads are not supported for such a target; use another proposer, or a model without these projections"
-        )

@@ -18,7 +18,7 @@ from models.formats.verifier import weights_of
 from models.gguf import is_gguf
 from models.heads.base import Head
 from models.heads.borrowing import borrow
-from models.heads.config import EMBEDDING, LM_HEAD, refuse_projections
+from models.heads.config import EMBEDDING, LM_HEAD
 from models.heads.layer_config import reaching
 from models.heads.weights import checkpoint_layout, checkpoint_tensors, module_of
 from models.hub import fetch_snapshot
@@ -122,16 +122,16 @@ def load_head(
 
 
 def _is_alike(target: LlamaTarget, dtype: torch.dtype, device: str | torch.device) -> bool:
-    weight = target.norm.weight
-    return weight.dtype == dtype and weight.device == torch.empty(0, device=device).device
+    weight, plain = target.norm.weight, target.config.embedding_size is None  # else the head's table is another
+    return plain and weight.dtype == dtype and weight.device == torch.empty(0, device=device).device
 
 
 def _full_lm_head(target: LlamaTarget) -> Tensor:
     """Return the LM head `[V, H]`, with the scale of the logits; from the checkpoint if this process has but a part."""
-    weight, scaling = target.lm_head.unpacked_weight(), target.config.logits_scaling
+    weight = target.lm_head.unpacked_weight()
     if weight is None or len(weight) != target.config.vocab_size:
         weight = weights_of(target.folder)[LM_HEAD]()
-    return weight if scaling == 1 else weight / scaling
+    return target.on_hidden(weight)
 
 
 def read_head(
@@ -145,7 +145,6 @@ def read_head(
     check_exported(folder)
     verifier = None
     if target is not None:
-        refuse_projections(target.config)
         sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
         verifier = Verifier(target.path, target.config.architecture, *sizes)
     checkpoint = read_checkpoint(detect(folder), folder, ConversionOptions(verifier))

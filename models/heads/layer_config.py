@@ -12,6 +12,14 @@ from models.heads.config import Facts
 Shape = TypeVar("Shape")
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 
+# what the config.json of a target states of layers that Llama's keys do not describe
+FAMILY_KEYS = (
+    *("architectures", "model_type", "num_hidden_layers", "norm_topk_prob", "num_experts", "num_experts_per_tok"),
+    *("num_local_experts", "moe_intermediate_size", "swiglu_alpha", "swiglu_limit", "first_k_dense_replace"),
+    *("moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "scoring_func"),
+    *("topk_group", "topk_method", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("rope_interleave", "v_head_dim"),
+)
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 
 
@@ -42,6 +50,23 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
             f"head.num_heads={layer.num_heads}: must be a multiple of head.num_kv_heads={layer.num_kv_heads}"
         )
     return layer
+
+
+def further_layer(target: TargetConfig, count: int) -> TargetConfig:
+    """Return the config of `count` layers of the target's own kind after its last, without what no head has: windows
+    and sinks.
+    """
+    experts = target.experts
+    if experts is not None:
+        experts = replace(experts, first_layer=max(0, experts.first_layer - target.num_layers))
+    plain: dict[str, Any] = {"windows": (), "sinks": False, "tie_word_embeddings": False, "mtp_modules": 0}
+    return replace(target, num_layers=count, experts=experts, **plain)
+
+
+def family_json(layer: TargetConfig) -> dict[str, Any]:
+    """Return a further layer of a target under the keys of its family, whose num_hidden_layers are the target's."""
+    stated = {key: layer.stated[key] for key in FAMILY_KEYS if key in layer.stated}
+    return layer_json(layer) | stated | {"rope_parameters": layer.rope.to_json()}
 
 
 def check_layer_ids(ids: Sequence[int] | None, target: TargetConfig | None = None) -> None:

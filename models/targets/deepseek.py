@@ -31,7 +31,7 @@ class Router(Linear):
     def __init__(self, hidden_size: int, experts: ExpertsConfig) -> None:
         super().__init__(hidden_size, experts.count, bias=False)
         if experts.sigmoid:
-            self.e_score_correction_bias = nn.Parameter(torch.zeros(experts.count))
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(experts.count), requires_grad=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         super()._apply(fn, recurse)
@@ -79,11 +79,12 @@ class DeepseekV3Target(LlamaTarget):
         normalize = fields.take("norm_topk_prob", bool, False)
         return read_shared(config, sigmoid=True, normalize=normalize, groups=fields.size("n_group", 8))
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        experts, size = self.config.experts, self.config.hidden_size
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        experts, size = config.experts, config.hidden_size
         assert experts is not None
         mlp = DeepseekExperts(size, experts) if index >= experts.first_layer else None
-        return DecoderLayer(self.config, index, mlp, LatentAttention(self.config, index))
+        return DecoderLayer(config, index, mlp, LatentAttention(config, index))
 
 
 class DeepseekV2Target(DeepseekV3Target):

@@ -45,10 +45,11 @@ class MixtureOfExperts(nn.Module):
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         weights, chosen = self.route(rows)
         out = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():  # ascending
-            row, rank = (chosen == expert).nonzero(as_tuple=True)
+        trains = torch.is_grad_enabled() and self.gate.weight.requires_grad  # then each has a gradient, if of zeros
+        for expert in range(self.config.count) if trains else chosen.unique().tolist():  # ascending
+            row, rank = users(chosen, expert, self.config.count)
             output = self.experts[expert](rows[row])
-            out.index_add_(0, row, output * weights[row, rank, None].to(output.dtype))
+            out.index_add_(0, row, (output * weights[row, rank, None].to(output.dtype)).to(out.dtype))
         out = out.view_as(x)
         return out if residual is None else residual + out
 
@@ -58,6 +59,15 @@ class MixtureOfExperts(nn.Module):
         chosen = best(scores, self.config.active)
         weights = scores.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) if self.config.normalize else weights, chosen
+
+
+def users(chosen: Tensor, expert: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return the rows that use an expert and its rank in each; on the meta device as of an even spread over `count`."""
+    if chosen.is_meta:
+        row = rank = chosen.new_empty(-(-chosen.numel() // count))
+    else:
+        row, rank = (chosen == expert).nonzero(as_tuple=True)
+    return row, rank
 
 
 def best(scores: Tensor, count: int) -> Tensor:

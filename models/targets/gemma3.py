@@ -106,8 +106,9 @@ class Gemma3Target(LlamaTarget):
             local_rope=local,
         )
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        return Gemma3Layer(self.config, index)
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        return Gemma3Layer(config, index)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the first layer's input; the factor is rounded to the dtype, as in HF."""

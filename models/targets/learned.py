@@ -82,8 +82,9 @@ class LearnedTarget(LlamaTarget):
         self.embed_positions = Embedding(config.max_position_embeddings + self.offset, config.hidden_size)
         self.norm = LayerNorm(config.hidden_size, config.rms_norm_eps)
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        return LearnedLayer(self.config, index)
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        return LearnedLayer(config, index)
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self.embed(ids) + self.embed_positions(positions + self.offset)

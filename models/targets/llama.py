@@ -50,7 +50,7 @@ class LlamaTarget(nn.Module):
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         rotated = config.rotary_dim or config.head_dim
         self.rotaries = [RotaryEmbedding(rope, rotated, config.max_position_embeddings) for rope in ropes]
-        self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -61,9 +61,9 @@ class LlamaTarget(nn.Module):
         """Read the checkpoint's config.json. Raises ValueError naming the key that is missing or not supported."""
         return TargetConfig.from_json(config)
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        experts = self.config.experts
-        return DecoderLayer(self.config, index, experts and MixtureOfExperts(self.config.hidden_size, experts))
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        return DecoderLayer(config, index, config.experts and MixtureOfExperts(config.hidden_size, config.experts))
 
     @staticmethod
     def published_name(name: str) -> str:
@@ -104,8 +104,17 @@ class LlamaTarget(nn.Module):
         return logits if scaling == 1 else logits / scaling
 
     def lm_head_rows(self, ids: Tensor) -> Tensor:
-        """Return rows `[N, H]` of the LM head for a head that keeps a copy, with the scale of the logits."""
-        return self.lm_head.weight[ids] / self.config.logits_scaling
+        """Return rows `[N, H]` of the LM head for a head that keeps a copy."""
+        return self.on_hidden(self.lm_head.weight[ids])
+
+    def on_hidden(self, rows: Tensor) -> Tensor:
+        """Return rows of the LM head as vectors `[N, H]` whose products with a hidden state are logits."""
+        return rows if self.config.logits_scaling == 1 else rows / self.config.logits_scaling
+
+    def lend(self) -> tuple[Linear, Tensor | PackedEmbedding]:
+        """Return LM head and embedding, of H numbers each, for heads that use them in place."""
+        embedding = self.embed_tokens
+        return self.lm_head, embedding if isinstance(embedding, PackedEmbedding) else embedding.weight
 
     def join_gathers(self) -> None:
         """If the layers are sharded, join the other processes' forwards until none has any left.

@@ -16,12 +16,15 @@ from kernels.decoder import LayerParts
 from models.attention import Attention
 from models.config import TargetConfig
 from models.decoder import DecoderLayer
-from models.layers import Embedding, Linear, RMSNorm
+from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm
 from models.targets.learned import LearnedLayer, LearnedTarget, read_learned
 
 # transformers' defaults for keys that a config.json may omit
 DEFAULTS: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 2}
 ONLY = {"layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
+
+
+UNFOLDED = "model=: heads need embedding and LM head through their projections (word_embed_proj_dim), which {}"
 
 
 class PostNormLayer(LearnedLayer):
@@ -89,8 +92,27 @@ class OPTTarget(LearnedTarget):
             norm_after=not config.get("do_layer_norm_before", True),
         )
 
-    def make_layer(self, index: int) -> DecoderLayer:
-        return (PostNormLayer if self.config.norm_after else LearnedLayer)(self.config, index)
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+        return (PostNormLayer if config.norm_after else LearnedLayer)(config, index)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        table = super().embedding_weight
+        return table if self.project_in is None else folded(table, self.project_in, transposed=True)
+
+    def on_hidden(self, rows: Tensor) -> Tensor:
+        return rows if self.project_out is None else folded(rows, self.project_out)
+
+    def lend(self) -> tuple[Linear, Tensor | PackedEmbedding]:
+        if self.project_out is None:
+            return super().lend()
+        rows, vocab_size = self.lm_head.unpacked_weight(), self.config.vocab_size
+        if rows is None or len(rows) < vocab_size:
+            raise ValueError(UNFOLDED.format("engine.tensor_parallel= divides, or a quantization rounds"))
+        lm_head = Linear(self.config.hidden_size, vocab_size, bias=False, device="meta")
+        lm_head.weight = nn.Parameter(self.on_hidden(rows), requires_grad=False)
+        return lm_head, self.embedding_weight
 
     def embed(self, ids: Tensor) -> Tensor:
         x = super().embed(ids)
@@ -105,3 +127,10 @@ class OPTTarget(LearnedTarget):
             last = f"{self.root}layers.{self.config.num_layers - 1}.final_layer_norm"
             layout |= {f"norm.{kind}": (f"{last}.{kind}",) for kind in ("weight", "bias")}
         return layout
+
+
+def folded(table: Tensor, projection: Linear, *, transposed: bool = False) -> Tensor:
+    """Return the rows of a table `[V, E]` through a projection, as vectors `[V, H]` of hidden states."""
+    if (matrix := projection.unpacked_weight()) is None:
+        raise ValueError(UNFOLDED.format("a quantization rounds"))
+    return (table.float() @ (matrix.T if transposed else matrix).float()).to(table.dtype)

@@ -22,25 +22,36 @@ from models.heads.block import BlockHead, Corrector
 from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import VARIANTS, make_head
+from tests.lossless.test_family_modules import FAMILIES
+from tests.train.conftest import write_family
 from train.objectives.draft_states import draft_states
 
 STEPS = 5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant, monkeypatch):
-    target = load_target(str(tiny_target_folder))
-    head = make_head(target, variant)
+@pytest.mark.parametrize(
+    ("variant", "family"), [*((name, None) for name in VARIANTS), *(("mtp", name) for name in FAMILIES)]
+)
+def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant, family, monkeypatch):
+    """`family`: of the target, whose kind of layer the modules have."""
+    folder, options = tiny_target_folder, {}
+    if family is not None:
+        kind, sizes, modules = FAMILIES[family]
+        folder, options = write_family(kind, tmp_path / "target", **sizes), {"num_modules": modules}
+    target = load_target(str(folder))
+    head = make_head(target, variant, **options)
     steps = min(STEPS, head.config.max_depth or STEPS)
     provenance = {"target_fingerprint": target.fingerprint}
-    metadata = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": steps}
-    save_head(head, tmp_path, provenance=provenance, **metadata)
+    architecture = target.config.architecture
+    metadata = {"verifier": target.path, "verifier_architecture": architecture, "speculative_tokens": steps}
+    (tmp_path / "head").mkdir()
+    save_head(head, tmp_path / "head", provenance=provenance, **metadata)
     generator = torch.Generator().manual_seed(9)
     prompt = torch.randint(1, 384, (37,), generator=generator).tolist()
 
     proposer_config = ProposerConfig(name="head", max_draft_tokens=steps)
     engine_config = EngineConfig(prefill_chunk=16, max_rows=64)
-    served_head = load_head(tmp_path, name=head.config.name, target=target)
+    served_head = load_head(tmp_path / "head", name=head.config.name, target=target)
     engine = Engine(target, head=served_head, proposer="none", config=engine_config, proposer_config=proposer_config)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     sequence = prompt + engine.generate([prompt], params)[0].token_ids

@@ -1,8 +1,8 @@
 """Heads on targets other than Llama: training and serving agree.
 
 DeepSeek's attention is of another kind than its heads'. Gemma scales its embedding for its own layers only, Granite its
-residual stream and logits; OPT and GPT-BigCode add learned positions, of which heads see none; gpt-oss has sinks and
-windows, which heads do not.
+residual stream and logits; OPT and GPT-BigCode add learned positions, of which heads see none; OPT-350M has projections
+beside embedding and LM head, through which heads read both; gpt-oss has sinks and windows, which heads do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
-from tests.heads import make_head, memorise
+from tests.heads import ONE_OF_EACH, make_head, memorise
 from tests.train.conftest import STEPS, write_family
 from train.data.sequences import Sequences
 from train.evaluation import simulate
@@ -43,6 +43,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "OPTConfig",
         {"ffn_dim": 96, "num_hidden_layers": 6, "init_std": 0.2, "bos_token_id": 0, "eos_token_id": 0, **UNNAMED},
     ),
+    "opt as 350m": (
+        "OPTConfig",
+        {
+            **{"ffn_dim": 96, "num_hidden_layers": 6, "initializer_range": 0.6, "bos_token_id": 0, "eos_token_id": 0},
+            **{"word_embed_proj_dim": 32, "do_layer_norm_before": False, "tie_word_embeddings": False, **UNNAMED},
+        },
+    ),
     "gpt bigcode": (
         "GPTBigCodeConfig",
         {"n_inner": 96, "num_hidden_layers": 6, "bos_token_id": 0, "eos_token_id": 0, **UNNAMED},
@@ -58,6 +65,16 @@ def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3", "mtp"])
 def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> None:
+    drafts_as_trained(variant, family_folder)
+
+
+@pytest.mark.parametrize("family_folder", ["opt as 350m"], indirect=True)
+@pytest.mark.parametrize("variant", [name for name in ONE_OF_EACH if name not in ("eagle3", "mtp", "draft-model")])
+def test_every_head_reads_projected_embeddings(variant: str, family_folder: Path) -> None:
+    drafts_as_trained(variant, family_folder)
+
+
+def drafts_as_trained(variant: str, family_folder: Path) -> None:
     torch.manual_seed(1)  # torch draws the first biases of some heads
     head = make_head(load_target(str(family_folder)), variant)
     limits = EngineConfig(max_tokens_in_cache=2048, max_batch=8)

@@ -18,14 +18,19 @@ from models.attention import CausalAttention
 from models.heads.base import Head
 from models.heads.borrowing import borrow
 from models.heads.mtp.config import MtpConfig
+from models.heads.mtp.formats import open_shipped
 from models.heads.mtp.head import MtpHead
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.heads import make_head, make_objective, memorise
+from tests.hub_cache import SHIPS_MODULE, TARGETS, ship_module, write_target
+from tests.train.launching import ROOT, on_two_processes
+from tests.train.running import run
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 from train.objectives.teacher import teach
+from train.publishing.trackers import read_metrics
 
 STEPS = 4
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -145,3 +150,38 @@ def test_every_wrong_flag_costs_accepted_tokens(folder: Path, plain: Engine, tra
     assert min(right, right_of_two) > 2.5
     assert tau(plain, with_config(two, config, target), prompts) < right_of_two - 0.1, "its first module at all depths"
     assert {flag: length for flag, length in lengths.items() if length > right - 0.1} == {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("objective", ["mtp", "ttt"])
+def test_modules_with_experts_are_trained_further(settings: list[str], tmp_path: Path, precision: str, objective: str):
+    words = [item for item in settings if not item.startswith(("head.", "objective.", "model.path", "precision"))]
+    words += [f"model.path={shipped(tmp_path)}", "head=mtp", f"objective={objective}", "steps=6", "optim.lr=0.003"]
+    words += [f"precision={precision}", "eval_every=3", "eval_draft_tokens=2", "parallel=single"]
+    result = run(words)
+    assert result["gap"] == 0.0
+    rows = [row["eval/loss"] for row in read_metrics(tmp_path / result["run"]) if "eval/loss" in row]
+    assert rows[-1] < rows[0]
+    ours = open_shipped(tmp_path / "target")
+    trained = load_file(Path(result["export"]) / "model.safetensors")
+    assert trained.keys() == ours.keys()
+    frozen = {name for name, value in trained.items() if torch.equal(value, ours[name])}
+    assert frozen == {"mtp_layers.0.mlp.gate.e_score_correction_bias"}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_processes_whose_tokens_use_other_experts_train_together(settings: list[str], tmp_path: Path, parallel: str):
+    words = [item for item in settings if not item.startswith(("head.", "objective.", "model.path", "batch_size"))]
+    words += [f"model.path={shipped(tmp_path)}", "head=mtp", "steps=3", f"parallel={parallel}", "batch_size=1"]
+    words += ["data.max_new_tokens=3", "eval_draft_tokens=2", "model.device=cpu"]  # so few that most are unused
+    on_two_processes(ROOT / "train" / "run.py", *words)
+    (export,) = (tmp_path / "heads").glob("*/mtp/model.safetensors")
+    trained, ours = load_file(export), open_shipped(tmp_path / "target")
+    assert sum(not torch.equal(value, ours[name]) for name, value in trained.items()) > len(ours) // 2
+
+
+def shipped(folder: Path) -> Path:
+    """Write a DeepSeek-V3 that ships a module, whose layer has latent attention and experts."""
+    target = write_target(folder / "target", *TARGETS["deepseek_v3"][:2])
+    ship_module(target, SHIPS_MODULE["deepseek_v3"])
+    return target

@@ -16,12 +16,14 @@ from models.checkpoint import open_tensors
 from models.heads import HEADS
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
-from models.heads.files import load_head
+from models.heads.files import load_head, save_head
 from models.heads.weights import initialize, set_vocabulary
+from models.layers import pack
 from models.sharding import Part
 from models.targets import ARCHITECTURES, check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
+from tests.heads import make_head
 from tests.unit.quantized_writers import FP8, fp8_blocks, write
 from tests.unit.reference import (
     TOLERANCE,
@@ -435,10 +437,10 @@ def test_layers_for_multi_token_prediction_are_not_the_target_s(make_family_fold
     check_weights(tmp_path, empty := empty_target(tmp_path))
     target = load_target(str(tmp_path))
     assert dict(target.named_parameters()).keys() == dict(empty.named_parameters()).keys()
-    head, refusal = HEADS["mtp"]().make(target.config), "is of multi-head latent attention, which head=mtp has no"
-    with pytest.raises(ValueError, match=refusal):
+    head = HEADS["mtp"]().make(target.config)
+    with pytest.raises(ValueError, match=r"mtp_layers.0.input_layernorm.weight: missing"):
         initialize(head, target, from_target=True)
-    with pytest.raises(ValueError, match=refusal):
+    with pytest.raises(ValueError, match=r"mtp_layers.0.input_layernorm.weight: missing"):
         load_head(tmp_path, name="mtp", target=target)
 
 
@@ -495,11 +497,32 @@ def test_a_context_ends_with_the_learned_positions(make_family_folder, name):
         Engine(load_target(str(folder)), proposer="ngram", config=EngineConfig(max_model_len=513))
 
 
+def test_heads_read_embedding_and_lm_head_through_their_projections(make_family_folder, tmp_path):
+    target = load_target(str(make_family_folder("opt as 350m")))
+    (lm_head, embedding), ids = target.lend(), torch.arange(384)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    for ours, theirs in (
+        (embedding, target.embed(ids)),
+        (target.embedding_weight, target.embed(ids)),
+        (lm_head(hidden), target.logits(hidden)),
+        (hidden @ target.lm_head_rows(ids[7:90]).T, target.logits(hidden)[:, 7:90]),
+    ):
+        assert (ours - theirs).abs().max() / theirs.abs().max() < 1e-6
+    head = make_head(target, "eagle3, the target's embedding")
+    facts = {"verifier": "x", "verifier_architecture": "OPTForCausalLM", "speculative_tokens": 3}
+    save_head(head, tmp_path, provenance={"target_fingerprint": target.fingerprint}, **facts)
+    assert torch.equal(load_head(tmp_path, target=target).embed_tokens.weight, embedding)
+
+
 def test_what_learned_families_cannot_do_is_named(make_family_folder, tmp_path):
-    projected = load_target(str(make_family_folder("opt as 350m")))
-    with pytest.raises(ValueError, match="word_embed_proj_dim=32 is not hidden_size=64: heads are not supported"):
-        HEADS["eagle"]().make(projected.config)
-    HEADS["eagle"]().make(load_target(str(make_family_folder("opt"))).config)
+    part = Part(0, 2, lambda x, sizes, *, everywhere=True: x)
+    divided = load_target(str(make_family_folder("opt as 350m")), part=part)
+    with pytest.raises(ValueError, match=r"\(word_embed_proj_dim\), which engine.tensor_parallel= divides"):
+        divided.lend()
+    rounded = load_target(str(make_family_folder("opt as 350m")))
+    pack(rounded, weight_format="int8")
+    with pytest.raises(ValueError, match=r"\(word_embed_proj_dim\), which a quantization rounds"):
+        rounded.embedding_weight  # noqa: B018
     with pytest.raises(ValueError, match="engine.tensor_parallel=3: the target's 4 query heads cannot be shared"):
         empty_target(make_family_folder("gpt bigcode"), Part(0, 3, lambda x, sizes, *, everywhere=True: x))
 

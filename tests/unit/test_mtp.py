@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from models.targets import check_weights, empty_target, load_target
 from models.weights import INDEX, LazyTensors, shard_files
 from scripts import convert
 from tests.heads import make_head
+from tests.hub_cache import SHIPS_MODULE, TARGETS, ship_module, write_target
+from tests.unit.quantized_writers import FP8, fp8_blocks, write
 
 AROUND = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
 STORED_AS = {  # prefix of module i of a target of 8 layers, what AROUND is called there, copies of the target's tensors
@@ -32,6 +35,12 @@ STORED_AS = {  # prefix of module i of a target of 8 layers, what AROUND is call
     ),
     "mimo": ("model.mtp_layers.{}.", AROUND, {}),
 }
+STORED_AS["deepseek v3"] = STORED_AS["deepseek"]
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 7,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=STORED_AS)
@@ -41,17 +50,19 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def plain_folder(family, tiny_target_folder, tmp_path_factory):
-    """A target of 8 layers without modules; MiMo's is Qwen2's."""
+    """A target of 8 layers without modules: Llama's with DeepSeek's names; MiMo's, which is Qwen2's; DeepSeek's own."""
     if family == "deepseek":
         return tiny_target_folder
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen2Config
 
     sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    kind, more = (Qwen2Config, {}) if family == "mimo" else (DeepseekV3Config, LATENT)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, initializer_range=0.1, tie_word_embeddings=False))
-    folder = tmp_path_factory.mktemp("qwen2")
+        config = kind(**sizes | more, initializer_range=0.1, tie_word_embeddings=False)
+        model = AutoModelForCausalLM.from_config(config)
+    folder = tmp_path_factory.mktemp("plain")
     model.save_pretrained(folder)
     for path in tiny_target_folder.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
@@ -71,7 +82,7 @@ def ship(family, plain_folder, tmp_path_factory):
         for name, value in ours.items():
             _, index, rest = name.split(".", 2)
             module, _, kind = rest.rpartition(".")
-            place = int(index) + (8 if family == "deepseek" else 0)
+            place = int(index) + (0 if family == "mimo" else 8)
             theirs[f"{prefix.format(place)}{renamed.get(module, module)}.{kind}"] = value
             theirs |= {prefix.format(place) + copy: tensors[name].clone() for copy, name in copies.items()}
         folder = tmp_path_factory.mktemp("shipped")
@@ -120,6 +131,29 @@ def test_a_target_with_modules_needs_no_path(ship, capsys):
     run(with_head(compose("generate", GenerateConfig, words)))
     assert f"head mtp from {folder}" in (text := capsys.readouterr().out)
     assert "acceptance" in text
+
+
+def test_auto_takes_the_modules_of_a_target_for_which_there_is_no_other_head(ship, tiny_head_folder, tmp_path, capsys):
+    folder, _ = ship()
+    words = [f"model={folder}", "model.device=cpu", f"output_dir={tmp_path}", "head=auto", "prompt=Hello", "chat=false"]
+    words += ["max_tokens=12", "ignore_eos=true"]
+    config = with_head(compose("generate", GenerateConfig, words))
+    assert (config.head.name, config.head.path) == ("mtp", str(folder))
+    run(config)
+    assert f"head mtp from {folder}, the target's own modules, up to" in capsys.readouterr().out
+    shutil.copytree(tiny_head_folder, tmp_path / "heads" / config.model.name / "eagle3")
+    config = with_head(compose("generate", GenerateConfig, words))
+    assert (config.head.name, config.head.path) == ("eagle3", None)
+
+
+def test_auto_takes_no_modules_that_the_files_of_a_target_lack(tiny_target_folder, tmp_path):
+    folder = tmp_path / "stripped"
+    shutil.copytree(tiny_target_folder, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    words = [f"model={folder}", f"output_dir={tmp_path}"]
+    for name, path in (("auto", None), ("mtp", str(folder))):  # asked for by name, they are an error that names them
+        assert with_head(compose("generate", GenerateConfig, [*words, f"head={name}"])).head.path == path
 
 
 def test_a_target_without_modules_has_no_head_mtp(tiny_target_folder):
@@ -188,6 +222,40 @@ def test_a_trained_head_is_stitched_into_a_copy_of_its_target(ship, tmp_path, ca
     assert answers[0][0].token_ids == answers[1][0].token_ids
 
 
+def test_modules_go_out_in_the_neutral_layout_and_back_bit_for_bit(ship, tmp_path):
+    folder, ours = ship(2)
+    neutral, out = tmp_path / "neutral", tmp_path / "out"
+    words = ["--from", "native-mtp", "--to", "speculators-mtp", "--verifier", folder, folder, neutral]
+    assert convert.main([str(word) for word in words]) == 0
+    assert load_file(neutral / "model.safetensors").keys() == ours.keys()
+    assert stitch(folder, neutral, out) == 0
+    assert {path.name for path in folder.iterdir()} == {path.name for path in out.iterdir()}
+    assert all(path.read_bytes() == (out / path.name).read_bytes() for path in folder.iterdir())
+
+
+def test_modules_in_blocks_of_fp8_are_read_widened_and_not_stitched(tmp_path, capsys):
+    kind, changes, _ = TARGETS["deepseek_v3"]
+    ship_module(write_target(tmp_path / "target", kind, changes), SHIPS_MODULE["deepseek_v3"])
+    write(tmp_path / "target", FP8, fp8_blocks(48, 16), tmp_path / "fp8", tmp_path / "plain", ("eh_proj",))
+    fp8, plain = (load_head(tmp_path / name, target=load_target(str(tmp_path / name))) for name in ("fp8", "plain"))
+    for (name, parameter), reference in zip(fp8.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, reference), name
+    assert stitch(tmp_path / "fp8", tmp_path / "plain", tmp_path / "out") == 2
+    assert "is quantized, and its modules with it" in capsys.readouterr().err
+
+
+def test_without_the_modules_that_its_config_states_a_target_lends_its_last_layer(tmp_path):
+    folder = write_target(tmp_path / "target", *TARGETS["deepseek_v3"][:2])
+    target = load_target(str(folder))
+    assert target.config.mtp_modules == 1  # DeepSeek's default
+    initialize(head := HEADS["mtp"]().make(target.config), target, from_target=True)
+    tensors, last = checkpoint_tensors(head), load_file(folder / "model.safetensors")
+    copied = [name for name in tensors if last.get(name.replace("mtp_layers.0", "model.layers.1")) is not None]
+    assert len(copied) == len(tensors) - 4
+    for name in copied:
+        assert torch.equal(tensors[name], last[name.replace("mtp_layers.0", "model.layers.1")]), name
+
+
 def test_what_cannot_be_stitched_is_named(ship, tiny_target_folder, tmp_path, capsys):
     folder, _ = ship()
     target = load_target(str(folder))
@@ -211,8 +279,11 @@ def test_what_cannot_be_stitched_is_named(ship, tiny_target_folder, tmp_path, ca
 @pytest.mark.parametrize(
     ("architecture", "name", "message"),
     [
-        ("DeepseekV3ForCausalLM", "model.layers.8.self_attn.kv_a_proj_with_mqa.weight", "multi-head latent attention"),
-        ("Glm4MoeForCausalLM", "model.layers.8.mlp.experts.0.up_proj.weight", "a mixture of experts"),
+        (
+            "Glm4MoeForCausalLM",
+            "model.layers.8.mlp.experts.0.up_proj.weight",
+            "architectures='Glm4MoeForCausalLM': one of",
+        ),
         ("Qwen3NextForCausalLM", "mtp.layers.0.self_attn.q_proj.weight", "a hybrid target's layer"),
         ("Glm4ForCausalLM", "model.layers.8.enorm.weight", "architectures='Glm4ForCausalLM': one of"),
     ],

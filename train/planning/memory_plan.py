@@ -63,7 +63,8 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     # of a target that is trained too, unpacked in training and merged in evaluation
     copies = 2 * sum(p.nbytes for p in target.parameters()) if config.trains_target else 0
     # unpacked, of what the head uses in place; one if they are tied
-    borrowed = {target.embed_tokens.weight, target.lm_head.weight} if any(borrowed_by(head)) else ()
+    lm_head, embedding = target.lend()
+    borrowed = {lm_head.weight, embedding} if any(borrowed_by(head)) else ()
     return {
         "target": target_bytes(target, config) + copies,
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token,

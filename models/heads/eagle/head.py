@@ -53,7 +53,7 @@ class FeatureHead(RecurrentHead):
         super().__init__()
         self.config = config
         layer = config.layer
-        self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
+        self.rotary = RotaryEmbedding(layer.rope, layer.rotary_dim or layer.head_dim, layer.max_position_embeddings)
         self.borrowed = Borrowed()
         self._fused_decoder = FusedDecoder()
 

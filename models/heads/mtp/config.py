@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from models.checks import choice, number
 from models.config import LAST, UNNORMED, TargetConfig
 from models.heads.config import DecoderShape, Facts, NewHeadConfig
-from models.heads.layer_config import head_layer, layer_json, speculators_json
+from models.heads.layer_config import family_json, further_layer, head_layer, layer_json, speculators_json
 from models.heads.objectives import LOSSES, ObjectiveConfig, TttConfig
 from models.mtp_names import layout_of
 
@@ -50,7 +50,8 @@ class MtpConfig(DecoderShape):
     def to_json(self, facts: Facts) -> dict[str, Any]:
         """Return speculators' config.json with the flags, which speculators itself has as in its own modules."""
         kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} if self.layer.qk_norm else {}
-        return speculators_json(self, layer_json(self.layer) | kind, facts) | {
+        layer = family_json(self.layer) if self.layer.experts else layer_json(self.layer) | kind
+        return speculators_json(self, layer, facts) | {
             "num_nextn_predict_layers": self.layer.num_layers,
             **{flag: getattr(self, flag) for flag in FLAGS},
             "centered_norms": self.layer.centered_norms,
@@ -90,8 +91,10 @@ class MtpOptions(NewHeadConfig):
     zero_first: bool = True  # zeros in place of the token's embedding at position 0
 
     def for_target(self, target: TargetConfig) -> MtpConfig:
+        count = self.num_modules or target.mtp_modules or 1
+        layer = further_layer(target, count) if target.experts else head_layer(target, num_layers=count)
         layer = replace(
-            head_layer(target, num_layers=self.num_modules or target.mtp_modules or 1),
+            layer,
             attention_bias=target.attention_bias,
             qk_norm=target.qk_norm,
             centered_norms=target.centered_norms if self.centered_norms is None else self.centered_norms,

@@ -7,28 +7,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
-from models.checkpoint import open_tensors
 from models.config import TargetConfig, read_json
 from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.speculators import read_proposal
+from models.heads.layer_config import FAMILY_KEYS, further_layer
 from models.heads.mtp.config import FLAGS, MtpConfig, MtpOptions
 from models.mtp_names import QWEN_NEXT, layout_of
-from models.targets import ARCHITECTURES
+from models.quantized.scheme import SECTION
+from models.targets import ARCHITECTURES, read_weights
 from models.weights import NamedTensors
 
 MODULES = "num_nextn_predict_layers"
 # as in speculators' own modules, whose files state none of these
 THEIRS = {"hidden_first": False, "pre_norm": False, "norm_recycled": True, "zero_first": False}
 KINDS: dict[str, dict[str, bool]] = {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
-UNLIKE = {  # part of a tensor's name -> the kind of layer that has it
-    ".kv_a_proj_with_mqa.": "multi-head latent attention",
-    ".mlp.experts.": "a mixture of experts",
-    ".mlp.gate.": "a mixture of experts",
-}
+# targets whose modules have their own kind of layer, with experts; those of others have Llama's
+OWN = (
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM"),
+    "Qwen3MoeForCausalLM",
+)
 PLAIN: dict[str, Any] = {"rotary_dim": None, "activation": "silu", "attention_scale": None, "stream_scale": 1.0}
 
 
@@ -39,13 +41,16 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     verifier, tokens = read_proposal(fields, MtpConfig.algorithm)
     section = fields.need_section("transformer_layer_config")
     section.ignore("architectures")
-    section.only("model_type", *KINDS)
-    layer = replace(
-        llama.read_layer(section, notes),  # whose num_hidden_layers are the target's in speculators' files
-        num_layers=fields.size(MODULES, 1),
-        centered_norms=fields.take("centered_norms", bool, False),
-        **KINDS[section.need("model_type", str)],
-    )
+    count, centered = fields.size(MODULES, 1), fields.take("centered_norms", bool, False)
+    if (architecture := architecture_of(section.values)) in OWN:
+        llama.read_sizes(section, notes)
+        section.ignore(*FAMILY_KEYS)
+        layer = further_layer(ARCHITECTURES[architecture].read_config(dict(section.values)).extended(), count)
+    else:
+        section.only("model_type", *KINDS)
+        layer = llama.read_layer(section, notes)  # whose num_hidden_layers are the target's in speculators' files
+        layer = replace(layer, num_layers=count, **KINDS[section.need("model_type", str)])
+    layer = replace(layer, centered_norms=centered)
     notes += section.done()
     fields.only("draft_vocab_size", layer.vocab_size)
     flags = {flag: fields.take(flag, bool, default) for flag, default in THEIRS.items()}
@@ -81,13 +86,11 @@ def find_shipped(folder: Path) -> tuple[NamedTensors, dict[str, str]]:
     """
     config = read_json(folder / "config.json")
     layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
-    tensors = open_tensors(folder)
+    tensors = read_weights(folder, torch.float32, None, None, progress=False)
     names = layout.names(tensors, fields.size("num_hidden_layers"), fields.take(MODULES, int, 1))
-    unlike = [f"{name} is of {kind}" for name in names.values() for part, kind in UNLIKE.items() if part in name]
     if layout is QWEN_NEXT:
-        unlike = [f"{len(names)} tensors mtp.* are of a hybrid target's layer, with an output gate"]
-    if unlike:
-        raise ValueError(f"{folder}: {unlike[0]}, which head=mtp has no modules for yet")
+        kind = "of a hybrid target's layer, with an output gate, which head=mtp has no modules for yet"
+        raise ValueError(f"{folder}: {len(names)} tensors mtp.* are {kind}")
     return tensors, names
 
 
@@ -102,8 +105,9 @@ def read_target(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> 
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{fields.name}: architectures={architecture!r}: one of {', '.join(ARCHITECTURES)}")
     fields.ignore(*fields.values)
-    target: TargetConfig = ARCHITECTURES[architecture].read_config(dict(fields.values)).extended()
-    if target != replace(target, **PLAIN):
+    config = {key: value for key, value in fields.values.items() if key != SECTION}
+    target: TargetConfig = ARCHITECTURES[architecture].read_config(config).extended()
+    if not target.experts and target != replace(target, **PLAIN):
         raise ValueError(f"{fields.name}: head=mtp has no modules of {architecture}'s layers")
     return ParsedConfig(MtpOptions().for_target(target))
 

@@ -18,19 +18,21 @@ from models.decoder import DecoderLayer, draft_parts_of
 from models.heads.base import Readout
 from models.heads.eagle.head import FeatureHead
 from models.heads.mtp.config import MtpConfig
-from models.heads.mtp.formats import open_shipped
+from models.heads.mtp.formats import find_shipped, open_shipped
 from models.heads.weights import HeadModule, checkpoint_layout, draw_matrices
 from models.layers import Linear, RMSNorm
+from models.targets import ARCHITECTURES
 from models.targets.llama import LlamaTarget
 from models.weights import load_into
 
 
 class MtpModule(DecoderLayer):
-    """A decoder layer over the projection of token and state, and the norm of its output."""
+    """A decoder layer, of the target's kind if it has experts, over the projection of token and state; and its norm."""
 
     def __init__(self, config: MtpConfig, index: int) -> None:
         layer, self.hidden_first = config.layer, config.hidden_first
-        super().__init__(layer, index)
+        block = ARCHITECTURES[layer.architecture].make_layer(layer, index)
+        super().__init__(layer, index, block.mlp, block.self_attn)
         norm = partial(RMSNorm, layer.hidden_size, layer.norm_eps, centered=layer.centered_norms)
         self.token_layernorm, self.hidden_layernorm, self.final_layernorm = norm(), norm(), norm()
         self.input_proj = Linear(2 * layer.hidden_size, layer.hidden_size, bias=False)
@@ -108,7 +110,7 @@ def initialize(head: MtpHead, target: LlamaTarget, *, from_target: bool, seed: i
             parameter.zero_()
     if not from_target:
         return
-    if target.config.mtp_modules:
+    if target.config.mtp_modules and find_shipped(target.folder)[1]:
         return load_into(head, open_shipped(target.folder), checkpoint_layout(head), source=str(target.folder))
     size, donor = head.config.hidden_size, target.layers[-1]
     assert isinstance(donor, DecoderLayer)
