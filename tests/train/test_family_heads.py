@@ -7,18 +7,22 @@ beside embedding and LM head, through which heads read both; gpt-oss has sinks a
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from infer.config import EngineConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
 from tests.heads import ONE_OF_EACH, make_head, memorise
+from tests.hub_cache import tiny_tokenizer
 from tests.train.conftest import STEPS, write_family
+from tests.train.running import SETTINGS, run
 from train.data.sequences import Sequences
 from train.evaluation import simulate
 from train.features.online import compute_features
@@ -72,6 +76,34 @@ def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> N
 @pytest.mark.parametrize("variant", [name for name in ONE_OF_EACH if name not in ("eagle3", "mtp", "draft-model")])
 def test_every_head_reads_projected_embeddings(variant: str, family_folder: Path) -> None:
     drafts_as_trained(variant, family_folder)
+
+
+def test_the_commands_train_and_serve_a_head_of_each_family(
+    family_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From prompts to an exported EAGLE-3 head, whose features the engine recorded, and from there to the server's."""
+    folder = tmp_path / "target"
+    shutil.copytree(family_folder, folder)
+    tiny_tokenizer().save_pretrained(folder)
+    settings = [*SETTINGS, f"model.path={folder}", f"output_dir={tmp_path}", "features=offline", "steps=2", "run=one"]
+    run(
+        settings,
+        "head.aux_layers=[1,3,5]",
+        "data.num_sequences=8",
+        "eval_prompts=2",
+        "objective.steps=2",
+        "eval_draft_tokens=2",
+    )
+    assert re.search(r"\d sequences had their features taken while they were generated", capsys.readouterr().err)
+    model = ModelConfig(name="demo", path=str(folder), dtype="float32")
+    engine = Engine.load(
+        model, "eagle3", output_dir=str(tmp_path), proposer=ProposerConfig(name="head", adaptive=False)
+    )
+    prompts, params = [[5, 6, 7, 8], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True)
+    drafted = engine.generate(prompts, params)
+    engine.set_proposer("none")
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in engine.generate(prompts, params)]
+    assert all(c.stats.drafted for c in drafted)
 
 
 def drafts_as_trained(variant: str, family_folder: Path) -> None:
