@@ -73,8 +73,9 @@ class ModelProposer(Proposer, Tracker):
         linears = [module.packed for module in head.modules() if isinstance(module, Linear)]
         say_slower(slower_layers((packed for packed in linears if packed is not None), weights_key))
         shape = head.config.attention
-        layers = () if shape is None else (LayerShape(*shape[2:]),) * shape.layers
-        self.needs = Needs(kv_layers=layers)
+        if shape is not None:
+            layer = LayerShape(shape.num_kv_heads, shape.head_dim, shape.value_dim)
+            self.needs = Needs(kv_layers=(layer,) * shape.layers)
         self.module, self.loop = head, draft_loop(head)
         self._pool: KVPool | None = None
         self.set_drafts(config)
