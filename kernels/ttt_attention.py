@@ -29,23 +29,21 @@ def ttt_attention(
     values: Sequence[Tensor],
     slots: Tensor | None = None,
     starts: Tensor | None = None,
-    scale: float | None = None,
 ) -> Tensor:
     """Compute attention for q `[B, M, nh, D]`, this step's rows -> `[B, M, nh, D]`, in q's dtype or that of autocast.
 
-    keys and values: of step 0 `[B, T, nkv, D]`, of each later step up to this one `[B, M, nkv, D]`; values of another
-    size, and the result with them, only with a `scale` of the scores, which torch computes. None: 1/sqrt(D).
-    `slots` `[M]` or
-    `[B, M]`: the slot of each row, in any order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's
-    document begins; None: each row of the batch is one document.
+    keys and values: of step 0 `[B, T, nkv, D]`, of each later step up to this one `[B, M, nkv, D]`; values may have
+    another size, which the result then has, and torch runs. `slots` `[M]` or `[B, M]`: the slot of each row, in any
+    order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's document begins; None: each row of the
+    batch is one document.
     """
-    plain = scale is not None or (len(keys) == 1 and slots is starts is None)
-    if not plain and (dtype := kernel_dtype(q)) is not None:
+    alike, plain = values[0].shape[-1] == q.shape[-1], len(keys) == 1 and slots is starts is None
+    if alike and not plain and (dtype := kernel_dtype(q)) is not None:
         from kernels.triton.ttt_attention import TttAttention
 
         q, *kv = (x.to(dtype) for x in (q, *keys, *values))
         return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *kv)
-    return dense(q, keys, values, slots, starts, scale or q.shape[-1] ** -0.5)
+    return dense(q, keys, values, slots, starts)
 
 
 def kernel_dtype(x: Tensor) -> torch.dtype | None:
@@ -88,15 +86,10 @@ def repeat_kv(x: Tensor, groups: int) -> Tensor:
 
 
 def dense(
-    q: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    slots: Tensor | None,
-    starts: Tensor | None,
-    scale: float,
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor | None, starts: Tensor | None
 ) -> Tensor:
     """As `ttt_attention`, in torch. Query heads of one KV head share a matrix product."""
-    T, groups = keys[0].shape[1], q.shape[2] // keys[0].shape[2]
+    T, groups, scale = keys[0].shape[1], q.shape[2] // keys[0].shape[2], q.shape[3] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, keys[0], values[0]))  # [B, heads, T, D]
     plain = slots is None and starts is None
     if starts is None:
@@ -104,7 +97,7 @@ def dense(
     if len(keys) == 1:
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
         mask = None if plain else visible(starts, slots)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain).transpose(1, 2)
     q = q.unflatten(1, (-1, groups))  # [B, nkv, G, M, D]
     mask = visible(starts, slots).unsqueeze(1)
     scores = (q.flatten(2, 3) @ k.transpose(2, 3) * scale).unflatten(2, q.shape[2:4]).masked_fill(~mask, -torch.inf)

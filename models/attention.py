@@ -151,10 +151,11 @@ class TrainingTimeTestAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         assert window is sinks is None, "heads see everything, and have no sinks"
+        q = q if scale is None else q * (scale * q.shape[-1] ** 0.5)  # the kernels scale by the keys' size
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(operand(k))
         values.append(operand(v))
-        return ttt_attention(q, keys, values, self._slots, self._starts, scale).flatten(2)
+        return ttt_attention(q, keys, values, self._slots, self._starts).flatten(2)
 
 
 class BlockAttention:

@@ -69,9 +69,9 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
     """
     if isinstance(head, PublishedHeadConfig):
         head = HeadConfig(AUTO, head.path or published_head(head.heads, model), head.revision, head.allow_mismatch)
-    modules: dict[str, Any] = {"path": model.path_or_hub_id, "revision": model.revision, "name": SHIPPED_BY_TARGETS}
+    modules: dict[str, Any] = {"name": SHIPPED_BY_TARGETS, "path": model.path_or_hub_id, "revision": model.revision}
     if head.name == SHIPPED_BY_TARGETS and not (head.path or is_head(head_folder(head, output_dir, model.name))):
-        return replace(head, **modules) if states_modules(model) else head
+        return replace(head, **modules) if ships_modules(model) else head
     if head.name != AUTO:
         return head
     if head.path:
@@ -81,29 +81,24 @@ def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadCo
     if trained:
         return replace(head, name=max(trained, key=lambda name: (exports / name / "config.json").stat().st_mtime))
     shipped = [name for name in HEADS if is_head(shipped_heads(model.name) / name)]
-    if not shipped and holds_modules(model):
+    if not shipped and ships_modules(model):
         return replace(head, **modules)
     return replace(head, name=[*shipped, DEFAULT_HEAD][0])
 
 
-def holds_modules(model: ModelConfig) -> bool:
-    """Return whether the files of the target hold the MTP modules that its config states, of which some are without."""
-    if not states_modules(model):
-        return False
-    from models.heads.mtp.formats import architecture_of, find_shipped
-    from models.targets import ARCHITECTURES, resolve_checkpoint
-
-    folder = resolve_checkpoint(model.path_or_hub_id, model.revision)
-    return architecture_of(read_json(folder / "config.json")) in ARCHITECTURES and bool(find_shipped(folder)[1])
-
-
-def states_modules(model: ModelConfig) -> bool:
-    """Return whether the target's config states MTP modules; it is fetched if it is on the hub."""
+def ships_modules(model: ModelConfig) -> bool:
+    """Return whether the target's config states MTP modules, and its files hold them; they are fetched from the hub."""
     folder = Path(model.path_or_hub_id)
     if is_hub_id(model.path_or_hub_id) and not folder.exists():
         folder = fetch_snapshot(model.path_or_hub_id, model.revision, ("*.json",), "model=")
     config = folder / "config.json"
-    return config.is_file() and bool(read_json(config).get("num_nextn_predict_layers"))
+    if not (config.is_file() and read_json(config).get("num_nextn_predict_layers")):
+        return False
+    from models.heads.mtp.formats import find_shipped
+    from models.targets import read_target_config, resolve_checkpoint
+
+    read_target_config(folder)  # an architecture that is no target is an error of the target, not of its modules
+    return bool(find_shipped(resolve_checkpoint(model.path_or_hub_id, model.revision))[1])
 
 
 def published_head(heads: dict[str, list[str]], model: ModelConfig) -> str:

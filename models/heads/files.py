@@ -128,10 +128,10 @@ def _is_alike(target: LlamaTarget, dtype: torch.dtype, device: str | torch.devic
 
 def _full_lm_head(target: LlamaTarget) -> Tensor:
     """Return the LM head `[V, H]`, with the scale of the logits; from the checkpoint if this process has but a part."""
-    weight = target.lm_head.unpacked_weight()
+    weight, scaling = target.lend()[0].unpacked_weight(), target.config.logits_scaling
     if weight is None or len(weight) != target.config.vocab_size:
         weight = weights_of(target.folder)[LM_HEAD]()
-    return target.on_hidden(weight)
+    return weight if scaling == 1 else weight / scaling
 
 
 def read_head(

@@ -53,12 +53,9 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
 
 
 def further_layer(target: TargetConfig, count: int) -> TargetConfig:
-    """Return the config of `count` layers of the target's own kind after its last, without what no head has: windows
-    and sinks.
-    """
-    experts = target.experts
-    if experts is not None:
-        experts = replace(experts, first_layer=max(0, experts.first_layer - target.num_layers))
+    """Return the config of `count` layers after the target's last, which has experts; heads see all, without sinks."""
+    assert target.experts is not None
+    experts = replace(target.experts, first_layer=max(0, target.experts.first_layer - target.num_layers))
     plain: dict[str, Any] = {"windows": (), "sinks": False, "tie_word_embeddings": False, "mtp_modules": 0}
     return replace(target, num_layers=count, experts=experts, **plain)
 

@@ -45,9 +45,11 @@ class MixtureOfExperts(nn.Module):
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         weights, chosen = self.route(rows)
         out = torch.zeros_like(rows)
+        # the rows that use an expert, in a dry run as many for each
+        spread = chosen.new_empty(-(-chosen.numel() // self.config.count)) if chosen.is_meta else None
         trains = torch.is_grad_enabled() and self.gate.weight.requires_grad  # then each has a gradient, if of zeros
         for expert in range(self.config.count) if trains else chosen.unique().tolist():  # ascending
-            row, rank = users(chosen, expert, self.config.count)
+            row, rank = (chosen == expert).nonzero(as_tuple=True) if spread is None else (spread, spread)
             output = self.experts[expert](rows[row])
             out.index_add_(0, row, (output * weights[row, rank, None].to(output.dtype)).to(out.dtype))
         out = out.view_as(x)
@@ -59,15 +61,6 @@ class MixtureOfExperts(nn.Module):
         chosen = best(scores, self.config.active)
         weights = scores.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) if self.config.normalize else weights, chosen
-
-
-def users(chosen: Tensor, expert: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rows that use an expert and its rank in each; on the meta device as of an even spread over `count`."""
-    if chosen.is_meta:
-        row = rank = chosen.new_empty(-(-chosen.numel() // count))
-    else:
-        row, rank = (chosen == expert).nonzero(as_tuple=True)
-    return row, rank
 
 
 def best(scores: Tensor, count: int) -> Tensor:

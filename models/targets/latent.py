@@ -93,7 +93,8 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Return the projected output `[..., H]`, added to `residual` if there is one."""
         rank, rotated = self.latent.rank, self.rotary_dim
-        projected = self.q_proj(x) if self.latent.query_rank is None else self._ranked_queries(x)
+        ranked = None if self.latent.query_rank is None else self.q_a_layernorm(self.q_a_proj(x))
+        projected = self.q_proj(x) if ranked is None else self.q_b_proj(ranked)
         q, q_rotated = projected.unflatten(-1, (self.num_heads, -1)).split([self.latent.key_size, rotated], -1)
         latent, k_rotated = self.kv_a_proj_with_mqa(x).unsqueeze(-2).split([rank, rotated], -1)
         rotated_parts = torch.cat([q_rotated, k_rotated], -2)
@@ -105,6 +106,3 @@ class LatentAttention(nn.Module):
         latents = attention(self.layer, q, k, k[..., :rank], scale=self.scale)
         attended = self.kv_b_proj.expand(latents.unflatten(-1, (self.num_heads, -1))).flatten(-2)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
-
-    def _ranked_queries(self, x: Tensor) -> Tensor:
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))

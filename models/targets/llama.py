@@ -104,12 +104,8 @@ class LlamaTarget(nn.Module):
         return logits if scaling == 1 else logits / scaling
 
     def lm_head_rows(self, ids: Tensor) -> Tensor:
-        """Return rows `[N, H]` of the LM head for a head that keeps a copy."""
-        return self.on_hidden(self.lm_head.weight[ids])
-
-    def on_hidden(self, rows: Tensor) -> Tensor:
-        """Return rows of the LM head as vectors `[N, H]` whose products with a hidden state are logits."""
-        return rows if self.config.logits_scaling == 1 else rows / self.config.logits_scaling
+        """Return rows `[N, H]` of the LM head for a head that keeps a copy, with the scale of the logits."""
+        return self.lend()[0].weight[ids] / self.config.logits_scaling
 
     def lend(self) -> tuple[Linear, Tensor | PackedEmbedding]:
         """Return LM head and embedding, of H numbers each, for heads that use them in place."""
@@ -132,7 +128,8 @@ class LlamaTarget(nn.Module):
 
     @property
     def embedding_weight(self) -> Tensor:
-        return self.embed_tokens.weight
+        embedding = self.lend()[1]
+        return embedding.weight if isinstance(embedding, PackedEmbedding) else embedding
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the first layer's input `[..., H]`."""

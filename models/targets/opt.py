@@ -24,9 +24,6 @@ DEFAULTS: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 2, "eos
 ONLY = {"layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}
 
 
-UNFOLDED = "model=: heads need embedding and LM head through their projections (word_embed_proj_dim), which {}"
-
-
 class PostNormLayer(LearnedLayer):
     """A layer whose norms follow attention and MLP. The second norm of the last one belongs to the target."""
 
@@ -96,23 +93,21 @@ class OPTTarget(LearnedTarget):
     def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
         return (PostNormLayer if config.norm_after else LearnedLayer)(config, index)
 
-    @property
-    def embedding_weight(self) -> Tensor:
-        table = super().embedding_weight
-        return table if self.project_in is None else folded(table, self.project_in, transposed=True)
-
-    def on_hidden(self, rows: Tensor) -> Tensor:
-        return rows if self.project_out is None else folded(rows, self.project_out)
-
     def lend(self) -> tuple[Linear, Tensor | PackedEmbedding]:
-        if self.project_out is None:
+        """As of others, with each table multiplied by its projection. Raises ValueError where one is not at hand."""
+        if self.project_in is None or self.project_out is None:
             return super().lend()
-        rows, vocab_size = self.lm_head.unpacked_weight(), self.config.vocab_size
-        if rows is None or len(rows) < vocab_size:
-            raise ValueError(UNFOLDED.format("engine.tensor_parallel= divides, or a quantization rounds"))
-        lm_head = Linear(self.config.hidden_size, vocab_size, bias=False, device="meta")
-        lm_head.weight = nn.Parameter(self.on_hidden(rows), requires_grad=False)
-        return lm_head, self.embedding_weight
+        linears, table = (self.lm_head, self.project_out, self.project_in), self.embed_tokens.weight
+        parts = [weight.float() for linear in linears if (weight := linear.unpacked_weight()) is not None]
+        if len(parts) < len(linears) or len(parts[0]) < len(table):
+            raise ValueError(
+                "model=: heads need LM head and embedding through their projections (word_embed_proj_dim), which "
+                "engine.tensor_parallel= divides, or a quantization rounds; use neither, or another proposer"
+            )
+        rows, out, into = parts
+        lm_head = Linear(self.config.hidden_size, len(rows), bias=False, device="meta")
+        lm_head.weight = nn.Parameter((rows @ out).to(table.dtype), requires_grad=False)
+        return lm_head, (table.float() @ into.T).to(table.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
         x = super().embed(ids)
@@ -127,10 +122,3 @@ class OPTTarget(LearnedTarget):
             last = f"{self.root}layers.{self.config.num_layers - 1}.final_layer_norm"
             layout |= {f"norm.{kind}": (f"{last}.{kind}",) for kind in ("weight", "bias")}
         return layout
-
-
-def folded(table: Tensor, projection: Linear, *, transposed: bool = False) -> Tensor:
-    """Return the rows of a table `[V, E]` through a projection, as vectors `[V, H]` of hidden states."""
-    if (matrix := projection.unpacked_weight()) is None:
-        raise ValueError(UNFOLDED.format("a quantization rounds"))
-    return (table.float() @ (matrix.T if transposed else matrix).float()).to(table.dtype)

@@ -517,12 +517,12 @@ def test_heads_read_embedding_and_lm_head_through_their_projections(make_family_
 def test_what_learned_families_cannot_do_is_named(make_family_folder, tmp_path):
     part = Part(0, 2, lambda x, sizes, *, everywhere=True: x)
     divided = load_target(str(make_family_folder("opt as 350m")), part=part)
-    with pytest.raises(ValueError, match=r"\(word_embed_proj_dim\), which engine.tensor_parallel= divides"):
+    with pytest.raises(ValueError, match=r"\(word_embed_proj_dim\), which engine.tensor_parallel= divides, or a"):
         divided.lend()
     rounded = load_target(str(make_family_folder("opt as 350m")))
     pack(rounded, weight_format="int8")
-    with pytest.raises(ValueError, match=r"\(word_embed_proj_dim\), which a quantization rounds"):
-        rounded.embedding_weight  # noqa: B018
+    with pytest.raises(ValueError, match=r"\(word_embed_proj_dim\), which .* a quantization rounds"):
+        rounded.lend()
     with pytest.raises(ValueError, match="engine.tensor_parallel=3: the target's 4 query heads cannot be shared"):
         empty_target(make_family_folder("gpt bigcode"), Part(0, 3, lambda x, sizes, *, everywhere=True: x))
 

@@ -86,7 +86,7 @@ def find_shipped(folder: Path) -> tuple[NamedTensors, dict[str, str]]:
     """
     config = read_json(folder / "config.json")
     layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
-    tensors = read_weights(folder, torch.float32, None, None, progress=False)
+    tensors = read_weights(folder, torch.float32, None, progress=False)
     names = layout.names(tensors, fields.size("num_hidden_layers"), fields.take(MODULES, int, 1))
     if layout is QWEN_NEXT:
         kind = "of a hybrid target's layer, with an output gate, which head=mtp has no modules for yet"
