@@ -10,11 +10,17 @@ from torch.nn import functional as F
 
 from infer.engine import Engine
 from models.attention import TrainingTimeTestAttention
+from models.demo.corpus import cut_prompts
+from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.objectives import TttConfig
+from models.heads.weights import initialize
+from models.targets import load_target
 from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
+from tests.train.launching import ROOT
 from train.data.sequences import Batch, Sequences
 from train.features.online import Features, compute_features
 from train.objectives import alignment, teacher
@@ -36,6 +42,29 @@ def features(engine: Engine, batch: Batch) -> Features:
 
 def objective(head: Eagle3Head, **settings: object) -> Objective:
     return Objective(head, TttConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
+
+
+def test_a_head_that_starts_from_the_target_learns_real_text_sooner() -> None:
+    """On the demo target. Its first loss is higher: the target's last layer is sure of the token that is known."""
+    folder = ROOT / "models" / "demo"
+    prompts = cut_prompts(Tokenizer.load(folder), "train", 8, 48, seed=0)
+    target = load_target(str(folder))
+    rows = Sequences.of([(prompt, [False] * 8 + [True] * 40) for prompt in prompts]).batch(range(8))
+    losses = dict[bool, list[float]]()
+    for from_target in (True, False):
+        head = Eagle3Head(Eagle3Options().for_target(target.config))
+        initialize(head, target, from_target=from_target)
+        ttt, aux = objective(head), compute_features(target, rows, head.config.aux_layers)
+        optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-3)
+        losses[from_target] = []
+        for _ in range(8):
+            loss, _ = run(ttt, target, rows, aux)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[from_target].append(float(loss))
+    assert losses[True][0] > losses[False][0]
+    assert losses[True][-1] < losses[False][-1] - 0.3
 
 
 def run(ttt: Objective, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:

@@ -203,6 +203,21 @@ def test_sizes_of_its_own_cannot_start_from_the_target(tiny_target):
         initialize(head, tiny_target, from_target=True)
 
 
+def test_an_untrained_eagle3_head_is_the_targets_last_layer_on_its_features(tiny_target):
+    """Without embeddings, and with the last layer's input as the last feature, it computes the target's own logits."""
+    head = make_head(tiny_target, "eagle3", aux_layers=[2, 4, 7])
+    for parameter in head.parameters():
+        parameter.data.fill_(1.0)
+    initialize(head, tiny_target, from_target=True)
+    with torch.no_grad():
+        head.fc.weight[:, :-H] = head.embed_tokens.weight[:] = 0.0
+        ids = torch.randint(1, V, (1, 12), generator=torch.Generator().manual_seed(5))
+        positions = torch.arange(12)[None]
+        output = tiny_target(ids, positions, CausalAttention(), aux_layers=head.config.aux_layers)
+        logits = head.logits(head.step(ids, head.fuse(output.aux), positions, CausalAttention(), 0), 0)
+        assert torch.allclose(logits, tiny_target.logits(output.hidden)[..., head.target_ids], atol=1e-4)
+
+
 def test_every_head_has_a_config_group():
     assert set(SCHEMAS["head"]) == {*HEADS, "none", "auto", "published"}
     assert all(issubclass(SCHEMAS["head"][name], NewHeadConfig) for name in HEADS)
