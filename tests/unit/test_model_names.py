@@ -97,7 +97,7 @@ def test_a_sweep_goes_over_models(place: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("text", "meant"),
-    [("lama3-8b", "did you mean llama3-8b?"), ("/no/such", "known: demo, "), ("a/b/c", "known: "),
+    [("lama3-8b", "did you mean llama3-8b?"), ("/no/such", "known: deepseek-v3, demo, "), ("a/b/c", "known: "),
      ("missing.gguf", "known: "), ("owner/missing.gguf", "known: "), ("", "known: "), ("a=b, c", "known: ")],
 )  # fmt: skip
 def test_a_mistake_says_what_was_tried(text: str, meant: str) -> None:
