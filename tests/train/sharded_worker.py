@@ -67,7 +67,9 @@ def main() -> None:
     for name, more in (
         ("whole", []),
         ("online", ["features.target=sharded", "features.cache_gb=0"]),
-        ("offline", ["features.target=sharded", "features=offline", "data.top_k=1000"]),
+        # computed, as those of the whole target are
+        ("offline", ["features.target=sharded", "features=offline", "features.record=false", "data.top_k=1000"]),
+        ("recorded", ["features.target=sharded", "features=offline", "data.top_k=999"]),
     ):
         assert run(compose("train", TrainConfig, [*settings, *more, f"run={name}"])) is not None
     torch.distributed.destroy_process_group()
