@@ -17,12 +17,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from infer.learning.pieces import Pieces, Tensors, Turn, joined
 from infer.learning.recording import Span
 from kernels.copies import select_rows
 from train.data.dialogue import Row
@@ -32,17 +32,6 @@ from train.storage import atomic
 
 PART_MB = 64  # an interruption loses at most about this much, which is then computed
 INDEX = ("sequences", "offsets")
-Tensors = dict[str, Tensor]  # of consecutive tokens, by name
-
-
-class Piece(NamedTuple):
-    first: int  # position
-    tensors: Tensors
-
-
-class Turn(NamedTuple):
-    tokens: list[int]
-    pieces: list[Piece]
 
 
 class FeatureRecorder:
@@ -53,7 +42,7 @@ class FeatureRecorder:
 
     def __init__(self, layout: Layout, folder: Path, longest: int) -> None:
         self._layout, self._folder, self._longest = layout, folder, longest
-        self._requests = defaultdict[str, list[Piece]](list)
+        self._pieces = Pieces()
         self._conversations = defaultdict[int, list[Turn]](list)
         self._finished: list[tuple[bytes, Tensors]] = []
         self._bytes = 0
@@ -65,29 +54,23 @@ class FeatureRecorder:
     def take_states(self, spans: Sequence[Span], states: Sequence[Tensor]) -> None:
         rows = [row for span in spans for row in span.rows]
         taken = select_rows(states, rows).view(len(rows), len(states), -1)
-        self._keep(spans, self._layout.encode_states(taken))
+        self._pieces.add(spans, self._layout.encode_states(taken))
 
     def take_logits(self, spans: Sequence[Span], logits: Tensor) -> None:
         if self._layout.top_k is not None:
-            self._keep(spans, self._layout.encode_logits(logits[[row for span in spans for row in span.rows]]))
-
-    def _keep(self, spans: Sequence[Span], tensors: Tensors) -> None:
-        place = 0
-        for request, first, rows in spans:
-            piece = {name: value[place : place + len(rows)] for name, value in tensors.items()}
-            self._requests[request.request_id].append(Piece(first, piece))
-            place += len(rows)
+            rows = [row for span in spans for row in span.rows]
+            self._pieces.add(spans, self._layout.encode_logits(logits[rows]))
 
     def end_turn(self, request_id: str, conversation: int, tokens: list[int]) -> None:
         """Keep what was taken of a request, which has ended with these tokens, for its conversation."""
-        self._conversations[conversation].append(Turn(tokens, self._requests.pop(request_id, [])))
+        self._conversations[conversation].append(Turn(tokens, self._pieces.pop(request_id)))
 
     def end(self, conversation: int, rows: Sequence[Row]) -> None:
         """Finish a conversation with these sequences."""
         turns = self._conversations.pop(conversation, [])
         for ids, mask in ((ids[: self._longest], mask[: self._longest]) for ids, mask in rows):
-            tensors = joined(turns, ids) if has_served_slot(mask) else None
-            if tensors is not None:
+            tensors, begin = joined(turns, ids) if has_served_slot(mask) else ({}, 1)
+            if begin == 0:
                 self._finished.append((hash_of(torch.tensor(ids)), tensors))
                 self._bytes += len(ids) * self._layout.token_bytes
         if self._bytes >= PART_MB * 2**20:
@@ -105,25 +88,6 @@ class FeatureRecorder:
         atomic.make_folder(self._folder)
         atomic.write_tensors(self._folder / f"part-{secrets.token_hex(8)}.safetensors", part)
         self._finished, self._bytes = [], 0
-
-
-def joined(turns: Iterable[Turn], ids: Sequence[int]) -> Tensors | None:
-    """Return what the turns of a conversation hold of a sequence; None if they lack a position.
-
-    A turn's positions count as far as its tokens are the sequence's. Nothing needs what follows from the last token.
-    """
-    out, covered = Tensors(), torch.zeros(len(ids), dtype=torch.bool)
-    for tokens, pieces in turns:
-        pairs = zip(tokens, ids, strict=False)
-        common = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(ids)))
-        for first, tensors in pieces:
-            for name, value in tensors.items():
-                whole = out.setdefault(name, value.new_zeros(len(ids), *value.shape[1:]))
-                value = value[: max(0, common - first)]
-                whole[first : first + len(value)] = value
-                if name == "features":
-                    covered[first : first + len(value)] = True
-    return out if covered[:-1].all() else None
 
 
 def hash_of(ids: Tensor) -> bytes:
