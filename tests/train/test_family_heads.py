@@ -94,7 +94,7 @@ def test_the_commands_train_and_serve_a_head_of_each_family(
         "objective.steps=2",
         "eval_draft_tokens=2",
     )
-    assert re.search(r"\d sequences had their features taken while they were generated", capsys.readouterr().err)
+    assert re.search(r"those of \d sequences were taken while they were generated", capsys.readouterr().err)
     model = ModelConfig(name="demo", path=str(folder), dtype="float32")
     engine = Engine.load(
         model, "eagle3", output_dir=str(tmp_path), proposer=ProposerConfig(name="head", adaptive=False)

@@ -197,7 +197,7 @@ def test_a_run_learns_the_same_from_a_store(
     capsys.readouterr()
     fewer = losses("run=fewer", "features=online", "head.aux_layers=[2,5]")
     assert losses("run=found", "features=offline", "head.aux_layers=[2,5]") == pytest.approx(fewer, rel=1e-4)
-    assert f"features in {store}: 0.00 GB to be computed" in capsys.readouterr().err
+    assert f"features in {store}: 0.00 GB to be stored" in capsys.readouterr().err
     by_path = losses("run=by-path", "features=offline", "head.aux_layers=[2,5]", f"features.path={store}")
     assert by_path == pytest.approx(fewer, rel=1e-4)
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1, 2\]"):

@@ -174,10 +174,13 @@ def test_a_run_trains_on_what_its_engine_recorded(
     def refuse(*arguments: object) -> None:
         raise AssertionError("features were computed a second time")
 
+    needed: list[int] = []
+    monkeypatch.setattr("train.preparation.prepare.refuse_small_disk", lambda folder, size: needed.append(size))
     with monkeypatch.context() as patch:
         patch.setattr("train.features.store.compute_features", refuse)
         taken = losses("taken", f"features.path={tmp_path / 'stores' / 'taken'}")
-    assert re.search(r"24 sequences had their features taken while they were generated", capsys.readouterr().err)
+    assert re.search(r"those of 24 sequences were taken while they were generated", capsys.readouterr().err)
     assert [path.name for path in (tmp_path / "stores").iterdir()] == ["taken"]
     computed = losses("computed", "features.record=false", f"features.path={tmp_path / 'stores' / 'computed'}")
     assert taken == pytest.approx(computed, rel=1e-4)
+    assert needed[0] == 0 < needed[1]  # the parts are deleted as the store is written

@@ -102,12 +102,14 @@ class RecordedFeatures:
         self._places: dict[bytes, tuple[Path, int, int]] = {}
         self._left = Counter[Path]()  # sequences of each part that are in no store yet
         self._used = set[Path]()
+        self.num_bytes = 0
         for path in sorted(folder.glob("part-*.safetensors")):
             with suppress(OSError, SafetensorError), safe_open(path, framework="pt") as part:
                 hashes, offsets = part.get_tensor("sequences"), part.get_tensor("offsets").tolist()
                 keys = [bytes(row) for row in hashes.tolist()]
                 places = [(path, first, last) for first, last in itertools.pairwise(offsets)]
                 self._places |= zip(keys, places, strict=True)
+                self.num_bytes += path.stat().st_size
         self._left.update(path for path, _, _ in self._places.values())
 
     def __len__(self) -> int:

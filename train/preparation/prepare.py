@@ -77,22 +77,16 @@ class Prepared:
         assert engine.tokenizer is not None
         layout = Layout.of(target, layers, settings if isinstance(settings, OfflineFeaturesConfig) else None)
         record = manifest(target, engine.tokenizer, self.sequences, layout, config.engine.weight_format)
-        place = features_place(config)
         store: FeatureStore
+        recorded = None
         if online:
             of_batches = {"batch_size": config.batch_size, "room": config.room, "process": rank}
-            folder = place / f"interrupted-{recipe(record | of_batches)}"
+            folder = features_place(config) / f"interrupted-{recipe(record | of_batches)}"
             store, rank, world = CachedFeatures(folder, target, layers, self.sequences, layout), 0, 1
         else:
-            store = self._open_store(place, getattr(settings, "path", None), layout, record)
+            store, recorded = self._open_store(config, engine, layout, record)
         threads, show = work_threads(config, accelerator.device, accelerator.num_processes), accelerator.is_main_process
         options: dict[str, Any] = {"room": config.room, "show": show, "threads": threads}
-        if online:
-            recorded = None
-        else:
-            recorded = RecordedFeatures(recorded_folder(config, engine, store.layout))
-            if store.missing and len(recorded):
-                log_main(accelerator, f"{len(recorded)} sequences had their features taken while they were generated")
         with stopping_together(accelerator, target.join_gathers):
             store.fill(config.batch_size, (rank, world), stop.check, recorded=recorded, **options)
         accelerator.wait_for_everyone()
@@ -100,9 +94,18 @@ class Prepared:
             recorded.stored((self.sequences.row(index)[0] for index in range(len(self.sequences))), last=True)
         self.features = store
 
-    def _open_store(self, place: Path, path: str | None, layout: Layout, record: dict[str, Any]) -> FeatureStore:
-        """Open the store at `path`, else the one of these features in `place`, or another there with more layers."""
-        accelerator = self.placement.accelerator
+    def _open_store(
+        self, config: TrainConfig, engine: Engine, layout: Layout, record: dict[str, Any]
+    ) -> tuple[FeatureStore, RecordedFeatures]:
+        """Open the store at features.path, else the one of these features, or another of the target with more layers.
+
+        Returns also what the engine has recorded of them.
+        """
+        accelerator, place, path = (
+            self.placement.accelerator,
+            features_place(config),
+            getattr(config.features, "path", None),
+        )
         folder = resolve_path(path) if path else place / recipe(record)
         others = [] if path or folder.is_dir() else sorted(place.glob("*/"))
         for other in (folder, *others):
@@ -110,10 +113,14 @@ class Prepared:
                 folder, layout, record = other, wider, {**record, "layers": list(wider.layers)}
                 break
         store = FeatureStore(folder, self.target, self.head.config.aux_layers, self.sequences, layout)
-        refuse_small_disk(folder, store.missing_bytes)
+        recorded = RecordedFeatures(recorded_folder(config, engine, layout))
+        alone = accelerator.num_processes == 1  # each part is deleted once the store has what it holds
+        refuse_small_disk(folder, max(0, store.missing_bytes - (recorded.num_bytes if alone else 0)))
         done = store.shards - len(store.missing)
         kept = f"; {done} of {store.shards} shards are there" if done else ""
-        log_main(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
+        if store.missing and len(recorded):
+            kept += f"; those of {len(recorded)} sequences were taken while they were generated"
+        log_main(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be stored{kept}")
         if accelerator.is_main_process:
             made_by = open_store(folder, record)
             writer = f"{made_by.get('version')}, commit {made_by.get('commit')}"
@@ -121,7 +128,7 @@ class Prepared:
             if note := other_code(made_by):
                 warn(note)
         accelerator.wait_for_everyone()
-        return store
+        return store, recorded
 
 
 def features_place(config: TrainConfig) -> Path:
