@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
 from infer.options.paths import resolve_path
 from infer.sampling.params import MAX_SEED, SamplingParams, acceptance_rule
-from models.checks import MISSING, at_least, check_fields, choice, number
+from models.checks import MISSING, at_least, bounded, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
@@ -271,6 +271,27 @@ class ServerConfig(Schema):
 
 
 @dataclass
+class LearningConfig(Schema):
+    """How a head learns from what it serves: train/learn.py."""
+
+    # tokens of the examples that it is trained on, the oldest of which go first; null: 200000, or what most_mb holds
+    buffer_tokens: int | None = number(None, low=1)
+    most_mb: int = number(512, low=1)  # of memory that the examples take
+    # share of the examples on which heads are compared; they are never trained on
+    held_back: float = bounded(0.1, "is a share, must be above 0 and below 1", lambda share: 0 < share < 1)
+    every_tokens: int = number(20_000, low=1)  # new tokens to train on between two comparisons
+    passes: float = number(2.0, above=0)  # how often an example is trained on, on average
+    batch_tokens: int = number(2048, low=8)  # of an update; of a longer example the last ones are taken
+    lr: float = number(1e-4, above=0)
+    pause_above: int = number(0, low=0)  # requests running above which it waits
+    save: bool = False  # write the heads that were taken over; false: nothing learned is on disk
+    keep: int = number(5, low=1)  # the newest of them, in <output_dir>/heads/<model>/<head>-learned/<number>
+
+    def __post_init__(self) -> None:
+        check_fields(self, "learning.")
+
+
+@dataclass
 class TrackerConfig:
     """Where metrics go in addition to the run's own files."""
 
@@ -331,6 +352,8 @@ class EngineCommandConfig:
 @dataclass
 class ServeConfig(EngineCommandConfig):
     server: ServerConfig = MISSING
+    learning: LearningConfig = MISSING
+    learn: bool = False  # train the head on what it serves, and take over what drafts better
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -397,6 +420,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "proposer": {"proposer": ProposerConfig},
     "engine": {"engine": EngineConfig},
     "server": {"server": ServerConfig},
+    "learning": {"learning": LearningConfig},
     "tracker": TRACKERS,
 }
 COMMANDS: dict[str, type] = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infer.config import EngineConfig, ModelConfig, TrackerConfig, register
+from infer.config import EngineConfig, LearningConfig, ModelConfig, TrackerConfig, register
 from infer.options.exported_heads import export_folder
 from models.checks import MISSING, at_least, bounded, check_fields, choice, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
@@ -401,6 +401,20 @@ class TrainConfig:
         at_least("sequence_length", self.sequence_length, steps + 2)
 
 
+@dataclass
+class LearnConfig:
+    """The command that a server starts, to train its head on what it serves."""
+
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING  # that is served
+    learning: LearningConfig = MISSING
+    output_dir: str = "outputs"
+    draft_tokens: int = number(3, low=1)  # of the chains by which heads are compared
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 WHOLE = ("single", "ddp")  # values of parallel= under which the head's parameters are replicated
 
 
@@ -416,7 +430,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "optim": {"adamw": OptimConfig, "muon": MuonConfig},
     "parallel": {"parallel": ParallelConfig},
 }
-COMMANDS: dict[str, type] = {"train": TrainConfig}
+COMMANDS: dict[str, type] = {"train": TrainConfig, "learn": LearnConfig}
 
 register(
     SCHEMAS,

@@ -47,6 +47,7 @@ class Sampling(NamedTuple):
 
     temperature: float
     seeds: Sequence[int]
+    first: int = 0  # position in its request of the batch's first slot
 
     def parameters(self, rows: Tensor) -> ChoiceParameters:
         """Return the parameters of each row; `rows` `[R]` holds the index of the response that the row belongs to."""
@@ -97,10 +98,10 @@ def draft_matches(head: Head, batch: Batch, features: Features, steps: int, samp
     matches = batch.assistant.new_zeros(*batch.ids.shape, steps)
     slots = torch.arange(first, batch.ids.shape[1], device=batch.ids.device)
     owner = torch.arange(len(batch.ids), device=slots.device).repeat_interleave(len(slots))
-    parameters = sampling and sampling.parameters(owner)
+    parameters, start = (sampling.parameters(owner), sampling.first) if sampling else (None, 0)
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
-        positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row at which the target samples t[i + 2 + step]
-        drafts = best_drafts(head, state.flatten(0, 1), step, parameters, positions, 1)[:, 0]
+        rows = start + slots + 1 + step  # at which the target samples t[i + 2 + step]
+        drafts = best_drafts(head, state.flatten(0, 1), step, parameters, rows.repeat(len(batch.ids)), 1)[:, 0]
         predicted = alignment.predicted_tokens(batch.ids, step)[:, first:]
         matches[:, first:, step] = drafts.view_as(predicted) == predicted
     return matches

@@ -27,6 +27,7 @@ MAY_IMPORT = {
 }
 ENTRY_POINTS = (
     "train/run.py",
+    "train/learn.py",
     "infer/serve.py",
     "infer/chat.py",
     "infer/generate.py",

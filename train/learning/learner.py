@@ -1,0 +1,131 @@
+"""Trains a copy of the head that is served, by the head's own objective, and judges it on examples it never saw."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+
+import torch
+
+from infer.config import LearningConfig
+from models.heads import HEADS
+from models.heads.base import Head
+from models.heads.weights import module_of
+from train.config import SCHEMAS, OptimConfig, default_objective
+from train.learning.comparison import Comparison, accepted, compared
+from train.learning.examples import Buffer, Example, batch_of, is_held_back, last_tokens, rooms
+from train.objectives.base import Objective
+from train.objectives.eagle import FeatureRegression
+from train.objectives.registry import OBJECTIVES
+from train.objectives.teacher import recall
+
+LEAST_JUDGED = 8  # examples: of fewer the error of a difference says little
+OPTIM = OptimConfig(name="adamw")  # as in other training, but at a constant rate
+
+
+class Learner:
+    """`used` is the head that is served, in fp32 on the CPU; `candidate` is trained from its weights."""
+
+    def __init__(self, config: LearningConfig, used: Head, steps: int, state_bytes: int) -> None:
+        """`steps`: tokens of the chains by which heads are judged. `state_bytes`: of a token's hidden states.
+
+        Raises ValueError for a head that cannot learn so, and for examples that take too much memory.
+        """
+        self.config, self.used, self.steps = config, used, min(steps, used.config.max_depth or steps)
+        self.candidate = trainable_copy(used)
+        self.objective = objective_of(self.candidate)
+        self.trained, self.judged = map(Buffer, rooms(config, state_bytes))
+        self.examples = self.tokens = self.updates = 0  # that were kept, and done
+        self.due = 0.0  # tokens still to be drawn
+        self.new = 0  # tokens to train on since the last comparison
+        self.tau = math.nan  # of the head in use, when it was last judged
+        self.seconds = 0.0  # of updates and comparisons
+        self._restart()
+
+    def add(self, example: Example) -> None:
+        """Keep an example, to train on or to judge on; a response of less than two tokens has nothing to learn from."""
+        held_back = is_held_back(example.ids, self.config.held_back)
+        example = last_tokens(example, self.config.batch_tokens)
+        if int(example.assistant[1:].sum()) < 2:
+            return
+        self.examples += 1
+        self.tokens += len(example.ids)
+        (self.judged if held_back else self.trained).add(example)
+        if not held_back:
+            tokens, passes = len(example.ids), self.config.passes
+            self.new += tokens
+            self.due = min(self.due + passes * tokens, passes * self.trained.tokens)
+
+    @property
+    def update_due(self) -> bool:
+        return self.due >= self.config.batch_tokens
+
+    @property
+    def comparison_due(self) -> bool:
+        enough = len(self.judged.examples) >= LEAST_JUDGED
+        return not self.update_due and self.new >= self.config.every_tokens and enough and self.updates > 0
+
+    def update(self) -> None:
+        """Take one optimiser step; one whose gradient is not finite changes nothing."""
+        started = time.perf_counter()
+        generator, head = torch.Generator().manual_seed(self.updates), self.candidate
+        examples = self.trained.draw(self.config.batch_tokens, generator)
+        batch, features = batch_of(examples, self.config.batch_tokens, head.config.aux_layers)
+        assert features.top is not None
+        teacher = recall(features.top, batch, head.target_ids, head.config.vocab_size)
+        denominators = self.objective.denominators(batch)
+        loss, _ = self.objective(batch, features, teacher, denominators, metrics=False, generator=generator)
+        loss.backward()
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, OPTIM.clip)
+        if math.isfinite(norm) and math.isfinite(loss.detach()):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.updates += 1
+        self.due -= sum(len(example.ids) for example in examples)
+        self.seconds += time.perf_counter() - started
+
+    def compare(self) -> Comparison:
+        """Judge the candidate. If it is better it becomes the head in use, if worse it begins anew from that."""
+        started = time.perf_counter()
+        before, after = (accepted(head, self.judged.examples, self.steps) for head in (self.used, self.candidate))
+        comparison = compared(before, after)
+        self.new, self.tau = 0, comparison.before
+        if comparison.better:
+            self.used.load_state_dict(self.candidate.state_dict())
+            self.tau = comparison.after
+        elif comparison.worse:
+            self.candidate.load_state_dict(self.used.state_dict())
+            self._restart()
+        self.seconds += time.perf_counter() - started
+        return comparison
+
+    def _restart(self) -> None:
+        groups, betas, decay = self.objective.parameter_groups(), (OPTIM.betas[0], OPTIM.betas[1]), OPTIM.weight_decay
+        self._optimizer = torch.optim.AdamW(groups, lr=self.config.lr, betas=betas, weight_decay=decay, fused=True)
+
+
+def trainable_copy(head: Head) -> Head:
+    """Return a head with its own copy of what training changes; the rest is shared."""
+    with torch.device("meta"):
+        new = module_of(head.config.name).kind(head.config)
+    trained = {name for name, parameter in new.named_parameters() if parameter.requires_grad}
+    frozen = {id(parameter): parameter for name, parameter in head.named_parameters() if name not in trained}
+    candidate = copy.deepcopy(head, frozen)
+    for name, parameter in candidate.named_parameters():
+        parameter.requires_grad_(name in trained)
+    return candidate
+
+
+def objective_of(head: Head) -> Objective:
+    """Return the default objective of a head. Raises ValueError if that needs more than the likeliest tokens."""
+    name = head.config.name
+    objective = default_objective(name)
+    if issubclass(OBJECTIVES[objective], FeatureRegression) or HEADS[name].is_target:
+        able = [other for other in HEADS if other != name and not HEADS[other].is_target and other != "eagle"]
+        raise ValueError(
+            f"head={name}: cannot learn from what it serves: objective={objective} reads more of the target than what "
+            f"verifying computes; heads that can: {', '.join(able)}"
+        )
+    return OBJECTIVES[objective](head, SCHEMAS["objective"][objective](name=objective))

@@ -1,0 +1,109 @@
+"""The process beside a server: examples come in over a socket, heads that draft better go out.
+
+It needs the target's embedding and LM head alone, and computes on one CPU thread, while few requests run.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from infer.learning.messages import Message, receive, send
+from infer.options.devices import resolve_dtype
+from infer.options.exported_heads import head_folder
+from infer.options.paths import resolve_path
+from infer.processes.threads import cpu_threads
+from models.heads import HEADS
+from models.heads.base import Head
+from models.heads.files import load_head, save_head
+from models.heads.weights import checkpoint_tensors
+from models.targets import load_target
+from train.config import LearnConfig
+from train.learning.examples import read_example
+from train.learning.learner import Learner
+from train.publishing.provenance import target_name
+from train.storage import atomic
+
+Save = Callable[[Head, dict[str, str]], int]  # writes a head with facts of it; returns its number
+
+
+def learn(config: LearnConfig, stream: socket.socket) -> None:
+    """Learn from the messages of `stream` until it ends. Raises ValueError for a broken message or configuration."""
+    folder = head_folder(config.head, config.output_dir, config.model.name)
+    if config.head.name not in HEADS:
+        raise ValueError(f"head={config.head.name}: there is no head to train; heads: {', '.join(HEADS)}")
+    target = load_target(config.model.path_or_hub_id, revision=config.model.revision, layers=())
+    head = load_head(folder, name=config.head.name, target=target, allow_mismatch=config.head.allow_mismatch)
+    dtype, kept = resolve_dtype(config.model), config.learning
+    size = len(set(head.config.aux_layers)) * head.config.target_hidden_size * dtype.itemsize
+    learner = Learner(kept, head, config.draft_tokens, size)
+    place = resolve_path(config.output_dir) / "heads" / config.model.name / f"{head.config.name}-learned"
+
+    def save(candidate: Head, facts: dict[str, str]) -> int:
+        numbers = sorted(int(path.name) for path in place.glob("*") if path.name.isdigit())
+        number = max(numbers, default=0) + 1
+        record = {"target_fingerprint": target.fingerprint, "target": target_name(config.model), "learned": facts}
+        with atomic.replace_folder(place / str(number)) as staging:
+            verifier = {"verifier": target_name(config.model), "verifier_architecture": target.config.architecture}
+            tokens = config.draft_tokens
+            save_head(candidate, staging, **verifier, speculative_tokens=tokens, provenance=record, dtype=dtype)
+        for old in [*numbers, number][: -kept.keep]:
+            atomic.discard(place / str(old))
+        return number
+
+    with cpu_threads(1), suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
+        exchange(learner, stream, kept.pause_above, save if kept.save else None)
+
+
+def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Save | None) -> None:
+    """Take messages as they come, and compute between them while no more than `pause_above` requests run."""
+    running = sent = 0
+    send(stream, status(learner))
+    while True:
+        paused = running > pause_above or not (learner.update_due or learner.comparison_due)
+        if paused or select.select([stream], [], [], 0)[0]:
+            message = receive(stream)
+            if message is None:
+                return
+            if message.kind == "example":
+                learner.add(read_example(message, learner.used.config))
+            elif message.kind == "load":
+                running = read_load(message)
+            else:
+                raise ValueError(f"{message.kind}: no message for a trainer; these are example and load")
+        elif learner.update_due:
+            learner.update()
+        else:
+            comparison = learner.compare()
+            if comparison.better:
+                facts = {
+                    "tau_before": f"{comparison.before:.4f}",
+                    "tau_after": f"{comparison.after:.4f}",
+                    "examples": str(learner.examples),
+                    "tokens": str(learner.tokens),
+                    "updates": str(learner.updates),
+                }
+                sent = save(learner.used, facts) if save else sent + 1
+                send(stream, Message("candidate", checkpoint_tensors(learner.used), {"number": str(sent), **facts}))
+            send(stream, status(learner))
+
+
+def status(learner: Learner) -> Message:
+    facts = {
+        "buffered": str(learner.trained.tokens + learner.judged.tokens),
+        "examples": str(learner.examples),
+        "updates": str(learner.updates),
+        "tau": f"{learner.tau:.4f}",
+        "seconds": f"{learner.seconds:.1f}",
+    }
+    return Message("status", {}, facts)
+
+
+def read_load(message: Message) -> int:
+    """Return how many requests run. Raises ValueError if the message does not say."""
+    count = message.facts.get("running", "")
+    if not count.isdecimal():
+        raise ValueError(f"load: running={count!r} must be the number of requests")
+    return int(count)
