@@ -52,7 +52,7 @@ def params(*, sampled: bool = False, **more: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A target, and modules that have memorised its greedy answers to prompts with common prefixes."""
+    """A target, and modules that have memorised its greedy responses to prompts with common prefixes."""
     kind, options, modules = FAMILIES[request.param]
     folder = str(write_family(kind, tmp_path_factory.mktemp("family"), **options))
     generator = torch.Generator().manual_seed(2)
