@@ -23,7 +23,7 @@ from models.targets.llama import LlamaTarget
 class ShardedLinear(Linear):
     """This rank's output rows of a linear layer, `sizes[rank]` of them.
 
-    With `reads` the input is split as well, `reads[rank]` features on each rank, and is gathered first. `answers`:
+    With `reads` the input is split as well, `reads[rank]` features on each rank, and is gathered first. `returns`:
     whether the output is this rank's part, the whole on every rank, or the whole on rank 0 only.
     """
 
@@ -34,24 +34,24 @@ class ShardedLinear(Linear):
         sizes: Sequence[int],
         *,
         reads: Sequence[int] | None = None,
-        answers: Literal["part", "whole", "leader"] = "part",
+        returns: Literal["part", "whole", "leader"] = "part",
     ) -> None:
-        assert answers == "part" or sum(sizes) == linear.out_features
+        assert returns == "part" or sum(sizes) == linear.out_features
         super().__init__(linear.in_features, sizes[part.rank], bias=linear.bias is not None)
-        self.part, self.sizes, self.answers = part, tuple(sizes), answers
+        self.part, self.sizes, self.returns = part, tuple(sizes), returns
         self.reads = None if reads is None else tuple(reads)
 
     @property
     def fusible(self) -> PackedLinear | None:
-        return self.packed if self.reads is None and self.answers == "part" else None
+        return self.packed if self.reads is None and self.returns == "part" else None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.reads is not None:
             input = self.part.gather(input, self.reads)
         out = super().forward(input)
-        if self.answers == "part":
+        if self.returns == "part":
             return out
-        return self.part.gather(out, self.sizes, everywhere=self.answers == "whole")
+        return self.part.gather(out, self.sizes, everywhere=self.returns == "whole")
 
 
 def divide(target: LlamaTarget, part: Part) -> None:
@@ -67,7 +67,7 @@ def divide(target: LlamaTarget, part: Part) -> None:
             _divide_latent(module, part)
         elif isinstance(module, GatedMLP | PlainMLP):
             _divide_mlp(module, part)
-    target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), answers="leader")
+    target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), returns="leader")
 
 
 def _divide_attention(attention: SelfAttention, part: Part) -> None:
@@ -93,7 +93,7 @@ def _divide_latent(attention: LatentAttention, part: Part) -> None:
 
 def _divide_output(output: Linear, part: Part) -> ShardedLinear:
     sizes, reads = split(output.out_features, part.ranks), even(output.in_features, part.ranks)
-    return ShardedLinear(output, part, sizes, reads=reads, answers="whole")
+    return ShardedLinear(output, part, sizes, reads=reads, returns="whole")
 
 
 def _divide_mlp(mlp: GatedMLP | PlainMLP, part: Part) -> None:
@@ -103,4 +103,4 @@ def _divide_mlp(mlp: GatedMLP | PlainMLP, part: Part) -> None:
         mlp.up_proj = ShardedLinear(mlp.up_proj, part, sizes)
     else:
         mlp.gate_up_proj = ShardedLinear(mlp.gate_up_proj, part, [2 * size for size in sizes])
-    mlp.down_proj = ShardedLinear(down, part, split(down.out_features, ranks), reads=sizes, answers="whole")
+    mlp.down_proj = ShardedLinear(down, part, split(down.out_features, ranks), reads=sizes, returns="whole")

@@ -10,12 +10,11 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.speculation.control.planner import Planner
 from infer.speculation.drafter import DrafterState
-from infer.speculation.tree import NOTHING, Budget
 from models.heads.base import Head
 from models.targets import load_target
 from tests.heads import make_head, memorise
+from tests.lossless.test_controller import Switch
 from tests.pools import check_pool
 from tests.train.conftest import write_family
 from train.data.sequences import Sequences
@@ -52,7 +51,7 @@ def params(*, sampled: bool = False, **more: Any) -> SamplingParams:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A target, and modules that have memorised its greedy answers to prompts with common prefixes."""
+    """A target, and modules that have memorised its greedy responses to prompts with common prefixes."""
     kind, options, modules = FAMILIES[request.param]
     folder = str(write_family(kind, tmp_path_factory.mktemp("family"), **options))
     generator = torch.Generator().manual_seed(2)
@@ -101,26 +100,14 @@ def test_pre_empted_requests_take_up_what_they_had(served: Served, shape: str) -
     check_pool(engine._pool, [])
 
 
-class Late(Planner):
-    """Drafting pays from some step on."""
-
-    pays = False
-
-    def budget(self, request_id: str, allowed: Budget) -> Budget:
-        return allowed if self.pays else NOTHING
-
-    def should_track(self, candidate: Any, batch: int, tokens: int, unread: int = 0) -> bool:
-        return self.pays
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_modules_begin_within_a_text(served: Served, shape: str) -> None:
     engine, long = engine_for(served, shape), SamplingParams(max_tokens=80, ignore_eos=True)
-    engine.speculator.planner = late = Late()
+    engine.speculator.planner = planner = Switch()
     requests = [engine.request(engine.add(prompt, long)) for prompt in served.prompts]
     for _ in range(12):
         engine.step()
-    late.pays = True
+    planner.pays = True
     while engine.has_work:
         engine.step()
     assert [request.drafter.state for request in requests] == [DrafterState.PARTIAL] * 6

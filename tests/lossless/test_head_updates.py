@@ -50,8 +50,8 @@ def test_an_update_within_requests_changes_no_token(make_small_engine, dtype, dr
         return step()
 
     engine.step = step_and_update
-    answers = answer_all(engine, requests, arrivals=[0, 0, 0, 2, 5, 9, 14, 20, 30])
-    assert [answer.token_ids for answer in answers] == expected
+    responses = answer_all(engine, requests, arrivals=[0, 0, 0, 2, 5, 9, 14, 20, 30])
+    assert [response.token_ids for response in responses] == expected
     assert steps > 30
     assert engine.stats.preemptions > 0
     assert engine.stats.speculation.drafted > 0

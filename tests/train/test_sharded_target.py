@@ -105,7 +105,7 @@ def test_a_head_trained_on_it_has_the_same_bits(features: str, outputs: Path) ->
 
 @pytest.mark.slow
 def test_a_head_trained_on_what_it_recorded_is_nearly_the_same(outputs: Path) -> None:
-    """Each process records the conversations that it answers; the kernels of serving sum in another order."""
+    """Each process records the conversations that it continues; the kernels of serving sum in another order."""
     paths = [find_checkpoint(outputs / name / "checkpoints") for name in ("whole", "recorded")]
     whole, recorded = (load_file(path / "module.safetensors") for path in paths if path is not None)
     for name, value in whole.items():

@@ -101,11 +101,8 @@ class Prepared:
 
         Returns also what the engine has recorded of them.
         """
-        accelerator, place, path = (
-            self.placement.accelerator,
-            features_place(config),
-            getattr(config.features, "path", None),
-        )
+        accelerator, place = self.placement.accelerator, features_place(config)
+        path = getattr(config.features, "path", None)
         folder = resolve_path(path) if path else place / recipe(record)
         others = [] if path or folder.is_dir() else sorted(place.glob("*/"))
         for other in (folder, *others):
