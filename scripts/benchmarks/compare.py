@@ -5,14 +5,14 @@
     python scripts/bench.py systems=[off,off:again,head:auto5] concurrency=[1,2,4,8,16,32,64] never_slower=0.02
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
-scripts/benchmarks/systems.py explains the systems' names. Every round runs every system once on the same prompts, in an
-order that changes from round to round. `concurrency` prompts are in flight: whenever one finishes, the next starts.
-With `min_tokens` the output lengths vary, as they do in serving. A ratio divides a system's speed by that of `off` in
-the same round. For other programs the script counts the responses that equal those of `off`; in bf16 few do, because
-each program rounds in a different order. The last line of standard output is one JSON document, which also states how
-many steps of our engine were speculative and how long speculative and plain steps took. With `never_slower` the exit
-code is 1 if an adaptive (`auto`) system was slower than plain decoding in any cell: where a cell would fail, its rounds
-are repeated, at most twice, and all rounds count.
+scripts/benchmarks/comparison/systems.py explains the systems' names. Every round runs every system once on the same
+prompts, in an order that changes from round to round. `concurrency` prompts are in flight: whenever one finishes, the
+next starts. With `min_tokens` the output lengths vary, as they do in serving. A ratio divides a system's speed by that
+of `off` in the same round. For other programs the script counts the responses that equal those of `off`; in bf16 few
+do, because each program rounds in a different order. The last line of standard output is one JSON document, which also
+states how many steps of our engine were speculative and how long speculative and plain steps took. With `never_slower`
+the exit code is 1 if an adaptive (`auto`) system was slower than plain decoding in any cell: where a cell would fail,
+its rounds are repeated, at most twice, and all rounds count.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 
 from infer.console.compare import Pair
 from infer.options.cli import engine_entry_point
+from scripts.benchmarks.comparison.rounds import OFF, run_round, summary
+from scripts.benchmarks.comparison.systems import System, head_folders, is_adaptive, make_systems
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.document import document, publish, table
 from scripts.benchmarks.prompts import Task, read_tasks
-from scripts.benchmarks.rounds import OFF, run_round, summary
-from scripts.benchmarks.systems import System, head_folders, is_adaptive, make_systems
 
 AGAIN = 2  # how often the rounds of a cell that seems slower than plain decoding are repeated
 

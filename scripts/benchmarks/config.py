@@ -23,7 +23,7 @@ from models.checks import MISSING, at_least, check_fields, choice, number, one_o
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
-# systems of a comparison, by the first part of their names; scripts/benchmarks/systems.py defines them
+# systems of a comparison, by the first part of their names; scripts/benchmarks/comparison/systems.py defines them
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
 TRANSFORMERS = ("hf", "hf_lookup")
 MAY_BE_EMPTY = ("files", "runs")
@@ -68,11 +68,11 @@ class PromptsConfig(SavedConfig):
 
 @dataclass
 class CompareConfig(PromptsConfig):
-    """A comparison of systems; scripts/benchmarks/systems.py says what their names mean."""
+    """A comparison of systems; scripts/benchmarks/comparison/systems.py says what their names mean."""
 
     proposer: ProposerConfig = MISSING
     systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
-    # by the name of another program: the command that starts its server (scripts/benchmarks/servers.py)
+    # by the name of another program: the command that starts its server (scripts/benchmarks/comparison/servers.py)
     servers: dict[str, str] = field(default_factory=dict)
     peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
     compile: bool = True  # vLLM compiles its model, which takes minutes at every start; false: it runs eager
@@ -100,7 +100,7 @@ class EvaluateConfig(PromptsConfig):
     tracker: TrackerConfig = MISSING
     chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file with and without
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
-    shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see scripts/benchmarks/systems.py
+    shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see comparison/systems.py
     concurrency: list[int] = number([1], low=1)  # prompts in flight together
 
     def __post_init__(self) -> None:
@@ -149,6 +149,27 @@ class RunsConfig(SavedConfig):
 
 
 @dataclass
+class TrafficConfig(SavedConfig):
+    """Requests to a running server, one kind after the other."""
+
+    model: ModelConfig = MISSING  # the server's
+    url: str = "http://127.0.0.1:8000"  # of the server
+    output_dir: str = "outputs"
+    kinds: Any = None  # {name: prompts, ...} in order; prompts as data.path of training
+    root: str | None = None  # base folder of relative paths; null: the repository
+    columns: Any = None  # maps our column names to the files': {prompt: question}
+    minutes: float = number(60.0, above=0)  # of each kind
+    window: int = number(16, low=1)  # requests between two looks at the counters
+    concurrency: int = number(1, low=1)
+    num_prompts: int = number(10000, low=1)  # of each kind, at most
+    prompt_tokens: int = number(512, low=1)  # at most
+    max_tokens: int = number(128, low=1)
+    temperature: float = number(0.0, low=0)
+    seed: int = 0
+    like: str | None = None  # an earlier result, whose requests are repeated; the server may be another
+
+
+@dataclass
 class TablesConfig:
     check: bool = False  # only say whether a page would change, by the exit code
 
@@ -159,6 +180,7 @@ COMMANDS: dict[str, type] = {
     "perplexity": PerplexityConfig,
     "bandwidth": BandwidthConfig,
     "runs": RunsConfig,
+    "traffic": TrafficConfig,
     "tables": TablesConfig,
 }
 register({}, COMMANDS)

@@ -23,11 +23,11 @@ from infer.console.compare import Comparison, Pair
 from infer.options.cli import engine_entry_point
 from infer.options.exported_heads import head_folder
 from infer.options.paths import resolve_path
+from scripts.benchmarks.comparison.rounds import OFF, run_round
+from scripts.benchmarks.comparison.systems import System, engine_system
 from scripts.benchmarks.config import EvaluateConfig
 from scripts.benchmarks.document import document, publish, table
 from scripts.benchmarks.prompts import Task, read_file
-from scripts.benchmarks.rounds import OFF, run_round
-from scripts.benchmarks.systems import System, engine_system
 
 DEMO = "demo corpus"
 
@@ -48,7 +48,8 @@ def prompt_sets(config: EvaluateConfig, engine: Any) -> Iterator[PromptSet]:
     for path, name in zip(config.files, names_of(config.files), strict=True):
         for template in config.chat_template:
             options = {"chat_template": template}
-            yield name, template, read_file(config, path, engine.tokenizer, config.num_prompts, longest, **options)
+            prompts = read_file(config, "files", path, engine.tokenizer, config.num_prompts, longest, **options)
+            yield name, template, prompts
 
 
 def names_of(files: Sequence[str]) -> list[str]:

@@ -37,9 +37,9 @@ from models.checkpoint import DTYPES
 from models.gguf import is_gguf
 from models.targets import resolve_checkpoint
 from models.tokenizer import Tokenizer
+from scripts.benchmarks.comparison.servers import build_suffix, check_built
 from scripts.benchmarks.config import PerplexityConfig
 from scripts.benchmarks.document import describe_machine, markdown, publish
-from scripts.benchmarks.servers import build_suffix, check_built
 
 PAGE = 16  # positions of a KV page
 CHUNK = 64  # rows in fp64 at a time

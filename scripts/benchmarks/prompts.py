@@ -6,7 +6,7 @@ import random
 import sys
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.config import CompareConfig, PromptsConfig
+from scripts.benchmarks.config import CompareConfig, PromptsConfig, TrafficConfig
 
 
 class Task(NamedTuple):
@@ -45,7 +45,7 @@ def read_prompts(config: PromptsConfig) -> list[list[int]]:
         return held_out_prompts(tokenizer, config.num_prompts, config.prompt_tokens)
     share = -(-config.num_prompts // len(config.files))
     longest = config.prompt_tokens if tokenizer.chat.texts else None
-    by_file = [read_file(config, file, tokenizer, share, longest) for file in config.files]
+    by_file = [read_file(config, "files", file, tokenizer, share, longest) for file in config.files]
     for file, prompts in zip(config.files, by_file, strict=True):
         if len(prompts) < share:
             raise ValueError(
@@ -57,11 +57,18 @@ def read_prompts(config: PromptsConfig) -> list[list[int]]:
 
 
 def read_file(
-    config: PromptsConfig, file: str, tokenizer: Any, count: int, longest: int | None, **options: Any
+    config: PromptsConfig | TrafficConfig,
+    key: str,
+    file: Any,
+    tokenizer: Any,
+    count: int,
+    longest: int | None,
+    **options: Any,
 ) -> list[list[int]]:
     """Return up to `count` prompts of a file, of at most `longest` tokens, and print what was skipped.
 
-    `options` are further keys of training's `data.`. Raises ValueError for a file that cannot be read.
+    `file` is what training's `data.path` takes, `options` are further keys of its `data.`. Raises ValueError, which
+    names `key`, for a file that cannot be read or holds no such prompt.
     """
     from train.config import FilesDataConfig
     from train.data.prompts import Reader
@@ -71,8 +78,8 @@ def read_file(
     reader = Reader(settings, tokenizer, longest or settings.max_prompt_tokens, count)
     try:
         prompts = reader.read_prompts()
-    except ValueError as error:  # the user said files=
-        raise ValueError(str(error).replace("data.path=", "files=", 1)) from error
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.path=", f"{key}=", 1)) from error
     for line in reader.reading.named():
         print(line, file=sys.stderr)
     return prompts

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.benchmarks.servers import Server, free_port
+from scripts.benchmarks.comparison.servers import Server, free_port
 from tests.clients.target import make_target
 
 HERE = Path(__file__).resolve().parent

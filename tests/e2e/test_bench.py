@@ -21,10 +21,10 @@ from infer.engine import Engine
 from infer.options.cli import compose
 from scripts import bench
 from scripts.benchmarks.compare import measure, slower_than_plain
+from scripts.benchmarks.comparison.rounds import order_of, summary
+from scripts.benchmarks.comparison.systems import System, make_systems, shaped
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.document import without_folders
-from scripts.benchmarks.rounds import order_of, summary
-from scripts.benchmarks.systems import System, make_systems, shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,6 +156,7 @@ def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys
         (["perplexity", "-h"], "ways"),
         (["bandwidth", "-h"], "cold_mb"),
         (["runs", "-h"], "save"),
+        (["traffic", "-h"], "minutes"),
         (["tables", "-h"], "check"),
     ):
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *words])

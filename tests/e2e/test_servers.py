@@ -16,10 +16,10 @@ import pytest
 
 from infer.options.cli import compose
 from models.tokenizer import Tokenizer
+from scripts.benchmarks.comparison.rounds import count_matching
+from scripts.benchmarks.comparison.servers import LlamaServer, Server, command_of, free_port
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.prompts import Task, read_prompts
-from scripts.benchmarks.rounds import count_matching
-from scripts.benchmarks.servers import LlamaServer, Server, command_of, free_port
 from scripts.benchmarks.tables import label
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def test_llama_cpp_is_asked_in_its_own_way() -> None:
 
 
 def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.benchmarks.servers.GRACE_S", 300.0)
+    monkeypatch.setattr("scripts.benchmarks.comparison.servers.GRACE_S", 300.0)
     (tmp_path / "health").write_text("well")
     port = free_port()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]

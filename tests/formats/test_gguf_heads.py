@@ -25,8 +25,8 @@ from models.formats.conversion import FORMATS, ConversionOptions, Verifier, dete
 from models.heads.files import check_exported, load_head
 from models.targets import load_target
 from scripts import convert
+from scripts.benchmarks.comparison.servers import head_file
 from scripts.benchmarks.config import CompareConfig
-from scripts.benchmarks.servers import head_file
 from tests.formats.sources import SOURCES
 from tests.formats.test_round_trips import DTYPES, configs, random_checkpoint
 from tests.gguf_writing import _llama3_factors, write_gguf

@@ -13,8 +13,8 @@ from typing import Any
 
 from infer.console.compare import Comparison, Pair, Run, Spread
 from infer.engine.stats import StepTimes
+from scripts.benchmarks.comparison.systems import System, is_ours
 from scripts.benchmarks.prompts import Task
-from scripts.benchmarks.systems import System, is_ours
 
 OFF = "off"  # the system that the others are compared with
 

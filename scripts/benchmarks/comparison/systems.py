@@ -8,7 +8,7 @@
     head:auto-tree16  ...                  adaptive trees: at most the 16 best nodes of a beam search
     hf  hf_lookup                          transformers' generate: plain (in batches of prompts), with prompt lookup
                                            (one prompt at a time)
-    llama.cpp  llama.cpp:ngram  vllm:head:chain3  ...      other programs' servers (scripts/benchmarks/servers.py)
+    llama.cpp  llama.cpp:ngram  vllm:head:chain3  ...      other programs' servers (servers.py)
 
 All systems of our engine share one Engine; its proposer is set before the clock starts. An adaptive system keeps its
 cost and acceptance models from round to round, as a server does.
@@ -133,7 +133,7 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
     from transformers import AutoModelForCausalLM
 
     from infer.options.devices import dtype_name
-    from scripts.benchmarks.servers import target_folder
+    from scripts.benchmarks.comparison.servers import target_folder
 
     wanted = [name for name in TRANSFORMERS if name in config.systems]
     if not wanted:
@@ -207,7 +207,7 @@ def make_systems(config: CompareConfig, engine: Any, stack: ExitStack) -> dict[s
     }
     systems |= transformers_systems(config, engine.end_tokens)
     if servers := [name for name in config.systems if name.partition(":")[0] in config.servers]:
-        from scripts.benchmarks.servers import make_server
+        from scripts.benchmarks.comparison.servers import make_server
 
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C it then stops them
         for name in servers:

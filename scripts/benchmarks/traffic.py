@@ -1,0 +1,179 @@
+"""Sends a running server one kind of requests after the other, and records how well its drafts are accepted over time.
+
+    python infer/serve.py learn=true learning.pause_above=1
+    python scripts/bench.py traffic 'kinds={edits: edits.jsonl, calls: calls.jsonl}' save=learning
+    python infer/serve.py
+    python scripts/bench.py traffic 'kinds={edits: edits.jsonl, calls: calls.jsonl}' like=<result>
+
+Every request is sent once, `concurrency` at a time, and each kind for `minutes`, or until its prompts are used up.
+After every `window` requests the counters of /metrics are read: a row has its kind, when it ended, and τ and tokens/s
+within it, with what the server says of a head that learns. With `like` the requests are exactly those of an earlier
+result, so a server without learning is seen on the same text, however long it takes, and both are drawn in one plot.
+The last line of standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from infer.options.cli import entry_point
+from infer.options.paths import resolve_path
+from scripts.benchmarks.config import TrafficConfig
+from scripts.benchmarks.document import describe_machine, publish, without_folders
+from scripts.benchmarks.prompts import read_file
+
+COUNTERS = ("headway_spec_decode_num_drafts_total", "headway_spec_decode_num_accepted_tokens_total")
+LEARNING = "headway_learning_"
+TIMEOUT_S = 600.0
+
+Row = dict[str, Any]  # of a window
+
+
+def counters(text: str) -> dict[str, float]:
+    """Return the values of the text of /metrics by name, added up over labels."""
+    values = dict[str, float]()
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            values[name.partition("{")[0]] = values.get(name.partition("{")[0], 0.0) + float(value)
+    return values
+
+
+class Client:
+    """Asks a server. Raises ValueError if it is not there, or refuses a request."""
+
+    def __init__(self, config: TrafficConfig) -> None:
+        self.config = config
+        self._http = httpx.Client(base_url=config.url, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+
+    def metrics(self) -> dict[str, float]:
+        try:
+            return counters(self._http.get("/metrics").raise_for_status().text)
+        except httpx.HTTPError as error:
+            raise ValueError(f"url={self.config.url}: {error}; start it with python infer/serve.py") from error
+
+    def ask(self, prompt: Sequence[int]) -> int:
+        """Return the number of tokens of the response."""
+        config = self.config
+        body = {
+            "model": config.model.name, "prompt": list(prompt), "max_tokens": config.max_tokens,
+            "temperature": config.temperature, "seed": config.seed,
+        }  # fmt: skip
+        response = self._http.post("/v1/completions", json=body)
+        if response.status_code != 200:
+            raise ValueError(f"url={config.url}: {response.status_code}: {response.text[:300]}")
+        return response.json()["usage"]["completion_tokens"]
+
+    def window(self, prompts: Sequence[Sequence[int]]) -> Row:
+        """Send the prompts, and return what the counters say of them."""
+        before, begin = self.metrics(), time.perf_counter()
+        with ThreadPoolExecutor(self.config.concurrency) as pool:
+            tokens = sum(pool.map(self.ask, prompts))
+        seconds, after = time.perf_counter() - begin, self.metrics()
+        verifies, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTERS)
+        return {
+            "requests": len(prompts),
+            "tokens": tokens,
+            "tokens_per_s": round(tokens / seconds, 1),
+            "tau": round(1 + accepted / verifies, 4) if verifies else None,
+            "learning": {name.removeprefix(LEARNING): v for name, v in after.items() if name.startswith(LEARNING)},
+        }
+
+
+def measure(
+    config: TrafficConfig, client: Client, kinds: dict[str, list[list[int]]], like: Sequence[Row]
+) -> Iterator[Row]:
+    """Yield the rows as they are measured: of `like` as many as it has of each kind, else for `minutes`."""
+    begin = time.perf_counter()
+    for kind, prompts in kinds.items():
+        sizes = [row["requests"] for row in like if row["kind"] == kind] if like else [config.window] * len(prompts)
+        kind_began, used = time.perf_counter(), 0
+        for size in sizes:
+            late = not like and time.perf_counter() - kind_began >= 60 * config.minutes
+            if late or used == len(prompts):
+                break
+            row = client.window(prompts[used : used + size])
+            used += row["requests"]
+            yield {"kind": kind, "minute": round((time.perf_counter() - begin) / 60, 2), **row}
+
+
+def read_kinds(config: TrafficConfig) -> dict[str, list[list[int]]]:
+    """Return the prompts of each kind. Raises ValueError for a file that cannot be read or holds none that fit."""
+    from models.targets import resolve_checkpoint
+    from models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False))
+    count, longest = config.num_prompts, config.prompt_tokens
+    options = {"root": config.root, "interleave": True}
+    return {
+        kind: read_file(config, f"kinds.{kind}", path, tokenizer, count, longest, **options)
+        for kind, path in config.kinds.items()
+    }
+
+
+def read_like(path: str | None) -> dict[str, Any]:
+    """Return an earlier document; an empty one without a path. Raises ValueError if it is not of this subcommand."""
+    if path is None:
+        return {"results": []}
+    try:
+        earlier = json.loads(resolve_path(path).read_text(encoding="utf-8"))
+        if not all({"kind", "requests", "minute"} <= set(row) for row in earlier["results"]):
+            raise ValueError("it holds no rows of requests")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"like={path}: not a result of bench.py traffic ({error})") from error
+    return earlier
+
+
+def draw_rows(path: Path, rows: Sequence[Row], like: Sequence[Row]) -> Path | None:
+    """Draw τ over time; rows that repeat earlier requests stand where those stood."""
+    from train.publishing.plots import Panel, draw
+
+    def curve(taus: Sequence[Row]) -> list[tuple[float, float]]:
+        pairs = zip(like or rows, taus, strict=False)
+        return [(place["minute"], row["tau"]) for place, row in pairs if row["tau"]]
+
+    curves = {"earlier": curve(like), "these": curve(rows)} if like else {"τ": curve(rows)}
+    kinds = dict.fromkeys(row["kind"] for row in rows)
+    return draw(path, Panel(curves, "minutes", "tokens per verify", ", then ".join(kinds)))
+
+
+@entry_point("traffic", TrafficConfig)
+def main(config: TrafficConfig) -> None:
+    from tqdm import tqdm
+
+    from train.storage.atomic import make_folder
+
+    if not isinstance(config.kinds, dict) or not config.kinds:
+        raise ValueError(f"kinds={config.kinds}: give names with prompts, such as kinds={{edits: edits.jsonl}}")
+    plot = resolve_path(config.output_dir) / "bench" / "traffic.png"
+    make_folder(plot.parent)  # refuses a place that cannot be written, before anything is measured
+    earlier, client = read_like(config.like), Client(config)
+    client.metrics()  # refuses a server that is not there before prompts are read
+    kinds, rows = read_kinds(config), list[Row]()
+    try:
+        with tqdm(unit="window", disable=None, dynamic_ncols=True) as bar:
+            for row in measure(config, client, kinds, earlier["results"]):
+                rows.append(row)
+                bar.update()
+                bar.set_postfix_str(f"{row['kind']}, τ {row['tau']}, {row['tokens_per_s']} tokens/s")
+    except KeyboardInterrupt:
+        print("interrupted: the report is of what was measured until now", file=sys.stderr)
+    if draw_rows(plot, rows, earlier["results"]):
+        print(f"written: {plot}")
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "config": without_folders(asdict(config)),
+        "results": rows,
+    }
+    publish(report, config.save, config.model.name)
