@@ -326,6 +326,11 @@ class TrainConfig:
         self._check_objective()
 
     @property
+    def trained_depth(self) -> int | None:
+        """The longest draft that the head is trained for; None for a draft model, which one step trains for any."""
+        return None if HEADS[self.head.name].is_target else self.objective.steps or self.head.max_depth
+
+    @property
     def published_model(self) -> str:
         """The name of the target that the head is exported for; an objective that trains the target makes a new one."""
         return f"{self.model.name}-{self.objective.name}" if self.trains_target else self.model.name

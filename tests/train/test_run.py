@@ -107,7 +107,7 @@ def test_what_a_run_leaves_behind(
         f"| **in the engine** | {met['eval/tau_engine']:.3f} | {record['acceptance_length_sampled']['engine']:.3f} |\n",
         *(f"| {place + 1} | {met[f'eval/acceptance_{place}']:.3f} (" for place in range(5)),
         "Chains of up to 5 tokens on 4 held-out prompts with up to 24 tokens each",
-        "Trained for drafts of 5 tokens, measured up to 5.\n",
+        "Trained for drafts of up to 5 tokens, measured up to 5.\n",
         f"The draft vocabulary has 200 of the target's 384 tokens, and {100 * met['eval/coverage']:.1f} % of",
         "\nNo speed was measured for this card: ",
         "- `demo corpus ",

@@ -32,7 +32,8 @@ def card(record: Mapping[str, Any], arguments: str, placeholders: str = "", note
     model, head = config["model"]["name"], config["head"]["name"]
     size, coverage, learnt = record["draft_vocab_size"], 100 * record["coverage"], record["data_counts"]["learnt"]
     trained, depth = record["trained_depth"], config["eval_draft_tokens"]
-    deeper = " The positions beyond that were measured without training for them." if depth > trained else ""
+    beyond = trained is not None and depth > trained
+    deeper = " The positions beyond that were measured without training for them." if beyond else ""
     passes, git = record["tokens"] / learnt["tokens"], record.get("git") or {}
     commit = f"`{(git.get('commit') or 'unknown')[:12]}`{' with changes' if git.get('dirty') else ''}"
     return f"""{front_matter(record)}
@@ -46,7 +47,7 @@ step, never which. Trained by Headway. {HEADS[head].files}
 
 {acceptance(record)}
 
-Trained for drafts of {trained} token{"s" if trained > 1 else ""}, measured up to {depth}.{deeper}
+Trained for drafts of {f"up to {trained}" if trained else "any number of"} tokens, measured up to {depth}.{deeper}
 
 The draft vocabulary has {size:,} of the target's {record["vocab_size"]:,} tokens, and {coverage:.1f} % of the tokens of
 the held-out greedy responses are in it. The head drafts no other.

@@ -96,7 +96,7 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         data_source=prepared.data_source,
         data_hash=prepared.data_hash,
         data_counts=prepared.data_counts,
-        trained_depth=prepared.placement.plain.steps,
+        trained_depth=config.trained_depth,
         peak_flops=measure(placement.accelerator.device, compute_dtype(config)).flops,
     )
 
