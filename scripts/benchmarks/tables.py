@@ -161,6 +161,28 @@ def by_batch(result: Cell) -> str:
     return markdown(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
 
 
+def by_setting(result: Cell) -> str:
+    """Return a comparison for a head's card: how it was measured, and a row for plain decoding and each `head:...`."""
+    rows, rounds = list[list[str]](), set[int]()
+    for temperature, levels in result["results"].items():
+        for count, cells in levels.items():
+            for system in (name for name in cells if name.partition(":")[0] in ("off", "head")):
+                speed, ratios = (cells[system][key] for key in ("tokens_per_s", "ratio"))
+                spread = f"{ratios['median']:.2f} ({ratios['low']:.2f} to {ratios['high']:.2f})"
+                rows.append([temperature, count, label(system), f"{speed['median']:.0f}", spread])
+                rounds.add(cells[system]["rounds"])
+    config, machine = result["config"], result["machine"]
+    code = f"commit `{(machine['commit'] or 'unknown')[:12]}`, torch {machine['torch']}"
+    words = {"model.dtype": config["model"]["dtype"]}
+    words |= {f"engine.{key}": config["engine"][key] for key in ("weights", "activations", "head_weights", "kv_dtype")}
+    about = (
+        f"{result['date']}, {code}; {', '.join(f'`{key}={value}`' for key, value in words.items())}; "
+        f"{config['num_prompts']} prompts of {', '.join(config['files']) or 'the demo corpus'}, answers of up to "
+        f"{config['max_tokens']} tokens; rounds: {min(rounds)}.\n\n"
+    )
+    return about + markdown(["T", "requests at once", "drafts", "tokens/s", "ratio to plain"], rows)
+
+
 def by_format(result: Cell) -> str:
     """Return a table with one row per weight format: bits per weight, and GB/s with their share of the machine's."""
     machine = result["read_gb_s"]

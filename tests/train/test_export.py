@@ -20,11 +20,20 @@ from tests.train.conftest import full_disk
 from train.config import TrainConfig
 from train.planning.plan import outputs_have_room
 from train.preparation.models import Shapes
-from train.publishing.export import Acceptance, Measured, export_head
+from train.publishing import card as card_module
+from train.publishing.export import Acceptance, Measured, export_head, serving_arguments
 from train.publishing.provenance import provenance
 from train.publishing.publish import line
 
-FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
+FACTS = {
+    "run": "r",
+    "steps": 5,
+    "tokens": 30,
+    "data_source": "somewhere",
+    "data_hash": "abc",
+    "data_counts": {"learnt": {"tokens": 20, "learnt": 10}},
+    "trained_depth": 3,
+}
 
 
 def stats(*accepted: int) -> SpeculationStats:
@@ -38,6 +47,8 @@ MEASURED = Measured(
     greedy=Acceptance(simulated=stats(3, 1), engine=stats(3, 0)),
     sampled=Acceptance(simulated=stats(1, 0), engine=stats(1, 0)),
     rank_accuracy=[[0.61234, 0.2], [0.5, 0.0]],
+    held_out_prompts=2,
+    coverage=0.75,
 )
 
 
@@ -84,12 +95,15 @@ def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, 
     assert record["rank_accuracy"] == [[0.6123, 0.2], [0.5, 0.0]]
     assert record["config"]["optim"]["lr"] == config.optim.lr
     assert record["data_hash"] == "abc"
+    assert (record["draft_vocab_size"], record["vocab_size"]) == (random_head.config.draft_vocab_size, 384)
+    assert (record["base_model"], record["held_out_prompts"], record["coverage"]) == (None, 2, 0.75)
+    assert SpeculationStats(**record["counted"]["greedy"]) == MEASURED.greedy.engine
     assert record["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert set(record["git"]) == {"commit", "dirty"}
     card = (folder / "README.md").read_text()
-    assert "| **engine** | **2.500** |" in card
-    assert "| simulated by the trainer | 3.000 (gap +20.00 %) |" in card
-    assert "| 1 | 0.500 | 1 of 2 |" in card
+    assert "| **in the engine** | 2.500 | 1.500 |\n| simulated by the trainer | 3.000 | 1.500 |\n" in card
+    assert "| 1 | 0.500 (1 of 2) | 0.500 (1 of 2) |" in card
+    assert card == card_module.card(record, *serving_arguments(config)), "it can be made again from provenance.json"
     assert "python infer/serve.py model=demo head=eagle3" in card
 
 

@@ -20,7 +20,7 @@ from infer.options.exported_heads import export_folder
 from infer.options.literal_text import literal_overrides
 from infer.options.paths import REPO_ROOT
 from tests.train.running import SETTINGS, run
-from train.publishing.provenance import portable
+from train.publishing.provenance import hub_id, portable
 
 SMALL = ["data.num_sequences=8", "steps=2", "eval_prompts=2", "eval_max_tokens=8", "data.max_new_tokens=12"]
 
@@ -119,6 +119,19 @@ def test_places_in_any_text_of_a_record_are_renamed() -> None:
         "server": "http://host/data/v1",
         "steps": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("package:smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("models/demo", None),
+        ("/somewhere/demo.gguf", None),
+    ],
+)
+def test_only_a_target_of_the_hub_is_a_base_model(path: str, base: str | None) -> None:
+    assert hub_id(ModelConfig("name", path)) == base
 
 
 @pytest.mark.parametrize(

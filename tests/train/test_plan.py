@@ -20,7 +20,7 @@ from train.config import TrainConfig
 from train.loop import train
 from train.planning import plan as module
 from train.planning import precision
-from train.planning.plan import make_plan, readable
+from train.planning.plan import describe_plan, make_plan, readable
 
 
 @pytest.fixture
@@ -49,6 +49,27 @@ def test_the_plan_is_printed_and_nothing_is_written(
     assert set(numbers["seconds"]) == {"generating", "a step", "all steps"}
     assert numbers["memory_free"] > numbers["memory_bytes"]
     assert set(check(settings, "stage=regenerate")["seconds"]) == {"generating"}
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["eval_draft_tokens=4"], 3),
+        (["objective.steps=2"], 2),
+        (["eval_draft_tokens=4", "objective.steps=4"], None),
+        (["eval_draft_tokens=4", "stage=regenerate"], None),
+        (["head=medusa", "head.num_heads=4", "eval_draft_tokens=4"], None),
+        (["head=draft-model", "eval_draft_tokens=4"], None),
+    ],
+)
+def test_drafts_deeper_than_the_training_are_named(settings: list[str], words: list[str], steps: int | None) -> None:
+    base = settings if words[0][:5] != "head=" else [item for item in settings if not item.startswith("head.")]
+    config = compose("train", TrainConfig, [*base, "run=one", *words])
+    lines = [line.split(" ", 1) for line in (*make_plan(config).lines, *describe_plan(config))]
+    named = [text.strip() for topic, text in lines if topic == "depth"]
+    expected = f"objective.steps={steps} trains drafts of {steps} tokens and eval_draft_tokens="
+    assert len(named) == 2 * (steps is not None)
+    assert all(text.startswith(expected) for text in named)
 
 
 def test_the_data_are_read_as_in_the_run(

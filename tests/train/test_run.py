@@ -32,7 +32,7 @@ from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import assert_equal, run
 from train import schedule
 from train.config import TrainConfig
-from train.data.sequences import Batch
+from train.data.sequences import Batch, Sequences
 from train.distributed.collectives import refuse_other_launch
 from train.distributed.strategies import Replicated
 from train.features.online import compute_features
@@ -48,7 +48,8 @@ from train.storage.run_folder import name_run, read_budget, resume_command, writ
 def test_what_a_run_leaves_behind(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]")
+    words = ["run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]"]
+    result = run(settings, *words, "license=mit")
     assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds", "note"}
     assert result["note"].startswith(
         f"τ {result['acceptance_length']['engine']:.2f} after 30 updates means nothing yet: "
@@ -96,8 +97,29 @@ def test_what_a_run_leaves_behind(
     assert head.config.draft_vocab_size == 200
     assert head.t2d[0]  # the token that ends a text
 
+    record = json.loads((Path(result["export"]) / "provenance.json").read_text())
+    card = (Path(result["export"]) / "README.md").read_text()
+    logged, met = (next(row for row in part if row["step"] == record["steps"]) for part in (trained, evaluated))
+    learnt = Sequences.load(tmp_path / "one" / "data" / "train.safetensors").cut(40)
+    for line in (
+        "---\nlicense: mit\nlibrary_name: headway\ntags: [speculative-decoding, eagle3]\n---\n",
+        f"fingerprint `{target.fingerprint}`",
+        f"| **in the engine** | {met['eval/tau_engine']:.3f} | {record['acceptance_length_sampled']['engine']:.3f} |\n",
+        *(f"| {place + 1} | {met[f'eval/acceptance_{place}']:.3f} (" for place in range(5)),
+        "Chains of up to 5 tokens on 4 held-out prompts with up to 24 tokens each",
+        "Trained for drafts of up to 5 tokens, measured up to 5.\n",
+        f"The draft vocabulary has 200 of the target's 384 tokens, and {100 * met['eval/coverage']:.1f} % of",
+        "\nNo speed was measured for this card: ",
+        "- `demo corpus ",
+        "at these temperatures in turn (`temperatures=[0.0, 1.0]`, `top_k=0`, `top_p=1.0`, `max_new_tokens=24`).",
+        f"{record['steps']} updates over {logged['train/tokens']:,} tokens, "
+        f"{logged['train/tokens'] / len(learnt.ids):.1f} passes over the\n"
+        f"{int(learnt.assistant.sum()):,} answer tokens;",
+    ):
+        assert line in card, line
+
     # repeated, it does not compute features again, and logs nothing twice
-    again = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]")
+    again = run(settings, *words)
     assert again["acceptance_length"] == result["acceptance_length"]
     assert "features:" in log  # the progress bar
     assert "features:" not in capsys.readouterr().err

@@ -167,6 +167,7 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("train", ["data=files", "data.path=x", "data.columns=5"], "data.columns=5: must be our names"),
         ("train", ["data=files"], "data.path: must be given, as data.path=..."),
         ("train", ["seed"], "Error parsing override 'seed'"),
+        ("train", ["license=Apache 2"], "license=Apache 2: must be a name of the model hub's list, such as apache-2.0"),
         # what __post_init__ refuses
         ("serve", ["engine.page_size=24"], "engine.page_size=24: must be a power of two (16, 32, ...)"),
         ("serve", ["engine.max_rows=8"], "engine.max_rows=8: must hold a row for each of engine.max_batch=32"),

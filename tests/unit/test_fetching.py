@@ -30,7 +30,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         wheel.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("tiny_model-1.0.dist-info/RECORD", "")
     digest = hashlib.sha256(CONTENT).hexdigest()
-    tiny = Published("tiny-model==1.0", "tiny_model/tiny.gguf", digest, len(CONTENT), "none", "model=owner/tiny")
+    tiny = Published("tiny-model==1.0", "tiny_model/tiny.gguf", digest, len(CONTENT), "none", "owner/tiny")
     monkeypatch.setitem(MODELS, "tiny", tiny)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -87,6 +87,7 @@ def describe_plan(config: TrainConfig) -> list[str]:
     plan = Plan()
     target, head, _ = shapes(config)
     tokens = config.data.num_sequences * config.sequence_length
+    plan_depth(plan, config)
     plan_memory_of(plan, config, target, head, tokens)
     plan_disk(plan, config, target, head, tokens, resolve_path(config.output_dir) / str(config.run))
     return plan.lines + [f"note    {text}" for text in plan.refusals]
@@ -102,6 +103,7 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     target, head, checkpoint = meta_shapes
     plan.refusals += refusals(config, meta_shapes, overrides)
     tokens, responses = plan_data(plan, config, target, checkpoint)
+    plan_depth(plan, config)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, responses)
@@ -149,6 +151,17 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
     responses = 0 if data.provides_responses else responses
     plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": responses}
     return tokens, responses
+
+
+def plan_depth(plan: Plan, config: TrainConfig) -> None:
+    """Say if drafts are measured deeper than they are trained; nothing for a run that trains no head."""
+    trained, measured = config.trained_depth, config.eval_draft_tokens
+    if config.stage == "all" and trained is not None and measured > trained:
+        plan.add(
+            "depth",
+            f"objective.steps={trained} trains drafts of {trained} tokens and eval_draft_tokens={measured} measures "
+            f"longer ones, which are accepted less; objective.steps={measured} trains them too",
+        )
 
 
 def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Exports a trained head to outputs/heads/<model>/<head>: config and weights, provenance, model card.
+"""Exports a trained head to outputs/heads/<model>/<head>: config and weights, provenance, model card (card.py).
 
 The folder is replaced atomically. Before that, the exported files are loaded back and measured by the caller's
 `measure`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from models.heads.measured_tree import RANK_ACCURACY
 from models.targets.llama import LlamaTarget
 from models.targets.writing import copy_beside
 from train.config import TrainConfig
-from train.publishing.provenance import portable, target_name
+from train.publishing.card import README, card
+from train.publishing.provenance import hub_id, portable, target_name
 from train.storage import atomic
 
 
@@ -68,9 +69,15 @@ class Measured:
     greedy: Acceptance
     sampled: Acceptance  # at temperature 1
     rank_accuracy: list[list[float]]  # by depth and rank: how often the target's token had this rank in the draft
+    held_out_prompts: int
+    coverage: float  # share of the tokens of the held-out greedy responses that the draft vocabulary holds
 
     def record(self) -> dict[str, Any]:
+        counted = {"greedy": self.greedy.engine, "temperature 1": self.sampled.engine}
         return {
+            "held_out_prompts": self.held_out_prompts,
+            "coverage": round(self.coverage, 4),
+            "counted": {name: asdict(stats) for name, stats in counted.items()},
             "acceptance_length": self.greedy.summary(),
             "acceptance_length_sampled": self.sampled.summary(),
             RANK_ACCURACY: [[round(share, 4) for share in shares] for shares in self.rank_accuracy],
@@ -95,7 +102,9 @@ def export_head(
     atomic.sweep(folder.parent)
     with atomic.replace_folder(folder) as staging:
         name = target_name(config.model)
-        record = portable({**provenance, "target_fingerprint": target.fingerprint, "target": name})
+        facts = {"target_fingerprint": target.fingerprint, "target": name, "base_model": hub_id(config.model)}
+        sizes = {key: getattr(head.config, key) for key in ("draft_vocab_size", "vocab_size")}
+        record = portable({**provenance, **facts, **sizes})
         if HEADS[head.config.name].is_target:
             copy_beside(target, staging)
 
@@ -113,56 +122,10 @@ def export_head(
         write(record)
         loaded = load_head(staging, name=head.config.name, dtype=dtype, device=target.norm.weight.device, target=target)
         measured = measure(loaded)
-        write({**record, **measured.record()})
-        text = card(config, record, measured, note)
-        (staging / "README.md").write_text(text, encoding="utf-8")
+        record |= measured.record()
+        write(record)
+        (staging / README).write_text(card(record, *serving_arguments(config), note), encoding="utf-8")
     return folder, measured
-
-
-def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, note: str) -> str:
-    """Return the text of the model card."""
-    arguments, placeholders = serving_arguments(config)
-    engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
-    model, head = config.model.name, config.head.name
-    commit = (record.get("git") or {}).get("commit") or "unknown"
-    counts = zip(engine.acceptance_by_position, engine.accepted_by_position, engine.drafted_by_position, strict=True)
-    rows = "\n".join(
-        f"| {place} | {share:.3f} | {accepted} of {drafted} |"
-        for place, (share, accepted, drafted) in enumerate(counts, start=1)
-    )
-    return f"""# {head} head for {model}
-
-Drafts up to {config.eval_draft_tokens} tokens per step for `{record["target"]}`. Speculation changes no token: the head
-decides how many come per step, never which. Trained by Headway.
-
-{note}| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
-|---|---|---|
-| **engine** | **{stated(tau(engine))}** | {stated(tau(sampled.engine))} |
-| simulated by the trainer | {stated(tau(greedy.simulated))} (gap {stated(100 * greedy.gap, "+.2f", " %")}) | \
-{stated(tau(sampled.simulated))} (gap {stated(100 * sampled.gap, "+.2f", " %")}) |
-
-Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_tokens} tokens each
-({engine.emitted} tokens in {engine.steps} verifies). By position, greedy:
-
-| position | acceptance | accepted |
-|---|---|---|
-{rows}
-
-## Serve it
-
-From the root of Headway's repository{placeholders}:
-
-    python infer/serve.py {arguments}
-    python infer/generate.py {arguments} compare=true
-
-{HEADS[head].files} The head belongs to one target, fingerprint
-`{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
-
-## Where it comes from
-
-Run `{record["run"]}`, {record["steps"]} steps; data {record["data_source"]} (hash `{record["data_hash"]}`);
-commit `{commit[:12]}`. `provenance.json` holds the versions and the whole configuration.
-"""
 
 
 def drafting_words(head: HeadConfig, output_dir: str, folder: str) -> list[str]:

@@ -14,7 +14,10 @@ from typing import Any
 
 from infer.config import ModelConfig
 from infer.console.command_words import portable_path
+from infer.options.model_names import PACKAGE
 from infer.options.paths import REPO_ROOT
+from models.fetching import MODELS
+from models.hub import is_hub_id
 from train.publishing.trackers import redact
 
 PACKAGES = ("headway", "torch", "accelerate", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy")
@@ -56,6 +59,14 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
 def target_name(model: ModelConfig) -> str:
     """Return a target's hub id or its folder in the repository; for other folders, its name on the command line."""
     return portable_path(model.path) or model.name
+
+
+def hub_id(model: ModelConfig) -> str | None:
+    """Return the hub id of a target, or of the model that a fetched file was made of; None for other folders."""
+    path = model.path_or_hub_id
+    if path.startswith(PACKAGE):
+        return MODELS[path.removeprefix(PACKAGE)].original
+    return path if is_hub_id(path) else None
 
 
 def code_state() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from train.evaluation import acceptance_metrics, how_many
 from train.planning.plan import measure
 from train.planning.precision import compute_dtype
 from train.preparation.prepare import Prepared
+from train.publishing.card import data_lines, table
 from train.publishing.export import Acceptance, Measured, drafting_words, export_head, stated, tau
 from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
@@ -95,6 +96,7 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         data_source=prepared.data_source,
         data_hash=prepared.data_hash,
         data_counts=prepared.data_counts,
+        trained_depth=config.trained_depth,
         peak_flops=measure(placement.accelerator.device, compute_dtype(config)).flops,
     )
 
@@ -219,22 +221,6 @@ def time_lines(rows: Sequence[Mapping[str, float]], peak: float | None) -> str:
     return "\n\n".join(lines)
 
 
-def data_lines(counts: Mapping[str, Any]) -> str:
-    rows, responses = counts.get("rows"), counts.get("answers")
-    if not rows or not responses:
-        return ""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in rows["dropped"].items()) or "none"
-    learnt = counts["learnt"]
-    return (
-        f"{rows['read']} rows were read: {rows['train']} to train on, {rows['held_out']} held out; left out: "
-        f"{dropped}. Of {responses['conversations']} conversations {responses['done']} were answered, "
-        f"{responses.get('skipped', 0)} held nothing to learn from, {responses['failed']} failed, "
-        f"{counts.get('shortened', 0)} were shortened; there was no time for {counts.get('no_time', 0)} more. They "
-        f"made {learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
-        f"{learnt['left_out']} more were left out, because sequence_length leaves nothing to learn in them."
-    )
-
-
 def named_rows(folder: Path) -> str:
     """Return the first rows that were left out, shortened or failed, and why."""
     path = folder / "data" / SOURCE
@@ -258,10 +244,3 @@ def fenced(text: str) -> str:
 
 def number(value: Any) -> str:
     return "" if value is None else stated(value, ".4g")
-
-
-def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    width = max([len(names), *(len(row) for row in rows)])
-    padded = [[*row, *[""] * (width - len(row))] for row in [names, *rows]]
-    lines = ["| " + " | ".join(row) + " |" for row in padded]
-    return "\n".join([lines[0], "|" + "---|" * width, *lines[1:]])

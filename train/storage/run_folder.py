@@ -38,7 +38,7 @@ HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # files of an export
 FREE = (
     "steps", "minutes", "check", "stage", "tracker.", "engine.", "features.target", "features.record", "log_every",
     "eval_every", "eval_concurrency", "checkpoint_every", "keep_checkpoints", "export", "max_skipped", "output_dir",
-    "overwrite", "head.path", "data.concurrency", "data.retries", "data.timeout_s",
+    "overwrite", "license", "head.path", "data.concurrency", "data.retries", "data.timeout_s",
 )  # fmt: skip
 BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # exceptions: a target's output depends on them
 ABSENT = object()
