@@ -49,26 +49,32 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
         replay = open_replay(kept, target.fingerprint, partial(load, dtype=dtype), head.config.aux_layers, size)
     learner = Learner(kept, head, config.draft_tokens, size, replay)
     place = resolve_path(config.output_dir) / "heads" / config.model.name / f"{head.config.name}-learned"
+    # that of the head in use, if it learnt before
+    first = int(folder.name) if folder.parent.name == place.name and folder.name.isdecimal() else 0
 
     def save(candidate: Head, facts: dict[str, str]) -> int:
         numbers = sorted(int(path.name) for path in place.glob("*") if path.name.isdigit())
-        number = max(numbers, default=0) + 1
+        number = max(first, *numbers, 0) + 1
         record = {"target_fingerprint": target.fingerprint, "target": target_name(config.model), "learned": facts}
         with atomic.replace_folder(place / str(number)) as staging:
             verifier = {"verifier": target_name(config.model), "verifier_architecture": target.config.architecture}
             tokens = config.draft_tokens
             save_head(candidate, staging, **verifier, speculative_tokens=tokens, provenance=record, dtype=dtype)
         for old in [*numbers, number][: -kept.keep]:
-            atomic.discard(place / str(old))
+            if old != first:  # with which the server starts again
+                atomic.discard(place / str(old))
         return number
 
     with cpu_threads(1), suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
-        exchange(learner, stream, kept.pause_above, save if kept.save else None)
+        exchange(learner, stream, kept.pause_above, save if kept.save else None, first)
 
 
-def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Save | None) -> None:
-    """Take messages as they come, and compute between them while no more than `pause_above` requests run."""
-    running = sent = 0
+def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Save | None, sent: int = 0) -> None:
+    """Take messages as they come, and compute between them while no more than `pause_above` requests run.
+
+    Heads are numbered from `sent` + 1.
+    """
+    running = 0
     send(stream, status(learner))
     while True:
         paused = running > pause_above or not (learner.update_due or learner.comparison_due)
