@@ -1,0 +1,32 @@
+"""What a server knows of how its head learns, for its metrics and its page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+MOST_POINTS = 512  # of the history; the oldest go first
+
+
+@dataclass(frozen=True)
+class LearningStatus:
+    """As the trainer last said; `EngineLoop.learning` has the newest one as `.status`, from any thread."""
+
+    running: bool = True  # the trainer's process is alive; false: the head stays as it is
+    tau: float = math.nan  # acceptance length of the head in use on traffic that is held back; nan: not yet judged
+    tau_before: float = math.nan  # the same before and after the last candidate that was taken over
+    tau_after: float = math.nan
+    taken_over: int = 0  # candidates that the engine drafts with, or has drafted with
+    refused: int = 0  # candidates that are no weights of this head
+    buffered: int = 0  # tokens of the examples that are kept
+    examples: int = 0  # that the trainer has kept so far
+    dropped: int = 0  # that the server dropped, since the trainer did not read them in time
+    updates: int = 0
+    seconds: float = 0.0  # of one CPU thread, for updates and comparisons
+    history: tuple[tuple[float, float], ...] = ()  # (Unix time in seconds, tau) of each judgement, oldest first
+
+    def judged(self, time: float, tau: float) -> LearningStatus:
+        """Return the status after the head in use was judged; nan changes nothing."""
+        if math.isnan(tau):
+            return self
+        return replace(self, tau=tau, history=(*self.history, (time, tau))[-MOST_POINTS:])
