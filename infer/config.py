@@ -290,6 +290,7 @@ class LearningConfig(Schema):
     pause_above: int = number(0, low=0)  # requests running above which it waits
     save: bool = False  # write the heads that were taken over; false: nothing learned is on disk
     keep: int = number(5, low=1)  # the newest of them, in <output_dir>/heads/<model>/<head>-learned/<number>
+    shared: bool = False  # with several API keys: the requests of all of them train the head that they share
 
     def __post_init__(self) -> None:
         check_fields(self, "learning.")
@@ -376,11 +377,25 @@ class ServeConfig(EngineCommandConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.learn:
+            check_learning(self)
         if self.server.replicas > 1 and self.engine.tensor_parallel > 1:
             raise ValueError(
                 f"server.replicas={self.server.replicas}: not together with engine.tensor_parallel="
                 f"{self.engine.tensor_parallel}; start a server per replica behind a balancer of your own"
             )
+
+
+def check_learning(config: ServeConfig) -> None:
+    """Raise ValueError for what no head can learn with; what only an engine shows is checked once it is loaded."""
+    if config.server.replicas > 1:
+        raise ValueError(
+            f"learn=true: server.replicas={config.server.replicas} would learn apart; say server.replicas=1"
+        )
+    if config.head.name == "none":
+        raise ValueError(f"learn=true: head=none has nothing to train; say head={DEFAULT_HEAD}")
+    if config.engine.graphs == "on":
+        raise ValueError("learn=true: CUDA graphs do not show what they compute; say engine.graphs=off")
 
 
 @dataclass

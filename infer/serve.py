@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import importlib.util
 import json
 from collections.abc import Sequence
+from functools import partial
 from socket import socket
 
 from infer.config import ServeConfig
@@ -27,6 +28,11 @@ def run(config: ServeConfig) -> None:
 
     api_keys = read_api_keys(config.server)
     check_exposure(config.server, api_keys)
+    if config.learn and len(api_keys) > 1 and not config.learning.shared:
+        raise ValueError(
+            f"learn=true: {len(api_keys)} API keys are as many tenants, whose requests would train the one head that "
+            "they share; say learning.shared=true if they may"
+        )
     replicas = config.server.replicas
     if replicas > 1 and importlib.util.find_spec("ray") is None:
         raise ValueError(f"server.replicas={replicas}: needs Ray; pip install -e '.[serve,ray]', or server.replicas=1")
@@ -40,6 +46,8 @@ def run(config: ServeConfig) -> None:
     # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.card import describe_costs, describe_engine
     from infer.engine import Engine
+    from infer.learning.loop import LearningLoop
+    from infer.learning.trainer import Trainer
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.runtime import Runtime
 
@@ -55,13 +63,21 @@ def run(config: ServeConfig) -> None:
             *describe_engine(engine, config.model, config.head, config.output_dir),
             *([("graphs", str(engine.graphs))] if engine.graphs else ()),
             *describe_costs(engine.costs),
+            *(describe_learning(config, trainer.pid) if trainer else ()),
         ]
         announce(rows, address, config.model.name, keyed=bool(api_keys))
 
-    runtime = Runtime(load, config.server)
+    trainer = Trainer(config) if config.learn else None  # which loads the head meanwhile
+    runtime = Runtime(load, config.server, trainer and partial(LearningLoop, trainer=trainer))
     code = serve(config.model.name, runtime, listener, api_keys=api_keys, on_ready=show)
     if code:
         sys.exit(code)
+
+
+def describe_learning(config: ServeConfig, pid: int) -> Sequence[tuple[str, str]]:
+    folder = f"{config.output_dir}/heads/{config.model.name}/{config.head.name}-learned/"
+    kept = f"heads that draft better are kept in {folder}" if config.learning.save else "nothing of it is written"
+    return [("learning", f"process {pid} trains the head on what is served; {kept}")]
 
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:

@@ -14,11 +14,12 @@ import infer.options.environment  # noqa: F401
 
 import socket
 
+from infer.learning.trainer import DESCRIPTOR
 from infer.options.cli import entry_point
 from infer.options.exported_heads import with_head
 from train.config import LearnConfig
 
-DESCRIPTOR, LEAST_PRIORITY = "HEADWAY_LEARN_FD", 19
+LEAST_PRIORITY = 19
 
 
 @entry_point("learn", LearnConfig)

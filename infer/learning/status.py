@@ -18,9 +18,9 @@ class LearningStatus:
     tau_after: float = math.nan
     taken_over: int = 0  # candidates that the engine drafts with, or has drafted with
     refused: int = 0  # candidates that are no weights of this head
-    buffered: int = 0  # tokens of the examples that are kept
-    examples: int = 0  # that the trainer has kept so far
-    dropped: int = 0  # that the server dropped, since the trainer did not read them in time
+    buffered: int = 0  # tokens of the examples that the trainer keeps, at the last comparison
+    examples: int = 0  # made of requests so far
+    dropped: int = 0  # of these: the trainer did not read them in time
     updates: int = 0
     seconds: float = 0.0  # of one CPU thread, for updates and comparisons
     history: tuple[tuple[float, float], ...] = ()  # (Unix time in seconds, tau) of each judgement, oldest first

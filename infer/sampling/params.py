@@ -107,6 +107,7 @@ class SamplingParams:
         None  # of typical: a token more likely than this is accepted; null: the engine's
     )
     posterior_alpha: float | None = None  # and one more likely than this times exp(-entropy); null: the engine's
+    learn: bool = True  # the head may be trained on this request, where a server trains it (infer/learning/)
     cache_salt: str = ""  # requests share cached text (KV pages, earlier responses) only with equal salts
     priority: int = 0  # higher runs first
     deadline_s: float | None = None  # ends the request this long after it was added

@@ -11,11 +11,13 @@ import queue
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from infer.console.card import describe_costs
 from infer.engine import Engine
 from infer.engine.stats import EngineStats
+from infer.learning.loop import LearningLoop
 from infer.options.devices import use_device
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
@@ -62,6 +64,7 @@ class EngineLoop:
     report: Callable[[list[Event], EngineStats], None]
     clock: Callable[[], float] = time.monotonic
     busy_since: float | None = None  # when the step in progress began; None between steps
+    learning: LearningLoop | None = None  # of a server that trains its head
 
     def run(self) -> None:
         use_device(self.engine.device)
@@ -74,6 +77,7 @@ class EngineLoop:
                 events += self.engine.step()
                 self.busy_since = None
             self.report(events, self.engine.stats.snapshot())
+            self._learn()
 
     def _take_commands(self, events: list[Event]) -> bool:
         """Apply all queued commands, and wait for one if the engine has no work. Returns False on a None.
@@ -89,6 +93,7 @@ class EngineLoop:
                     return True
                 self.engine.check_ranks()
                 self._profile()
+                self._learn()
                 continue
             wait = False
             if command is None:
@@ -97,6 +102,10 @@ class EngineLoop:
                 self.engine.abort(command)
             elif (error := self._add(command)) is not None:
                 events.append(Failure(command.request_id, error))
+
+    def _learn(self) -> None:
+        if self.learning is not None:
+            self.learning.between_steps()
 
     def _profile(self) -> None:
         """Measure the costs of steps and drafts, if that is due, unless a command arrives meanwhile."""
@@ -108,7 +117,8 @@ class EngineLoop:
         if not self.engine.profile_due:
             return
         try:
-            self.engine.profile(check)
+            with nullcontext() if self.learning is None else self.learning.paused():
+                self.engine.profile(check)
         except Interrupted:
             return
         if rows := describe_costs(self.engine.costs):

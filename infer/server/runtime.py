@@ -13,12 +13,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from infer.config import ServerConfig
 from infer.engine import Engine
 from infer.engine.offline import completion_params
 from infer.engine.stats import EngineStats
+from infer.learning.loop import LearningLoop
 from infer.request import SamplingParams
 from infer.sampling.constraint import Constraint
 from infer.server.engine_loop import Add, Command, EngineLoop, Event, Failure, is_last
@@ -36,13 +38,19 @@ WHY_CLOSED = {
 
 
 class Runtime:
-    """Loads the engine in a separate thread and runs it there until `stop`."""
+    """Loads the engine in a separate thread and runs it there until `stop`; `learn` lets its head learn."""
 
-    def __init__(self, load: Callable[[], Engine], config: ServerConfig) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        config: ServerConfig,
+        learn: Callable[[Engine], LearningLoop] | None = None,
+    ) -> None:
         self.state: State = "loading"
         self.snapshot = EngineStats()
         self.stalls = 0  # steps that took longer than `server.stall_s`
-        self.config, self._load = config, load
+        self.learning: LearningLoop | None = None  # set once the engine is loaded, if its head learns
+        self.config, self._load, self._learn = config, load, learn
         self._max_batch = 0  # set once the engine is loaded
         self._outputs: dict[str, asyncio.Queue[Event]] = {}  # of unfinished engine requests, by id
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -169,11 +177,13 @@ class Runtime:
         """Load and run the engine. Body of the engine's thread, which reaches the event loop only through `_report`."""
         try:
             engine = self._load()
+            self.learning = None if self._learn is None else self._learn(engine)
         except BaseException as error:  # the future of `start` raises it, whatever it is
             self._report(self._on_load_failed, error)
             return
         self._report(self._on_loaded, engine)
-        loop = EngineLoop(engine, self._commands, lambda *round_: self._report(self._on_step, *round_))
+        report = partial(self._report, self._on_step)
+        loop = EngineLoop(engine, self._commands, report, learning=self.learning)
         watchdog = Watchdog(loop, threading.get_ident(), self.config.stall_s, lambda: self._report(self._on_stall))
         if self.config.stall_s:
             watchdog.start()
@@ -187,6 +197,8 @@ class Runtime:
                 engine.close()  # ends the other tensor parallel ranks
         finally:
             watchdog.stop()
+            if self.learning is not None:
+                self.learning.close()
 
     def _report(self, callback: Callable[..., None], *args: object) -> None:
         """Schedule `callback` in the event loop, from the engine's thread.

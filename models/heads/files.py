@@ -98,23 +98,37 @@ def load_head(
     """
     folder = Path(folder)
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
-    config, tensors = checkpoint.config, checkpoint.tensors
-    head = module_of(checkpoint.head).kind(config).to(dtype)
+    parts = checkpoint.config, checkpoint.tensors
+    head = head_of(*parts, dtype=dtype, device=device, target=target, source=str(folder))
+    head.notes = tuple(checkpoint.notes)
+    return head
+
+
+def head_of(
+    config: Any,
+    tensors: dict[str, Tensor],
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    target: LlamaTarget | None,
+    source: str,
+) -> Head:
+    """Return a head of this shape for inference, with the tensors of its checkpoint; `source` names them in errors."""
+    head = module_of(config.name).kind(config).to(dtype)
     layout = checkpoint_layout(head)
     for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
         if shared in dict(head.named_parameters()) and shared not in tensors:
             if target is None:
                 raise ValueError(
-                    f"{folder}: {shared} is not there, the head shares its target's; load it with a target"
+                    f"{source}: {shared} is not there, the head shares its target's; load it with a target"
                 )
             if shared == EMBEDDING and _is_alike(target, dtype, device):
                 head.embed_tokens = target.embed_tokens
                 del layout[shared]
             else:
                 tensors = tensors | {shared: read_target(target)}
-    load_into(head, tensors, layout, source=str(folder))
-    _check_vocabulary(folder, head)
-    head.notes = tuple(checkpoint.notes)
+    load_into(head, tensors, layout, source=source)
+    _check_vocabulary(source, head)
     head = head.to(device).eval().requires_grad_(False)
     if target is not None:
         borrow(head, target)
@@ -156,17 +170,17 @@ def read_head(
     return replace(checkpoint, config=reaching(checkpoint.config, target.config.max_position_embeddings))
 
 
-def _check_vocabulary(folder: Path, head: Head) -> None:
+def _check_vocabulary(source: str, head: Head) -> None:
     """Raise ValueError for invalid maps: an offset read as an id, or the reverse, would silently draft nonsense."""
     ids, size = head.target_ids, head.config.vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= size or ids.unique().numel() < ids.numel():
         raise ValueError(
-            f"{folder}: the draft vocabulary does not map to as many of the target's {size} tokens; d2t holds offsets "
+            f"{source}: the draft vocabulary does not map to as many of the target's {size} tokens; d2t holds offsets "
             "(target id = draft id + d2t), token_map holds target ids"
         )
     t2d = getattr(head, "t2d", None)
     if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
-        raise ValueError(f"{folder}: d2t and t2d name different tokens; one of them is of another vocabulary")
+        raise ValueError(f"{source}: d2t and t2d name different tokens; one of them is of another vocabulary")
 
 
 def _check_fingerprint(

@@ -95,6 +95,7 @@ def plain_params(params: SamplingParams) -> SamplingParams:
         max_draft_tokens=None,
         acceptance="exact",
         cache_salt="",
+        learn=True,
         priority=0,
         deadline_s=None,
     )

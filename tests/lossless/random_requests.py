@@ -39,6 +39,7 @@ FIELDS = {
     "cache_salt": ("a", "b"),
     "priority": (-1, 3),
     "deadline_s": (0.01, 0.5),
+    "learn": (False,),
 }
 GRAMMARS = (Grammar("regex", "([A-M]{2,9}|[0-9]+)x?"), Grammar("choice", '["AB", "ABC", "!?"]'))
 SHARE = 0.12  # of the requests that set a certain field

@@ -6,12 +6,13 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from infer.config import EngineConfig, ModelConfig, ProposerConfig, ServerConfig
+from infer.config import EngineConfig, LearningConfig, ModelConfig, ProposerConfig, ServeConfig, ServerConfig
 from models.heads.config import HeadConfig
 from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
@@ -30,24 +31,34 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         engine: EngineConfig | None = None,
         api_keys: Sequence[str] = (),
         target: Path | None = None,
+        learning: LearningConfig | None = None,
         **server: Any,
     ) -> Iterator[Server]:
-        """Start a server; `target` is another folder than the tiny random target's, and is loaded without a head."""
+        """Start a server; `target` is another folder than the tiny random target's, and is loaded without a head.
+
+        With `learning` the head learns, as with learn=true.
+        """
         from infer.engine import Engine
+        from infer.learning.loop import LearningLoop
+        from infer.learning.trainer import Trainer
         from infer.server.address import bind, url
         from infer.server.lifecycle import Stopping, run
         from infer.server.runtime import Runtime
         from infer.server.service import Service
 
-        def load() -> Engine:
-            return Engine.load(
-                ModelConfig(name=MODEL, path=str(target or tiny_target_folder), device="cpu"),
-                HeadConfig(name="eagle3", path=str(tiny_head_folder)) if target is None else None,
-                engine or EngineConfig(max_batch=4),
-                ProposerConfig(name=proposer, max_draft_tokens=4),
-            )
+        model = ModelConfig(name=MODEL, path=str(target or tiny_target_folder), device="cpu")
+        head = HeadConfig(name="eagle3", path=str(tiny_head_folder))
+        parts, drafts = engine or EngineConfig(max_batch=4), ProposerConfig(name=proposer, max_draft_tokens=4)
+        config = ServerConfig(**server)
 
-        runtime = Runtime(load, ServerConfig(**server))
+        def load() -> Engine:
+            return Engine.load(model, head if target is None else None, parts, drafts)
+
+        learn = None
+        if learning is not None:
+            trainer = Trainer(ServeConfig(model, head, drafts, parts, server=config, learning=learning, learn=True))
+            learn = partial(LearningLoop, trainer=trainer)
+        runtime = Runtime(load, config, learn)
         listener = bind("127.0.0.1", 0)
         ready = threading.Event()
         state: dict[str, Any] = {}

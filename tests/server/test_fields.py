@@ -177,6 +177,19 @@ def test_what_changes_nothing_is_accepted(kind: type[Strict], body: dict[str, An
             assert not kind.model_validate(body | {name: value})._unknown
 
 
+@pytest.mark.parametrize(("kind", "body"), REQUESTS)
+def test_only_false_says_that_nothing_is_learnt(kind: type[Strict], body: dict[str, Any]) -> None:
+    def learn(**fields: Any) -> bool:
+        request = kind.model_validate(body | fields)
+        assert isinstance(request, GenerationRequest)
+        return request.sampling_params(5).learn
+
+    assert all(learn(store=value) for value in (None, True, "x", 5, ["x"], 0))
+    assert all(learn(learn=value) for value in (None, True))
+    assert not any((learn(store=False), learn(learn=False), learn(store=True, learn=False), learn(cache_salt="mine")))
+    assert refusal(kind, body | {"learn": "no"})["param"] == "learn"
+
+
 # What real clients were observed to send: cases/README.md, section E.
 COMMON: list[dict[str, Any]] = [
     {"metadata": {"user": "1"}, "client_metadata": {"a": "b"}, "store": True, "user": "me", "service_tier": "flex"},

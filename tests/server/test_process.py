@@ -68,6 +68,10 @@ class Process:
 
     def end(self, number: int, seconds: float = 300) -> int:
         self.child.send_signal(number)
+        return self.ended(seconds)
+
+    def ended(self, seconds: float = 300) -> int:
+        """Wait for its end, and return its exit code."""
         code = self.child.wait(seconds)
         self._reader.join()
         return code

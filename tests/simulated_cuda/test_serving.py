@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,15 @@ import torch
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.graphs.step_graph import StepGraphs
+from infer.learning.loop import LearningLoop
+from infer.learning.messages import Message, send
 from infer.request import SamplingParams
 from infer.speculation.proposers.draft_loops.base import RecurrentLoop
+from models.heads.weights import checkpoint_tensors
 from models.targets import load_target
+from tests.heads import make_head
 from tests.lossless.plain import ids
+from tests.server.harness import wait_until
 from tests.simulated_cuda.install import simulated_cuda
 from tests.simulated_cuda.machine import CaptureError, DeviceMix, HostRace, Machine
 from tests.simulated_cuda.matrix import BEAM, DRAFTERS, EAGLE3, Drafter
@@ -63,6 +70,29 @@ def test_every_device_serves(cuda: Machine, target_folder: Path, device: str, gr
     serve(engine, cuda, replace(SAMPLED, logprobs=2, prompt_logprobs=1, presence_penalty=0.5))
     engine.set_proposer("none")  # whose steps are captured
     serve(engine, cuda, SAMPLED)
+
+
+def test_a_head_learns_without_graphs(cuda: Machine, target_folder: Path) -> None:
+    """Examples and candidates lie on the host, and what is computed and served on the device."""
+    ours, theirs = socket.socketpair()
+    trainer: Any = SimpleNamespace(stream=ours, close=lambda: ours.shutdown(socket.SHUT_RDWR), why_ended=str)
+    with ours, theirs:
+        with pytest.raises(ValueError, match=r"learn=true: CUDA graphs .*; say engine\.graphs=off"):
+            LearningLoop(make_engine(target_folder, DRAFTERS["eagle3"], graphs="on"), trainer)
+        engine = make_engine(target_folder, DRAFTERS["eagle3"], graphs="off")
+        send(theirs, Message("status", {}, {}))
+        learning = LearningLoop(engine, trainer)
+        serve(engine, cuda, GREEDY)
+        learning.between_steps()
+        assert learning.status.examples == 2
+        head = make_head(load_target(str(target_folder)), EAGLE3)
+        facts = {"number": "1", "tau_before": "1.0", "tau_after": "1.1"}
+        send(theirs, Message("candidate", checkpoint_tensors(head), facts))
+        wait_until(lambda: not learning._inbox.empty())
+        learning.between_steps()
+        assert (learning.status.taken_over, learning.status.refused) == (1, 0)
+        serve(engine, cuda, GREEDY)
+        learning.close()
 
 
 # ---- planted faults of the product -----------------------------------------------------------------------------------

@@ -103,8 +103,8 @@ LogitBias = Annotated[
 class GenerationRequest(Strict):
     accepted: ClassVar[frozenset[str]] = frozenset(
         {
-            # OpenAI's: identifiers, storage, billing, cache keys
-            *("user", "safety_identifier", "metadata", "client_metadata", "store", "service_tier"),
+            # OpenAI's: identifiers, billing, cache keys
+            *("user", "safety_identifier", "metadata", "client_metadata", "service_tier"),
             *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
             # vLLM's: identifiers (here, `x-request-id` identifies a request), size of chunks, media
             *("request_id", "session_id", "stream_interval", "media_io_kwargs", "mm_processor_kwargs"),
@@ -169,6 +169,8 @@ class GenerationRequest(Strict):
     posterior_threshold: float | None = Field(default=None, ge=0, le=1)  # of acceptance: typical
     posterior_alpha: float | None = Field(default=None, ge=0, le=1)
     speculative: Speculative | None = None
+    learn: bool | None = None  # ours: false: the head is not trained on this request
+    store: Any = None  # OpenAI's: nothing is stored here, but false counts as `learn: false`
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -222,6 +224,7 @@ class GenerationRequest(Strict):
             speculate=drafts.enabled,
             proposer=drafts.proposer,
             max_draft_tokens=drafts.max_draft_tokens,
+            learn=self.learn is not False and self.store is not False and self.cache_salt is None,
             priority=-(self.priority or 0),
         )
 
