@@ -29,6 +29,7 @@ PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synt
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 AUTO, PUBLISHED = "auto", "published"  # of `head=`: the newest one of the target; the first one on the model hub
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
+LEAST_TOKENS = 8  # of an update of a head that learns
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
 
 
@@ -281,8 +282,11 @@ class LearningConfig(Schema):
     held_back: float = bounded(0.1, "is a share, must be above 0 and below 1", lambda share: 0 < share < 1)
     every_tokens: int = number(20_000, low=1)  # new tokens to train on between two comparisons
     passes: float = number(2.0, above=0)  # how often an example is trained on, on average
-    batch_tokens: int = number(2048, low=8)  # of an update; of a longer example the last ones are taken
+    batch_tokens: int = number(2048, low=LEAST_TOKENS)  # of an update; of a longer example the last ones are taken
     lr: float = number(1e-4, above=0)
+    # outputs/<run>/data of the run that trained the head: its sequences are mixed in; null: what is served alone
+    replay: str | None = None
+    replay_share: float = bounded(0.25, "is a share, must be above 0 and below 1", lambda share: 0 < share < 1)
     pause_above: int = number(0, low=0)  # requests running above which it waits
     save: bool = False  # write the heads that were taken over; false: nothing learned is on disk
     keep: int = number(5, low=1)  # the newest of them, in <output_dir>/heads/<model>/<head>-learned/<number>
@@ -290,6 +294,21 @@ class LearningConfig(Schema):
 
     def __post_init__(self) -> None:
         check_fields(self, "learning.")
+        if self.replay is not None and min(self.traffic_tokens, self.replay_tokens) < LEAST_TOKENS:
+            raise ValueError(
+                f"learning.replay_share={self.replay_share}: leaves {self.traffic_tokens} of "
+                f"learning.batch_tokens={self.batch_tokens} to what is served and {self.replay_tokens} to the replay; "
+                f"each needs {LEAST_TOKENS}: raise learning.batch_tokens"
+            )
+
+    @property
+    def replay_tokens(self) -> int:
+        """Tokens of an update that are not of what is served."""
+        return 0 if self.replay is None else round(self.replay_share * self.batch_tokens)
+
+    @property
+    def traffic_tokens(self) -> int:
+        return self.batch_tokens - self.replay_tokens
 
 
 @dataclass

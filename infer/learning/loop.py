@@ -95,8 +95,9 @@ class LearningLoop:
         except (ValueError, RuntimeError) as error:  # it does not fit, or its copy not into memory
             self._refuse(error)
             return
-        count = self.status.taken_over + 1
-        self.status = replace(self.status, taken_over=count, tau_before=tau_before, tau_after=tau_after)
+        before = self.status.judged(time.time(), tau_before)  # what it was after, the trainer's next status says
+        count = before.taken_over + 1
+        self.status = replace(before, taken_over=count, tau_before=tau_before, tau_after=tau_after)
         log.info("the head has learnt (%s): τ %.3f to %.3f on requests held back", number, tau_before, tau_after)
 
     def _refuse(self, error: Exception) -> None:

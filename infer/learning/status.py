@@ -23,10 +23,11 @@ class LearningStatus:
     dropped: int = 0  # of these: the trainer did not read them in time
     updates: int = 0
     seconds: float = 0.0  # of one CPU thread, for updates and comparisons
-    history: tuple[tuple[float, float], ...] = ()  # (Unix time in seconds, tau) of each judgement, oldest first
+    # (Unix time in seconds, tau, candidates taken over until then) of each judgement, oldest first; two where one was
+    history: tuple[tuple[float, float, int], ...] = ()
 
     def judged(self, time: float, tau: float) -> LearningStatus:
         """Return the status after the head in use was judged; nan changes nothing."""
         if math.isnan(tau):
             return self
-        return replace(self, tau=tau, history=(*self.history, (time, tau))[-MOST_POINTS:])
+        return replace(self, tau=tau, history=(*self.history, (time, tau, self.taken_over))[-MOST_POINTS:])

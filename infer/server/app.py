@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -97,6 +98,14 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
     async def version() -> dict[str, str]:
         return {"version": metadata.version("headway")}
 
+    @app.get("/learning")
+    async def learning() -> dict[str, Any]:
+        """Return how the head learns, for the page; a number that is not there yet is null."""
+        service.runtime.check_open()
+        if service.learning is None:
+            raise ApiError(404, "the head of this server does not learn (learn=true)", code="not_learning")
+        return {name: None if value != value else value for name, value in asdict(service.learning).items()}
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
@@ -110,6 +119,7 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
             "max_model_len": service.context,
             "proposer": service.proposer,
             "proposers": list(service.proposers),
+            **({} if service.learning is None else {"learns": True}),
         }
 
     return app

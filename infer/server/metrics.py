@@ -2,11 +2,13 @@
 
 vLLM's dashboards and `vllm bench serve` therefore work unchanged. Engine counters are read from the runtime's snapshot
 at scrape time; latencies are observed as outputs arrive. A draft is one verify that contained draft tokens, so
-acceptance length = 1 + accepted_tokens / drafts. A server that never drafts exports no speculation metrics.
+acceptance length = 1 + accepted_tokens / drafts. A server that never drafts exports no speculation metrics, and one
+whose head does not learn none of learning.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from infer.engine.stats import EngineStats
+from infer.learning.status import LearningStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -41,11 +44,17 @@ OURS, VLLMS = "headway_", "vllm:"
 class Metrics:
     """The metrics of one server. `speculative` is set when the engine is attached: whether it has a proposer."""
 
-    def __init__(self, model_name: str, snapshot: Callable[[], EngineStats], stalls: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        snapshot: Callable[[], EngineStats],
+        stalls: Callable[[], int],
+        learning: Callable[[], LearningStatus | None],
+    ) -> None:
         self.speculative = False
         self._registry = CollectorRegistry()
         self._labels = (model_name, ENGINE)
-        self._registry.register(EngineCounters(self._labels, snapshot, stalls, lambda: self.speculative))
+        self._registry.register(EngineCounters(self._labels, snapshot, stalls, lambda: self.speculative, learning))
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_BUCKETS)
         self.between = self._histogram(
             "inter_token_latency_seconds", "Between two outputs of a request", BETWEEN_BUCKETS
@@ -95,6 +104,7 @@ class EngineCounters(Collector):
     snapshot: Callable[[], EngineStats]
     stalls: Callable[[], int]
     speculative: Callable[[], bool]
+    learning: Callable[[], LearningStatus | None]
 
     def collect(self) -> Iterator[Metric]:
         now = self.snapshot()
@@ -118,6 +128,8 @@ class EngineCounters(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", now.cached_tokens)
         yield self._counter("generation_tokens", "Generated tokens", now.generation_tokens)
         yield self._counter("engine_stalls", "Engine steps that took longer than server.stall_s", self.stalls())
+        if (learning := self.learning()) is not None:
+            yield from self._learning(learning)
         if not self.speculative() and not drafts:  # a request may name a proposer even if the server has no default
             return
         yield self._counter("spec_decode_num_drafts", "Verifies with drafted tokens", drafts)
@@ -131,6 +143,18 @@ class EngineCounters(Collector):
         for position, value in enumerate(speculation.accepted_by_position):
             positions.add_metric((*self.labels, str(position)), value)
         yield positions
+
+    def _learning(self, now: LearningStatus) -> Iterator[Metric]:
+        yield self._gauge("learning_running", "1 while the process runs that trains the head", now.running)
+        if not math.isnan(now.tau):  # once it was judged
+            yield self._gauge("learning_acceptance_length", "Tokens per verify, on requests held back", now.tau)
+        yield self._gauge("learning_buffered_tokens", "Tokens of requests that are kept to learn from", now.buffered)
+        yield self._counter("learning_heads_taken_over", "Heads that drafted better", now.taken_over)
+        yield self._counter("learning_heads_refused", "Heads that did not fit the engine", now.refused)
+        yield self._counter("learning_examples", "Requests that the head can learn from", now.examples)
+        yield self._counter("learning_examples_dropped", "Those that were not read in time", now.dropped)
+        yield self._counter("learning_updates", "Updates of the head", now.updates)
+        yield self._counter("learning_seconds", "Time of one CPU thread for updates and comparisons", now.seconds)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"{OURS}{name}", text, labels=LABELS)

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from infer.engine import Engine
+from infer.learning.status import LearningStatus
 from infer.request import SamplingParams
 from infer.sampling.constraint import Constraint
 from infer.sampling.grammar import Grammar
@@ -39,7 +40,8 @@ class Service:
 
     def __init__(self, model_id: str, runtime: Runtime) -> None:
         self.model_id, self.config, self.runtime = model_id, runtime.config, runtime
-        self.metrics = Metrics(model_id, lambda: self.runtime.snapshot, lambda: self.runtime.stalls)
+        counters = (lambda: self.runtime.snapshot), (lambda: self.runtime.stalls), (lambda: self.learning)
+        self.metrics = Metrics(model_id, *counters)
         self.unknown_fields = UnknownFields(strict=self.config.strict)
         self.created = int(time.time())
         self.context = 0
@@ -67,6 +69,11 @@ class Service:
         self.metrics.speculative = self.proposer != "none"
         # No longer text can fit the context; saves tokenizing megabytes only to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
+    @property
+    def learning(self) -> LearningStatus | None:
+        """How the head learns, None unless the server was started with learn=true."""
+        return None if self.runtime.learning is None else self.runtime.learning.status
 
     async def close(self) -> None:
         if self.context:

@@ -177,6 +177,30 @@ def test_markdown_loses_nothing_but_marks(text: str) -> None:
     assert shown.replace("\n", "") == {"```": "", "```\n": "", "`` ` ``": " ` "}.get(text, text.strip("\n"))
 
 
+def test_how_a_head_learns_becomes_a_plot() -> None:
+    """Points lie between the edges, from the first judgement to the last; marks where a head was taken over."""
+    history = [[100, 2.0, 0], [110, 2.5, 1], [130, 2.4, 1], [140, 3.0, 3]]
+    plot = js("learningPlot(history)", history=history)
+    assert plot["points"] == [[0, 0], [0.25, 0.5], [0.75, pytest.approx(0.4)], [1, 1]]
+    assert (plot["marks"], plot["edges"]) == ([1, 3], [2, 3])
+    alone = js("learningPlot([[100, 2, 1]])")
+    assert alone["points"] == [[0, pytest.approx(0.5)]]
+    assert alone["edges"] == [pytest.approx(1.95), pytest.approx(2.05)]
+    assert alone["marks"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("status", "line"),
+    [
+        ({"running": True, "tau": None, "taken_over": 0}, "Learning: not judged yet, 0 heads taken over"),
+        ({"running": True, "tau": 2.306, "taken_over": 1}, "Learning: τ 2.31, 1 head taken over"),
+        ({"running": False, "tau": 2.3, "taken_over": 2}, "Learnt, its process has ended: τ 2.30, 2 heads taken over"),
+    ],
+)
+def test_how_a_head_learns_in_a_line(status: dict[str, Any], line: str) -> None:
+    assert js("learningLine(status)", status=status) == line
+
+
 def answered(speed: float, text: str, drafted: int, decoded: int = 60) -> dict[str, Any]:
     return {"tokens": [[text, 0]] * 61, "decoded": decoded, "seconds": 60 / speed, "drafted": drafted}
 

@@ -325,7 +325,8 @@ def test_each_example_is_drawn_as_often_as_is_said(head: Eagle3Head, traffic: li
 
 def plain_example(length: int, number: int, prompt: int = 1) -> Example:
     ids = torch.full((length,), number)
-    return Example(ids, torch.randn(length, 3, 4), ids[:, None], torch.zeros(length, 1), prompt, 0, 0.0, 0)
+    assistant = torch.arange(length) >= prompt
+    return Example(ids, torch.randn(length, 3, 4), ids[:, None], torch.zeros(length, 1), assistant, 0, 0.0, 0)
 
 
 def test_a_full_buffer_drops_the_oldest() -> None:
@@ -365,16 +366,17 @@ def test_examples_that_take_too_much_or_too_little(settings: dict[str, Any], mes
 def test_as_many_examples_are_kept_as_memory_holds() -> None:
     assert rooms(LearningConfig(), 1000) == (200_000, 22_222)
     assert rooms(LearningConfig(), 4000) == (115_043, 12_782)
+    assert rooms(LearningConfig(replay="outputs/run/data"), 4000) == (86_282, 9_586)  # a quarter less
 
 
 def test_of_a_long_example_the_end_is_kept() -> None:
     example = plain_example(50, 1, prompt=30)
     cut = last_tokens(example, 25)
-    assert (cut.prompt, cut.first, len(cut.ids)) == (5, 25, 25)
+    assert (cut.assistant.tolist(), cut.first, len(cut.ids)) == ([False] * 5 + [True] * 20, 25, 25)
     assert torch.equal(cut.states, example.states[25:])
     assert cut.states.untyped_storage().nbytes() == cut.states.nbytes
     again = last_tokens(cut, 10)
-    assert (again.prompt, again.first) == (0, 40)
+    assert (again.assistant.tolist(), again.first) == ([True] * 10, 40)
     assert last_tokens(example, 50) is example
 
 

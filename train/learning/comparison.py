@@ -12,6 +12,8 @@ from models.heads.base import Head
 from train.evaluation import Sampling, simulate
 from train.learning.examples import Example, batch_of
 
+MOST_LOST = 0.03  # of the acceptance length on a replay
+
 
 class Comparison(NamedTuple):
     """Acceptance lengths of the head in use and of a candidate."""
@@ -19,14 +21,19 @@ class Comparison(NamedTuple):
     before: float
     after: float
     error: float  # standard error of their difference
+    replay: tuple[float, float] | None = None  # on held-back sequences of the head's first training
+
+    @property
+    def forgets(self) -> bool:
+        return self.replay is not None and self.replay[1] < (1 - MOST_LOST) * self.replay[0]
 
     @property
     def better(self) -> bool:
-        return self.after - self.before > self.error
+        return self.after - self.before > self.error and not self.forgets
 
     @property
     def worse(self) -> bool:
-        return self.before - self.after > self.error
+        return self.before - self.after > self.error or self.forgets
 
 
 def accepted(head: Head, examples: Iterable[Example], steps: int) -> list[SpeculationStats]:

@@ -26,18 +26,13 @@ class Example(NamedTuple):
     states: Tensor  # [T, L, H], the target's hidden states of the head's L layers, ascending
     top_ids: Tensor  # integers [T, k], the target's likeliest tokens, in descending order
     top_log_probs: Tensor  # [T, k]; -inf where none was computed
-    prompt: int  # how many of the ids are the prompt's
+    assistant: Tensor  # bool [T]: the target generated this token
     first: int  # position of ids[0] in its request
     temperature: float
     seed: int
 
-    @property
-    def assistant(self) -> Tensor:
-        """bool [T]: the target generated this token."""
-        return torch.arange(len(self.ids)) >= self.prompt
 
-
-TENSORS = Example._fields[:4]
+TENSORS = Example._fields[:4]  # of a message
 
 
 def read_example(message: Message, head: HeadShape) -> Example:
@@ -65,7 +60,8 @@ def read_example(message: Message, head: HeadShape) -> Example:
     }
     if wrong := [key for key, fit in fits.items() if not fit]:
         raise ValueError(f"{name}: {', '.join(wrong)}: not as of a request that was served with this head")
-    return Example(ids, states, top_ids, top_log_probs, prompt, first, temperature, seed)
+    assistant = torch.arange(len(ids)) >= prompt
+    return Example(ids, states, top_ids, top_log_probs, assistant, first, temperature, seed)
 
 
 def inside(ids: Tensor, size: int) -> bool:
@@ -76,10 +72,18 @@ def inside(ids: Tensor, size: int) -> bool:
 def last_tokens(example: Example, most: int) -> Example:
     """Return an example of at most so many tokens: the last ones, since the response is at the end."""
     left = len(example.ids) - most
-    if left <= 0:
-        return example
-    tensors = {name: getattr(example, name)[left:].clone() for name in TENSORS}
-    return example._replace(**tensors, prompt=max(0, example.prompt - left), first=example.first + left)
+    return example if left <= 0 else part(example, slice(left, None))
+
+
+def part(example: Example, span: slice) -> Example:
+    """Return the tokens of `span` as an example, with copies of their tensors."""
+    tensors = {name: getattr(example, name)[span].clone() for name in (*TENSORS, "assistant")}
+    return example._replace(**tensors, first=example.first + span.start)
+
+
+def teaches(assistant: Tensor) -> bool:
+    """Return whether there is something to learn from tokens `[T]`: two that the target generated, after the first."""
+    return int(assistant[1:].sum()) >= 2
 
 
 def is_held_back(ids: Tensor, share: float) -> bool:
@@ -113,9 +117,11 @@ class Buffer:
 def rooms(config: LearningConfig, state_bytes: int) -> tuple[int, int]:
     """Return how many tokens are kept to train on, and how many more to judge on, at so many bytes of states each.
 
-    Raises ValueError if they take more memory than is configured.
+    A replay takes memory by its share: as many tokens more, of either kind, as are mixed in. Raises ValueError if all
+    together take more memory than is configured.
     """
     share, size = config.held_back / (1 - config.held_back), state_bytes + OTHER_BYTES
+    size *= config.batch_tokens / config.traffic_tokens
     fit = int(config.most_mb * 2**20 / (size * (1 + share)))
     tokens = min(HELD_TOKENS, fit) if config.buffer_tokens is None else config.buffer_tokens
     if tokens > fit:

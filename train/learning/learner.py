@@ -14,7 +14,8 @@ from models.heads.base import Head
 from models.heads.weights import module_of
 from train.config import SCHEMAS, OptimConfig, default_objective
 from train.learning.comparison import Comparison, accepted, compared
-from train.learning.examples import Buffer, Example, batch_of, is_held_back, last_tokens, rooms
+from train.learning.examples import Buffer, Example, batch_of, is_held_back, last_tokens, rooms, teaches
+from train.learning.replay import Replay
 from train.objectives.base import Objective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.registry import OBJECTIVES
@@ -27,12 +28,15 @@ OPTIM = OptimConfig(name="adamw")  # as in other training, but at a constant rat
 class Learner:
     """`used` is the head that is served, in fp32 on the CPU; `candidate` is trained from its weights."""
 
-    def __init__(self, config: LearningConfig, used: Head, steps: int, state_bytes: int) -> None:
+    def __init__(
+        self, config: LearningConfig, used: Head, steps: int, state_bytes: int, replay: Replay | None = None
+    ) -> None:
         """`steps`: tokens of the chains by which heads are judged. `state_bytes`: of a token's hidden states.
 
         Raises ValueError for a head that cannot learn so, and for examples that take too much memory.
         """
         self.config, self.used, self.steps = config, used, min(steps, used.config.max_depth or steps)
+        self.replay = replay
         self.candidate = trainable_copy(used)
         self.objective = objective_of(self.candidate)
         self.trained, self.judged = map(Buffer, rooms(config, state_bytes))
@@ -46,8 +50,8 @@ class Learner:
     def add(self, example: Example) -> None:
         """Keep an example, to train on or to judge on; a response of less than two tokens has nothing to learn from."""
         held_back = is_held_back(example.ids, self.config.held_back)
-        example = last_tokens(example, self.config.batch_tokens)
-        if int(example.assistant[1:].sum()) < 2:
+        example = last_tokens(example, self.config.traffic_tokens)
+        if not teaches(example.assistant):
             return
         self.examples += 1
         self.tokens += len(example.ids)
@@ -59,7 +63,7 @@ class Learner:
 
     @property
     def update_due(self) -> bool:
-        return self.due >= self.config.batch_tokens
+        return self.due >= self.config.traffic_tokens
 
     @property
     def comparison_due(self) -> bool:
@@ -70,7 +74,10 @@ class Learner:
         """Take one optimiser step; one whose gradient is not finite changes nothing."""
         started = time.perf_counter()
         generator, head = torch.Generator().manual_seed(self.updates), self.candidate
-        examples = self.trained.draw(self.config.batch_tokens, generator)
+        examples = self.trained.draw(self.config.traffic_tokens, generator)
+        self.due -= sum(len(example.ids) for example in examples)
+        if self.replay:
+            examples += self.replay.beside(examples)
         batch, features = batch_of(examples, self.config.batch_tokens, head.config.aux_layers)
         assert features.top is not None
         teacher = recall(features.top, batch, head.target_ids, head.config.vocab_size)
@@ -83,14 +90,16 @@ class Learner:
             self._optimizer.step()
         self._optimizer.zero_grad()
         self.updates += 1
-        self.due -= sum(len(example.ids) for example in examples)
         self.seconds += time.perf_counter() - started
 
     def compare(self) -> Comparison:
         """Judge the candidate. If it is better it becomes the head in use, if worse it begins anew from that."""
         started = time.perf_counter()
-        before, after = (accepted(head, self.judged.examples, self.steps) for head in (self.used, self.candidate))
-        comparison = compared(before, after)
+        heads = self.used, self.candidate
+        comparison = compared(*(accepted(head, self.judged.examples, self.steps) for head in heads))
+        if self.replay and comparison.better:
+            before, after = (accepted(head, self.replay.judged, self.steps) for head in heads)
+            comparison = comparison._replace(replay=compared(before, after)[:2])
         self.new, self.tau = 0, comparison.before
         if comparison.better:
             self.used.load_state_dict(self.candidate.state_dict())

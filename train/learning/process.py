@@ -1,6 +1,7 @@
 """The process beside a server: examples come in over a socket, heads that draft better go out.
 
-It needs the target's embedding and LM head alone, and computes on one CPU thread, while few requests run.
+It needs the target's embedding and LM head alone unless there is a replay, and computes on one CPU thread, while few
+requests run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from infer.learning.messages import Message, receive, send
 from infer.options.devices import resolve_dtype
@@ -23,8 +25,11 @@ from models.targets import load_target
 from train.config import LearnConfig
 from train.learning.examples import read_example
 from train.learning.learner import Learner
+from train.learning.replay import open_replay
 from train.publishing.provenance import target_name
 from train.storage import atomic
+
+REPLAY = "replay_before", "replay_after"  # facts of a candidate
 
 Save = Callable[[Head, dict[str, str]], int]  # writes a head with facts of it; returns its number
 
@@ -34,32 +39,42 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
     folder = head_folder(config.head, config.output_dir, config.model.name)
     if config.head.name not in HEADS:
         raise ValueError(f"head={config.head.name}: there is no head to train; heads: {', '.join(HEADS)}")
-    target = load_target(config.model.path_or_hub_id, revision=config.model.revision, layers=())
+    load = partial(load_target, config.model.path_or_hub_id, revision=config.model.revision)
+    target = load(layers=())
     head = load_head(folder, name=config.head.name, target=target, allow_mismatch=config.head.allow_mismatch)
     dtype, kept = resolve_dtype(config.model), config.learning
     size = len(set(head.config.aux_layers)) * head.config.target_hidden_size * dtype.itemsize
-    learner = Learner(kept, head, config.draft_tokens, size)
+    replay = None
+    if kept.replay is not None:
+        replay = open_replay(kept, target.fingerprint, partial(load, dtype=dtype), head.config.aux_layers, size)
+    learner = Learner(kept, head, config.draft_tokens, size, replay)
     place = resolve_path(config.output_dir) / "heads" / config.model.name / f"{head.config.name}-learned"
+    # that of the head in use, if it learnt before
+    first = int(folder.name) if folder.parent.name == place.name and folder.name.isdecimal() else 0
 
     def save(candidate: Head, facts: dict[str, str]) -> int:
         numbers = sorted(int(path.name) for path in place.glob("*") if path.name.isdigit())
-        number = max(numbers, default=0) + 1
+        number = max(first, *numbers, 0) + 1
         record = {"target_fingerprint": target.fingerprint, "target": target_name(config.model), "learned": facts}
         with atomic.replace_folder(place / str(number)) as staging:
             verifier = {"verifier": target_name(config.model), "verifier_architecture": target.config.architecture}
             tokens = config.draft_tokens
             save_head(candidate, staging, **verifier, speculative_tokens=tokens, provenance=record, dtype=dtype)
         for old in [*numbers, number][: -kept.keep]:
-            atomic.discard(place / str(old))
+            if old != first:  # with which the server starts again
+                atomic.discard(place / str(old))
         return number
 
     with cpu_threads(1), suppress(BrokenPipeError, ConnectionResetError):  # the server has ended
-        exchange(learner, stream, kept.pause_above, save if kept.save else None)
+        exchange(learner, stream, kept.pause_above, save if kept.save else None, first)
 
 
-def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Save | None) -> None:
-    """Take messages as they come, and compute between them while no more than `pause_above` requests run."""
-    running = sent = 0
+def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Save | None, sent: int = 0) -> None:
+    """Take messages as they come, and compute between them while no more than `pause_above` requests run.
+
+    Heads are numbered from `sent` + 1.
+    """
+    running = 0
     send(stream, status(learner))
     while True:
         paused = running > pause_above or not (learner.update_due or learner.comparison_due)
@@ -85,6 +100,8 @@ def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Sa
                     "tokens": str(learner.tokens),
                     "updates": str(learner.updates),
                 }
+                if comparison.replay is not None:
+                    facts |= dict(zip(REPLAY, map("{:.4f}".format, comparison.replay), strict=True))
                 sent = save(learner.used, facts) if save else sent + 1
                 send(stream, Message("candidate", checkpoint_tensors(learner.used), {"number": str(sent), **facts}))
             send(stream, status(learner))

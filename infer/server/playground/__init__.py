@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 PURE = ("answer", "statistics", "conversation", "markdown")  # need no browser, so that tests can run them alone
-SCRIPTS = (*PURE, "client", "view", "chat", "completion", "compare", "page")
+SCRIPTS = (*PURE, "client", "view", "chat", "completion", "compare", "learning", "page")
 
 
 class Page(NamedTuple):

@@ -48,6 +48,7 @@ function ready(card, hasTemplate) {
   document.querySelector("input[name=view][value=chat]").parentElement.hidden = !chats;
   show(chats ? "chat" : "completion");
   showTurns();
+  if (model.learns) followLearning();
 }
 
 function show(view) {

@@ -1,4 +1,5 @@
-// A comparison: pairs of answers without drafts and with them, and what they show. No DOM, no clock, no network.
+// What several answers show: pairs of them without drafts and with them, and how a head learns. No DOM, no clock, no
+// network.
 
 const LEAST_DIFFERENCE = 0.03; // two runs alike differ by so much on a quiet machine
 
@@ -35,4 +36,28 @@ function headlineOf(ratio, noise, undrafted) {
   if (undrafted) return `Nothing was drafted: it would not have paid (${times})`;
   if (gain > noise) return `${times} as fast`;
   return `No difference: ${times}, within the noise of ${Math.round(100 * (Math.exp(noise) - 1))} %`;
+}
+
+const LEAST_RANGE = 0.1; // of τ in a plot, lest noise look like a change
+
+// Judgements [time, τ, heads taken over until then] of a head -> where they lie within 0 to 1 each way, from the lower
+// left; the indices of those that took a head over; and the τ of the lower and of the upper edge.
+function learningPlot(history) {
+  const times = history.map(([time]) => time), taus = history.map(([, tau]) => tau);
+  const low = Math.min(...taus), high = Math.max(...taus);
+  const margin = Math.max(0, LEAST_RANGE - (high - low)) / 2;
+  const edges = [low - margin, high + margin];
+  const span = times.at(-1) - times[0];
+  return {
+    points: history.map(([time, tau]) => [span ? (time - times[0]) / span : 0, (tau - edges[0]) / (edges[1] - edges[0])]),
+    marks: history.flatMap(([, , taken], index) => (taken > (index ? history[index - 1][2] : 0) ? [index] : [])),
+    edges,
+  };
+}
+
+// Learning: τ 2.31, 3 heads taken over
+function learningLine(status) {
+  const heads = `${status.taken_over} head${status.taken_over === 1 ? "" : "s"} taken over`;
+  const tau = status.tau === null ? "not judged yet" : `τ ${status.tau.toFixed(2)}`;
+  return `${status.running ? "Learning" : "Learnt, its process has ended"}: ${tau}, ${heads}`;
 }
