@@ -10,7 +10,7 @@ MOST_POINTS = 512  # of the history; the oldest go first
 
 @dataclass(frozen=True)
 class LearningStatus:
-    """As the trainer last said; `EngineLoop.learning` has the newest one as `.status`, from any thread."""
+    """As the trainer last said. `EngineLoop.learning` and `Runtime.learning` have the newest one, from any thread."""
 
     running: bool = True  # the trainer's process is alive; false: the head stays as it is
     tau: float = math.nan  # acceptance length of the head in use on traffic that is held back; nan: not yet judged
