@@ -1,7 +1,8 @@
-"""Draws the pictures of README.md into docs/images.
+"""Draws the pictures of README.md and of the manuals into docs/images.
 
     python docs/images/draw.py chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
     python docs/images/draw.py terminal    # chat.svg, from what a command prints with colors, on standard input
+    python docs/images/draw.py learning    # learning.svg, from what a server's /learning says, on standard input
 
 The chat, without the card at the start:
 
@@ -14,7 +15,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ BARS = (
 )
 LABEL, PANEL, BAR, GAP, TOP = 150, 210, 18, 10, 44  # pixels
 COLUMNS, LINES = 92, 60  # of the terminal
+LEFT, RIGHT, UPPER, LOWER = 60, 620, 44, 224  # pixels: the edges of a plot over time
 
 
 def chart(results: Mapping[str, Any]) -> str:
@@ -69,6 +71,30 @@ def terminal(printed: str) -> str:
     return re.sub(r"@font-face {.*?}\s*", "", svg, flags=re.DOTALL)  # fonts of another host
 
 
+def learning(history: Sequence[tuple[float, float, int]]) -> str:
+    """Return an SVG of τ over minutes, of two judgements at least; a dot where a head was taken over."""
+    start, end = history[0][0], history[-1][0]
+    low, high = (edge(tau for _, tau, _ in history) for edge in (min, max))
+    x_scale, y_scale = (RIGHT - LEFT) / (end - start), (LOWER - UPPER) / (high - low)
+    places = [(LEFT + x_scale * (time - start), LOWER - y_scale * (tau - low)) for time, tau, _ in history]
+    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13" fill="#24292f"'
+    parts = [
+        f'<svg {style} width="{RIGHT + 30}" height="{LOWER + 36}" viewBox="0 0 {RIGHT + 30} {LOWER + 36}">',
+        f'<rect width="{RIGHT + 30}" height="{LOWER + 36}" rx="6" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="24" font-weight="bold">τ on requests held back; a dot: a head was taken over</text>',
+        f'<path d="M{LEFT} {LOWER}H{RIGHT}" stroke="#afb8c1"/>',
+        f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" fill="none" stroke="#1a7f37"/>',
+        f'<text x="{LEFT - 8}" y="{LOWER}" text-anchor="end">{low:.2f}</text>',
+        f'<text x="{LEFT - 8}" y="{UPPER}" text-anchor="end">{high:.2f}</text>',
+        f'<text x="{LEFT}" y="{LOWER + 20}">0</text>',
+        f'<text x="{RIGHT}" y="{LOWER + 20}" text-anchor="end">{(end - start) / 60:.0f} minutes</text>',
+    ]
+    for (*_, before), (*_, after), (x, y) in zip(history, history[1:], places[1:], strict=False):
+        if after > before:
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#1a7f37"/>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def main() -> int:
     if sys.argv[1:] == ["chart"]:
         newest = max(RESULTS.glob("smollm2-programs-*.json"), key=lambda file: file.stem.rsplit("_", 1)[1])
@@ -76,6 +102,8 @@ def main() -> int:
         (HERE / "speed.svg").write_text(chart(document["results"]), encoding="utf-8")
     elif sys.argv[1:] == ["terminal"]:
         (HERE / "chat.svg").write_text(terminal(sys.stdin.read()), encoding="utf-8")
+    elif sys.argv[1:] == ["learning"]:
+        (HERE / "learning.svg").write_text(learning(json.load(sys.stdin)["history"]), encoding="utf-8")
     else:
         print(__doc__)
         return 2

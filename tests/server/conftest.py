@@ -31,12 +31,14 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         engine: EngineConfig | None = None,
         api_keys: Sequence[str] = (),
         target: Path | None = None,
+        head_folder: Path | None = None,
         learning: LearningConfig | None = None,
+        output_dir: str = "outputs",
         **server: Any,
     ) -> Iterator[Server]:
         """Start a server; `target` is another folder than the tiny random target's, and is loaded without a head.
 
-        With `learning` the head learns, as with learn=true.
+        `head_folder` has another head. With `learning` the head learns, as with learn=true.
         """
         from infer.engine import Engine
         from infer.learning.loop import LearningLoop
@@ -47,7 +49,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         from infer.server.service import Service
 
         model = ModelConfig(name=MODEL, path=str(target or tiny_target_folder), device="cpu")
-        head = HeadConfig(name="eagle3", path=str(tiny_head_folder))
+        head = HeadConfig(name="eagle3", path=str(head_folder or tiny_head_folder))
         parts, drafts = engine or EngineConfig(max_batch=4), ProposerConfig(name=proposer, max_draft_tokens=4)
         config = ServerConfig(**server)
 
@@ -56,8 +58,8 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
         learn = None
         if learning is not None:
-            trainer = Trainer(ServeConfig(model, head, drafts, parts, server=config, learning=learning, learn=True))
-            learn = partial(LearningLoop, trainer=trainer)
+            command = ServeConfig(model, head, drafts, parts, output_dir, config, learn=True, learning=learning)
+            learn = partial(LearningLoop, trainer=Trainer(command))
         runtime = Runtime(load, config, learn)
         listener = bind("127.0.0.1", 0)
         ready = threading.Event()

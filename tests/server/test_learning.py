@@ -503,6 +503,7 @@ def test_the_trainer_gets_the_server_s_own_settings(tmp_path: Path) -> None:
     words = ["model=demo", "model.dtype=bfloat16", "head=medusa", "learning.lr=3e-5", "learning.buffer_tokens=90000"]
     config = compose("serve", ServeConfig, [*words, "proposer.tree=beam:3x6"])
     config = replace(config, model=replace(config.model, name=name, path=folder), output_dir=folder)
+    config = replace(config, learning=replace(config.learning, replay=folder))
     read = compose("learn", LearnConfig, literal_overrides(words_of(config), LearnConfig))
     assert read == LearnConfig(config.model, read.head, config.learning, folder, draft_tokens=6)
     assert read.head.name == "medusa"

@@ -1,6 +1,6 @@
 // How the head learns, while the server trains it: a line of figures, and below it τ over time.
 
-const LEARNING_MS = 5000; // between two looks
+const LEARNING_MS = 10000; // between two looks
 const LEARNING_PLOT = { left: 30, right: 334, top: 10, bottom: 86 };
 
 async function followLearning() {
