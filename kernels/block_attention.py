@@ -97,12 +97,15 @@ def _attend(
 ) -> Tensor:
     length, kv_heads, rows = context_k.shape[1], context_k.shape[2], q.shape[2]
     q = q.unflatten(3, (kv_heads, -1)).permute(0, 3, 1, 4, 2, 5)  # [B, nkv, M, G, N, D]
-    keys, values = (x.transpose(1, 2)[:, :, None, None] for x in (context_k, context_v))  # [B, nkv, 1, 1, T, D]
+    keys, values = (x.transpose(1, 2) for x in (context_k, context_v))  # [B, nkv, T, D]
     row_keys, row_values = (x.permute(0, 3, 1, 2, 4)[:, :, :, None] for x in (block_k, block_v))  # [B, nkv, M, 1, N, D]
     mask = torch.cat(visible(length, rows, slots, first, causal=causal, window=window), dim=-1)[:, None, :, None]
-    scores = torch.cat([q @ keys.transpose(-1, -2), q @ row_keys.transpose(-1, -2)], dim=-1) * q.shape[-1] ** -0.5
+    # one product for the rows of all blocks, for each of which torch would copy the context's keys
+    context_scores = (q.flatten(2, 4) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:5])
+    scores = torch.cat([context_scores, q @ row_keys.transpose(-1, -2)], dim=-1) * q.shape[-1] ** -0.5
     weights = scores.float().masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
-    out = weights[..., :length] @ values + weights[..., length:] @ row_values
+    seen = (weights[..., :length].flatten(2, 4) @ values).unflatten(2, q.shape[2:5])
+    out = seen + weights[..., length:] @ row_values
     return out.permute(0, 2, 4, 1, 3, 5).flatten(3, 4)
 
 
