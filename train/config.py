@@ -361,6 +361,15 @@ class TrainConfig:
         if self.trains_target:
             raise ValueError(f"{start} and objective={self.objective.name} trains them; use features.target=whole")
 
+    def _check_on_policy(self) -> None:
+        start = f"objective.on_policy={self.objective.on_policy}: runs the target on drafts, which"
+        if self.features.target == "sharded":
+            raise ValueError(f"{start} must be whole in every process; use features.target=whole")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(f"{start} must be in one process; use engine.tensor_parallel=1")
+        if self.parallel.name not in WHOLE:
+            raise ValueError(f"{start} a whole head makes; use parallel={' or '.join(WHOLE)}")
+
     def _check_objective(self) -> None:
         objective, head, max_depth = self.objective, self.head, self.head.max_depth
         kind = HEADS[head.name]
@@ -390,6 +399,8 @@ class TrainConfig:
                 f"objective={objective.name}: trains the target too, which must be whole and in its own dtype; use "
                 "engine.tensor_parallel=1 engine.weights=same"
             )
+        if objective.on_policy:
+            self._check_on_policy()
         if self.trains_target and self.parallel.name not in ("single", "ddp"):
             raise ValueError(
                 f"parallel={self.parallel.name}: divides a head, and objective={objective.name} trains the target too; "

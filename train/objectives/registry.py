@@ -7,9 +7,10 @@ from train.objectives.block import BlockObjective, DFlash2Objective, DSparkObjec
 from train.objectives.eagle import FeatureRegression
 from train.objectives.joint import JointObjective
 from train.objectives.mtp import MtpObjective
+from train.objectives.on_policy import TttObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    "ttt": Objective,
+    "ttt": TttObjective,
     "eagle": FeatureRegression,
     "mtp": MtpObjective,
     "medusa": Objective,

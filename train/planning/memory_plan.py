@@ -60,6 +60,9 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     item = kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
     per_token = sizes.cached_numbers(config.engine.tensor_parallel) * sizes.num_layers * item
     cached = features_in_memory(config, target, head, tokens)
+    features = cached + feature_bytes(target, head.config.aux_layers, batch)
+    if config.objective.on_policy:  # also the target's keys and values, which drafts continue
+        features += batch * sizes.cached_numbers(1) * sizes.num_layers * target.norm.weight.element_size()
     # of a target that is trained too, unpacked in training and merged in evaluation
     copies = 2 * sum(p.nbytes for p in target.parameters()) if config.trains_target else 0
     # unpacked, of what the head uses in place; one if they are tied
@@ -69,7 +72,7 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
         "target": target_bytes(target, config) + copies,
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token,
         "head and optimiser": state_bytes(config, target, head) + sum(weight.nbytes for weight in borrowed),
-        "features": cached + feature_bytes(target, head.config.aux_layers, batch),
+        "features": features,
         "activations": activation_bytes(config, target, head),
     }
 
