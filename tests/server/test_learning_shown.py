@@ -77,7 +77,6 @@ def test_a_head_that_learns_is_shown(make_server: MakeServer, browser: Browser, 
         assert len(points) == len(status.history)
         assert page.evaluate("() => document.documentElement.scrollWidth") <= size[0]
         assert problems == []
-        page.screenshot(path=f"/tmp/learning-{size[0]}.png")
         page.close()
 
 
