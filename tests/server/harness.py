@@ -75,6 +75,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(0.01)
 
 
+def repeat_until(condition: Callable[[], bool], work: Callable[[], None], seconds: float = 600) -> None:
+    """Do `work` again and again; for conditions that need more of it the slower another process computes."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        work()
+
+
 def slow_down(server: Server, seconds: float = 0.5) -> Callable[[], None]:
     """Make every engine step take at least `seconds` until the returned function is called.
 

@@ -43,7 +43,7 @@ from models.targets import load_target
 from tests.heads import VARIANTS, make_head
 from tests.lossless.plain import ids
 from tests.server import patient
-from tests.server.harness import MODEL, MakeServer, Server, wait_until
+from tests.server.harness import MODEL, MakeServer, Server, repeat_until, wait_until
 from tests.server.test_process import start
 from train.config import LearnConfig
 
@@ -88,11 +88,11 @@ def test_learning_changes_no_token(make_server: MakeServer, plain_engine: Any) -
             return server.complete(**body, ignore_eos=True, return_token_ids=True).json()["choices"][0]["token_ids"]
 
         with ThreadPoolExecutor(4) as pool:
-            for _ in range(200):
+
+            def answer_all() -> None:
                 assert list(pool.map(answer, bodies)) == expected
-                if max(running, default=0):
-                    break
-        assert max(running) > 0
+
+            repeat_until(lambda: max(running, default=0) > 0, answer_all)
         wait_until(lambda: status_of(server).taken_over == len(running) and bool(status_of(server).history))
         status = status_of(server)
         assert status.tau_after > status.tau_before
