@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from socket import socket
 
@@ -48,10 +49,14 @@ def run(config: ServeConfig) -> None:
     from infer.engine import Engine
     from infer.learning.loop import LearningLoop
     from infer.learning.trainer import Trainer
+    from infer.options.exported_heads import lacks_head
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.runtime import Runtime
 
     log_to_console()
+    trainer = Trainer(config) if config.learn else None  # which loads the head meanwhile
+    if trainer and lacks_head(config.head, config.output_dir, config.model.name):
+        config = replace(config, head=replace(config.head, path=trainer.new_head()))
 
     def load() -> Engine:
         parts = config.model, config.head, config.engine, config.proposer
@@ -67,7 +72,6 @@ def run(config: ServeConfig) -> None:
         ]
         announce(rows, address, config.model.name, keyed=bool(api_keys))
 
-    trainer = Trainer(config) if config.learn else None  # which loads the head meanwhile
     runtime = Runtime(load, config.server, trainer and partial(LearningLoop, trainer=trainer))
     code = serve(config.model.name, runtime, listener, api_keys=api_keys, on_ready=show)
     if code:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import fields
 
 from infer.config import LearningConfig, ModelConfig, ServeConfig
+from infer.learning.messages import receive
 from infer.options.draft_tree import Beam
 from infer.options.literal_text import NULL
 from infer.options.paths import REPO_ROOT
@@ -62,6 +63,16 @@ class Trainer:
                 start_new_session=True,
             )
         self.pid = self._process.pid
+
+    def new_head(self) -> str:
+        """Wait for the untrained head that it writes where there is none yet, and return its folder.
+
+        Raises ValueError with what it refuses.
+        """
+        message = receive(self.stream)
+        if message is None:
+            raise ValueError(f"learn=true: {self.why_ended()}")
+        return message.facts["folder"]
 
     def why_ended(self) -> str:
         """Return how the process ended, and what it said; one that has not is given END_S seconds."""

@@ -60,6 +60,16 @@ def is_head(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
+def lacks_head(head: HeadConfig, output_dir: str, model_name: str) -> bool:
+    """Return whether there is no head of this kind yet, and none was asked for by its place."""
+    return head.path is None and not is_head(head_folder(head, output_dir, model_name))
+
+
+def learned_folder(head_name: str, output_dir: str, model_name: str) -> Path:
+    """Return where the heads of this model are numbered that learnt from what was served (train/learning/)."""
+    return resolve_path(output_dir) / "heads" / model_name / f"{head_name}-learned"
+
+
 def choose_head(head: HeadConfig, output_dir: str, model: ModelConfig) -> HeadConfig:
     """Return `head=auto` as a head by name: the one at head.path, else the newest export, else the first shipped one,
     else the target's own modules.

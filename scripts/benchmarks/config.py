@@ -156,7 +156,8 @@ class TrafficConfig(SavedConfig):
     model: ModelConfig = MISSING  # the server's
     url: str = "http://127.0.0.1:8000"  # of the server
     output_dir: str = "outputs"
-    kinds: Any = None  # {name: prompts, ...} in order; prompts as data.path of training
+    kinds: list[str] = field(default_factory=lambda: ["edits", "explanations"])  # in order, of `prompts`
+    prompts: dict[str, Any] = field(default_factory=dict)  # by kind, as data.path of training
     root: str | None = None  # base folder of relative paths; null: the repository
     columns: Any = None  # maps our column names to the files': {prompt: question}
     minutes: float = number(60.0, above=0)  # of each kind
@@ -168,6 +169,11 @@ class TrafficConfig(SavedConfig):
     temperature: float = number(0.0, low=0)
     seed: int = 0
     like: str | None = None  # an earlier result, whose requests are repeated; the server may be another
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in self.kinds:
+            one_of("kinds", kind, tuple(self.prompts))
 
 
 @dataclass

@@ -1,15 +1,16 @@
 """Sends a running server one kind of requests after the other, and records how well its drafts are accepted over time.
 
     python infer/serve.py learn=true learning.pause_above=1
-    python scripts/bench.py traffic 'kinds={edits: edits.jsonl, calls: calls.jsonl}' save=learning
+    python scripts/bench.py traffic root=/path/to/sets save=learning
     python infer/serve.py
-    python scripts/bench.py traffic 'kinds={edits: edits.jsonl, calls: calls.jsonl}' like=<result>
+    python scripts/bench.py traffic root=/path/to/sets like=scripts/results/<result>
 
-Every request is sent once, `concurrency` at a time, and each kind for `minutes`, or until its prompts are used up.
-After every `window` requests the counters of /metrics are read: a row has its kind, when it ended, and τ and tokens/s
-within it, with what the server says of a head that learns. With `like` the requests are exactly those of an earlier
-result, so a server without learning is seen on the same text, however long it takes, and both are drawn in one plot.
-The last line of standard output is one JSON document.
+`kinds` names prompts of conf/traffic.yaml, or `'+prompts.mine=mine.jsonl' kinds=[mine]`. Every request is sent once,
+`concurrency` at a time, and each kind for `minutes`, or until its prompts are used up. After every `window` requests
+the counters of /metrics are read: a row has its kind, when it ended, and τ and tokens/s within it, with what the server
+says of a head that learns. With `like` the requests are exactly those of an earlier result, so a server without
+learning is seen on the same text, however long it takes, and both are drawn in one plot. The last line of standard
+output is one JSON document.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def read_kinds(config: TrafficConfig) -> dict[str, list[list[int]]]:
     count, longest = config.num_prompts, config.prompt_tokens
     options = {"root": config.root, "interleave": True}
     return {
-        kind: read_file(config, f"kinds.{kind}", path, tokenizer, count, longest, **options)
-        for kind, path in config.kinds.items()
+        kind: read_file(config, f"prompts.{kind}", config.prompts[kind], tokenizer, count, longest, **options)
+        for kind in config.kinds
     }
 
 
@@ -153,8 +154,6 @@ def main(config: TrafficConfig) -> None:
 
     from train.storage.atomic import make_folder
 
-    if not isinstance(config.kinds, dict) or not config.kinds:
-        raise ValueError(f"kinds={config.kinds}: give names with prompts, such as kinds={{edits: edits.jsonl}}")
     plot = resolve_path(config.output_dir) / "bench" / "traffic.png"
     make_folder(plot.parent)  # refuses a place that cannot be written, before anything is measured
     earlier, client = read_like(config.like), Client(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import queue
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +444,32 @@ def test_the_command(
     wait_until(lambda: started_here() == [])
     assert "Traceback" not in process.output
     assert "learns no more" not in process.output
+
+
+def test_a_server_without_a_head_begins_with_an_untrained_one(tiny_target_folder: Path, tmp_path: Path) -> None:
+    model = [f"model={tiny_target_folder}", f"model.name={MODEL}", "head=eagle3", f"output_dir={tmp_path}"]
+    eager = [f"learning.{key}={value}" for key, value in asdict(EAGER).items() if value is not None]
+    words = [*model, "engine.max_batch=4", "server.port=0", "learn=true", *eager]
+    folder = tmp_path / "heads" / MODEL / "eagle3-learned" / "0"
+    body = {"model": MODEL, "max_tokens": 32, "temperature": 0, "return_token_ids": True}
+    bodies = [{**body, "prompt": f"x = {n}"} for n in range(20)]
+    responses = list[list[list[int]]]()
+    for _ in range(2):  # the second one finds what the first one wrote
+        with start(sys.executable, "infer/serve.py", *words) as process:
+            url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+            process.wait_for("try: curl")
+
+            def ask() -> None:
+                told = [patient.post(f"{url}/v1/completions", json=body).json() for body in bodies]  # noqa: B023
+                responses.append([response["choices"][0]["token_ids"] for response in told])
+
+            ask()
+            written = (folder / "model.safetensors").stat().st_mtime_ns
+            repeat_until(lambda: patient.get(f"{url}/learning").json()["tau"] is not None, ask)  # noqa: B023
+            assert process.end(signal.SIGINT) == 0
+        assert (folder / "model.safetensors").stat().st_mtime_ns == written
+    assert all(ids == responses[0] for ids in responses)
+    assert json.loads((folder / "provenance.json").read_text())["untrained"] is True
 
 
 def test_the_trainer_ends_with_a_server_that_was_killed(

@@ -27,7 +27,8 @@ def words(tmp_path: Path, tiny_target_folder: Path) -> list[str]:
         (tmp_path / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [
         "model=demo", f"model.name={MODEL}", f"model.path={tiny_target_folder}", f"output_dir={tmp_path}",
-        f"root={tmp_path}", "kinds={adds: adds.jsonl, calls: [{path: calls.jsonl, rows: 3}]}",
+        f"root={tmp_path}", "kinds=[adds,calls]", "+prompts.adds=adds.jsonl",
+        "+prompts.calls=[{path: calls.jsonl, rows: 3}]",
         "columns={prompt: question}", "max_tokens=8", "window=2", "concurrency=2",
     ]  # fmt: skip
 
@@ -63,10 +64,10 @@ def test_the_kinds_come_one_after_the_other_and_again_as_they_were(
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("kinds=3", r"kinds=3: give names with prompts, such as"),
+        ("kinds=[adds,cals]", "kinds=cals: must be one of edits, explanations, adds, calls"),
         ("url=http://127.0.0.1:9", "url=http://127.0.0.1:9: .*; start it with python infer/serve.py"),
         ("like=nowhere.json", "like=nowhere.json: not a result of bench.py traffic"),
-        ("prompt_tokens=1", r"kinds.adds=adds.jsonl: .* 1 to 1 are possible; no usable prompt"),
+        ("prompt_tokens=1", r"prompts.adds=adds.jsonl: .* 1 to 1 are possible; no usable prompt"),
     ],
 )
 def test_what_cannot_be_sent_is_named(

@@ -14,19 +14,18 @@ from functools import partial
 
 from infer.learning.messages import Message, receive, send
 from infer.options.devices import resolve_dtype
-from infer.options.exported_heads import head_folder
-from infer.options.paths import resolve_path
+from infer.options.exported_heads import head_folder, lacks_head, learned_folder
 from infer.processes.threads import cpu_threads
 from models.heads import HEADS
 from models.heads.base import Head
-from models.heads.files import load_head, save_head
+from models.heads.files import load_head
 from models.heads.weights import checkpoint_tensors
 from models.targets import load_target
 from train.config import LearnConfig
 from train.learning.examples import read_example
 from train.learning.learner import Learner
 from train.learning.replay import open_replay
-from train.publishing.provenance import target_name
+from train.learning.saving import untrained, write_head
 from train.storage import atomic
 
 REPLAY = "replay_before", "replay_after"  # facts of a candidate
@@ -35,10 +34,16 @@ Save = Callable[[Head, dict[str, str]], int]  # writes a head with facts of it; 
 
 
 def learn(config: LearnConfig, stream: socket.socket) -> None:
-    """Learn from the messages of `stream` until it ends. Raises ValueError for a broken message or configuration."""
-    folder = head_folder(config.head, config.output_dir, config.model.name)
+    """Learn from the messages of `stream` until it ends, if there is no head yet with an untrained one, whose folder is
+    sent. Raises ValueError for a broken message or configuration.
+    """
     if config.head.name not in HEADS:
         raise ValueError(f"head={config.head.name}: there is no head to train; heads: {', '.join(HEADS)}")
+    names = config.output_dir, config.model.name
+    folder, place = head_folder(config.head, *names), learned_folder(config.head.name, *names)
+    if lacks_head(config.head, *names):
+        folder = untrained(config, place / "0")
+        send(stream, Message("head", {}, {"folder": str(folder)}))
     load = partial(load_target, config.model.path_or_hub_id, revision=config.model.revision)
     target = load(layers=())
     head = load_head(folder, name=config.head.name, target=target, allow_mismatch=config.head.allow_mismatch)
@@ -48,18 +53,13 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
     if kept.replay is not None:
         replay = open_replay(kept, target.fingerprint, partial(load, dtype=dtype), head.config.aux_layers, size)
     learner = Learner(kept, head, config.draft_tokens, size, replay)
-    place = resolve_path(config.output_dir) / "heads" / config.model.name / f"{head.config.name}-learned"
     # that of the head in use, if it learnt before
     first = int(folder.name) if folder.parent.name == place.name and folder.name.isdecimal() else 0
 
     def save(candidate: Head, facts: dict[str, str]) -> int:
         numbers = sorted(int(path.name) for path in place.glob("*") if path.name.isdigit())
         number = max(first, *numbers, 0) + 1
-        record = {"target_fingerprint": target.fingerprint, "target": target_name(config.model), "learned": facts}
-        with atomic.replace_folder(place / str(number)) as staging:
-            verifier = {"verifier": target_name(config.model), "verifier_architecture": target.config.architecture}
-            tokens = config.draft_tokens
-            save_head(candidate, staging, **verifier, speculative_tokens=tokens, provenance=record, dtype=dtype)
+        write_head(candidate, place / str(number), config, target, {"learned": facts})
         for old in [*numbers, number][: -kept.keep]:
             if old != first:  # with which the server starts again
                 atomic.discard(place / str(old))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
@@ -30,7 +31,6 @@ from models.targets.zero3 import Exchange
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab
 from train.config import DemoDataConfig, RowsDataConfig, TrainConfig
-from train.data.sequences import Sequences
 from train.objectives.base import Objective
 from train.objectives.joint import JointObjective
 from train.objectives.registry import OBJECTIVES
@@ -98,15 +98,15 @@ def make_objective(config: TrainConfig, head: Head) -> Objective:
     return objective
 
 
-def give_vocabulary(
-    head: Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
-) -> None:
-    """Choose the draft vocabulary from the target's generated tokens and initialize the head for it."""
+def give_vocabulary(head: Head, config: TrainConfig, target: LlamaTarget, counts: Tensor, tokenizer: Tokenizer) -> None:
+    """Choose the draft vocabulary by how often the target generated each token, `counts` `[V]`, and initialize the head
+    for it.
+    """
     assert isinstance(config.head, NewHeadConfig)
     vocab_size = target.config.vocab_size
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
-    set_vocabulary(head, *build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
+    set_vocabulary(head, *build_draft_vocab(counts, head.config.draft_vocab_size, forced))
     reads = config.head.init_from_target or head.config.reads_lm_head
     count = target.config.num_layers
     layers = [index for index in head.config.donor_layers if -count <= index < count]

@@ -181,7 +181,7 @@ def prepare(
             f"sequence_length={config.sequence_length}: cuts every sequence before its second generated token; raise "
             f"it (the longest sequence has {int(uncut.lengths.max())} tokens)"
         )
-    give_vocabulary(head, config, target, sequences, tokenizer)
+    give_vocabulary(head, config, target, sequences.counts(target.config.vocab_size), tokenizer)
     head.to(accelerator.device)
     objective = make_objective(config, head)
     rate = peak_rate(config.optim, head.config.hidden_size)
