@@ -127,9 +127,8 @@ def trainable_copy(head: Head) -> Head:
     return candidate
 
 
-def objective_of(head: Head) -> Objective:
-    """Return the default objective of a head. Raises ValueError if that needs more than the likeliest tokens."""
-    name = head.config.name
+def check_kind(name: str) -> None:
+    """Raise ValueError for a head whose default objective needs more than the likeliest tokens."""
     objective = default_objective(name)
     if issubclass(OBJECTIVES[objective], FeatureRegression) or HEADS[name].is_target:
         able = [other for other in HEADS if other != name and not HEADS[other].is_target and other != "eagle"]
@@ -137,4 +136,10 @@ def objective_of(head: Head) -> Objective:
             f"head={name}: cannot learn from what it serves: objective={objective} reads more of the target than what "
             f"verifying computes; heads that can: {', '.join(able)}"
         )
+
+
+def objective_of(head: Head) -> Objective:
+    """Return the default objective of a head. Raises ValueError as `check_kind` does."""
+    check_kind(head.config.name)
+    objective = default_objective(head.config.name)
     return OBJECTIVES[objective](head, SCHEMAS["objective"][objective](name=objective))

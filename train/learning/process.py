@@ -23,7 +23,7 @@ from models.heads.weights import checkpoint_tensors
 from models.targets import load_target
 from train.config import LearnConfig
 from train.learning.examples import read_example
-from train.learning.learner import Learner
+from train.learning.learner import Learner, check_kind
 from train.learning.replay import open_replay
 from train.learning.saving import untrained, write_head
 from train.storage import atomic
@@ -39,6 +39,7 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
     """
     if config.head.name not in HEADS:
         raise ValueError(f"head={config.head.name}: there is no head to train; heads: {', '.join(HEADS)}")
+    check_kind(config.head.name)
     names = config.output_dir, config.model.name
     folder, place = head_folder(config.head, *names), learned_folder(config.head.name, *names)
     if lacks_head(config.head, *names):
