@@ -17,7 +17,6 @@ from train.learning.comparison import Comparison, accepted, compared
 from train.learning.examples import Buffer, Example, batch_of, is_held_back, last_tokens, rooms, teaches
 from train.learning.replay import Replay
 from train.objectives.base import Objective
-from train.objectives.eagle import FeatureRegression
 from train.objectives.registry import OBJECTIVES
 from train.objectives.teacher import recall
 
@@ -129,13 +128,15 @@ def trainable_copy(head: Head) -> Head:
 
 def check_kind(name: str) -> None:
     """Raise ValueError for a head whose default objective needs more than the likeliest tokens."""
-    objective = default_objective(name)
-    if issubclass(OBJECTIVES[objective], FeatureRegression) or HEADS[name].is_target:
-        able = [other for other in HEADS if other != name and not HEADS[other].is_target and other != "eagle"]
+    if not can_learn(name):
         raise ValueError(
-            f"head={name}: cannot learn from what it serves: objective={objective} reads more of the target than what "
-            f"verifying computes; heads that can: {', '.join(able)}"
+            f"head={name}: cannot learn from what it serves: objective={default_objective(name)} reads more of the "
+            f"target than what verifying computes; heads that can: {', '.join(filter(can_learn, HEADS))}"
         )
+
+
+def can_learn(name: str) -> bool:
+    return not HEADS[name].is_target and not OBJECTIVES[default_objective(name)].reads_states
 
 
 def objective_of(head: Head) -> Objective:

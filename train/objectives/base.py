@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class Pairs(NamedTuple):
 
 class Objective(nn.Module):
     """Holds the head, so that a distributed wrapper around this module sees every use of its parameters."""
+
+    reads_states: ClassVar[bool] = False  # compares with the target's hidden states, not with its distributions alone
 
     def __init__(self, head: Head, config: Any) -> None:
         super().__init__()

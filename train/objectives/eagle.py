@@ -21,6 +21,7 @@ class FeatureRegression(Objective):
     """Slot i's state at step k is its prediction of f[i+1+k]."""
 
     config: EagleObjectiveConfig
+    reads_states = True
 
     def share(self, teacher: Teacher) -> Tensor:  # KL: the cross-entropy minus the target's entropy
         return torch.full_like(teacher.mass, DISTRIBUTION_WEIGHT)
