@@ -143,8 +143,13 @@ class ProposerConfig(Schema):
 
     @property
     def merges(self) -> bool:
-        """Whether several proposers draft for a request: chains may then be longer than one of them can draft."""
+        """Whether several proposers draft for a request."""
         return self.name == "combined"
+
+    @property
+    def head_alone(self) -> bool:
+        """Whether a head drafts by itself, if there is one; else chains may be longer than it can draft."""
+        return self.name in ("auto", "head")
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:

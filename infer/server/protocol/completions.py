@@ -170,7 +170,7 @@ class GenerationRequest(Strict):
     posterior_alpha: float | None = Field(default=None, ge=0, le=1)
     speculative: Speculative | None = None
     learn: bool | None = None  # ours: false: the head is not trained on this request
-    store: Any = None  # OpenAI's: nothing is stored here, but false counts as `learn: false`
+    store: bool | None = None  # OpenAI's: nothing is stored here, but false counts as `learn: false`
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

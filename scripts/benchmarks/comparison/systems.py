@@ -94,13 +94,14 @@ def engine_system(
         if isinstance(tree := drafts.shape, Beam):
             drafts = replace(drafts, tree=str(tree._replace(depth=min(depth, tree.depth))))
         drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
+    drafts = replace(drafts, name="none" if source == "off" else "head" if source in heads else source)
     drafts = resolve_tree(drafts, folder_of(config, source))
 
     def run(tasks: list[Task], temperature: float, concurrency: int) -> Run:
         params = SamplingParams(temperature=temperature, seed=config.seed, ignore_eos=ignore_eos)
         result = timed(
             engine,
-            "none" if source == "off" else "head" if source in heads else source,
+            drafts.name,
             [task.prompt for task in tasks],
             [replace(params, max_tokens=task.tokens) for task in tasks],
             max_concurrency=concurrency,
