@@ -177,7 +177,7 @@ def by_setting(result: Cell) -> str:
     words |= {f"engine.{key}": config["engine"][key] for key in ("weights", "activations", "head_weights", "kv_dtype")}
     about = (
         f"{result['date']}, {code}; {', '.join(f'`{key}={value}`' for key, value in words.items())}; "
-        f"{config['num_prompts']} prompts of {', '.join(config['files']) or 'the demo corpus'}, answers of up to "
+        f"{config['num_prompts']} prompts of {', '.join(config['files']) or 'the demo corpus'}, responses of up to "
         f"{config['max_tokens']} tokens; rounds: {min(rounds)}.\n\n"
     )
     return about + markdown(["T", "requests at once", "drafts", "tokens/s", "ratio to plain"], rows)

@@ -29,6 +29,7 @@ import httpx
 
 from infer.options.cli import entry_point
 from infer.options.paths import resolve_path
+from scripts.benchmarks.comparison.servers import counters
 from scripts.benchmarks.config import TrafficConfig
 from scripts.benchmarks.document import describe_machine, publish, without_folders
 from scripts.benchmarks.prompts import read_file
@@ -36,18 +37,9 @@ from scripts.benchmarks.prompts import read_file
 COUNTERS = ("headway_spec_decode_num_drafts_total", "headway_spec_decode_num_accepted_tokens_total")
 LEARNING = "headway_learning_"
 TIMEOUT_S = 600.0
+REQUESTS = ("kinds", "prompts", "columns", "num_prompts", "prompt_tokens", "max_tokens", "temperature", "seed")
 
 Row = dict[str, Any]  # of a window
-
-
-def counters(text: str) -> dict[str, float]:
-    """Return the values of the text of /metrics by name, added up over labels."""
-    values = dict[str, float]()
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            values[name.partition("{")[0]] = values.get(name.partition("{")[0], 0.0) + float(value)
-    return values
 
 
 class Client:
@@ -57,23 +49,23 @@ class Client:
         self.config = config
         self._http = httpx.Client(base_url=config.url, timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None))
 
-    def metrics(self) -> dict[str, float]:
+    def _send(self, method: str, path: str, body: Any = None) -> httpx.Response:
         try:
-            return counters(self._http.get("/metrics").raise_for_status().text)
+            response = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise ValueError(f"url={self.config.url}: {error}; start it with python infer/serve.py") from error
+        if response.status_code != 200:
+            raise ValueError(f"url={self.config.url}: {response.status_code}: {response.text[:300]}")
+        return response
+
+    def metrics(self) -> dict[str, float]:
+        return counters(self._send("GET", "/metrics").text)
 
     def ask(self, prompt: Sequence[int]) -> int:
         """Return the number of tokens of the response."""
-        config = self.config
-        body = {
-            "model": config.model.name, "prompt": list(prompt), "max_tokens": config.max_tokens,
-            "temperature": config.temperature, "seed": config.seed,
-        }  # fmt: skip
-        response = self._http.post("/v1/completions", json=body)
-        if response.status_code != 200:
-            raise ValueError(f"url={config.url}: {response.status_code}: {response.text[:300]}")
-        return response.json()["usage"]["completion_tokens"]
+        sampling = {key: getattr(self.config, key) for key in ("max_tokens", "temperature", "seed")}
+        body = {"model": self.config.model.name, "prompt": list(prompt), **sampling}
+        return self._send("POST", "/v1/completions", body).json()["usage"]["completion_tokens"]
 
     def window(self, prompts: Sequence[Sequence[int]]) -> Row:
         """Send the prompts, and return what the counters say of them."""
@@ -98,10 +90,9 @@ def measure(
     begin = time.perf_counter()
     for kind, prompts in kinds.items():
         sizes = [row["requests"] for row in like if row["kind"] == kind] if like else [config.window] * len(prompts)
-        kind_began, used = time.perf_counter(), 0
+        ends, used = time.perf_counter() + 60 * config.minutes, 0
         for size in sizes:
-            late = not like and time.perf_counter() - kind_began >= 60 * config.minutes
-            if late or used == len(prompts):
+            if used == len(prompts) or not (like or time.perf_counter() < ends):
                 break
             row = client.window(prompts[used : used + size])
             used += row["requests"]
@@ -122,28 +113,34 @@ def read_kinds(config: TrafficConfig) -> dict[str, list[list[int]]]:
     }
 
 
-def read_like(path: str | None) -> dict[str, Any]:
-    """Return an earlier document; an empty one without a path. Raises ValueError if it is not of this subcommand."""
-    if path is None:
-        return {"results": []}
+def read_like(config: TrafficConfig) -> list[Row]:
+    """Return the rows of an earlier document, none without `like`.
+
+    Raises ValueError if it is not of this subcommand, or if these requests would be others.
+    """
+    if config.like is None:
+        return []
     try:
-        earlier = json.loads(resolve_path(path).read_text(encoding="utf-8"))
-        if not all({"kind", "requests", "minute"} <= set(row) for row in earlier["results"]):
+        earlier = json.loads(resolve_path(config.like).read_text(encoding="utf-8"))
+        before, rows = earlier["config"], earlier["results"]
+        if not all({"kind", "requests", "minute"} <= set(row) for row in rows):
             raise ValueError("it holds no rows of requests")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"like={path}: not a result of bench.py traffic ({error})") from error
-    return earlier
+        raise ValueError(f"like={config.like}: not a result of bench.py traffic ({error})") from error
+    now = without_folders(asdict(config))
+    if other := [key for key in REQUESTS if before.get(key) != now[key]]:
+        raise ValueError(f"like={config.like}: has {other[0]}={before.get(other[0])}; say the same here")
+    return rows
 
 
 def draw_rows(path: Path, rows: Sequence[Row], like: Sequence[Row]) -> Path | None:
     """Draw τ over time; rows that repeat earlier requests stand where those stood."""
     from train.publishing.plots import Panel, draw
 
-    def curve(taus: Sequence[Row]) -> list[tuple[float, float]]:
-        pairs = zip(like or rows, taus, strict=False)
-        return [(place["minute"], row["tau"]) for place, row in pairs if row["tau"]]
-
-    curves = {"earlier": curve(like), "these": curve(rows)} if like else {"τ": curve(rows)}
+    curves = {
+        label: [(place["minute"], row["tau"]) for place, row in zip(like or rows, some, strict=False) if row["tau"]]
+        for label, some in (("earlier", like), ("these", rows))
+    }
     kinds = dict.fromkeys(row["kind"] for row in rows)
     return draw(path, Panel(curves, "minutes", "tokens per verify", ", then ".join(kinds)))
 
@@ -156,18 +153,20 @@ def main(config: TrafficConfig) -> None:
 
     plot = resolve_path(config.output_dir) / "bench" / "traffic.png"
     make_folder(plot.parent)  # refuses a place that cannot be written, before anything is measured
-    earlier, client = read_like(config.like), Client(config)
+    like, client = read_like(config), Client(config)
     client.metrics()  # refuses a server that is not there before prompts are read
-    kinds, rows = read_kinds(config), list[Row]()
+    kinds, rows, failure = read_kinds(config), list[Row](), None
     try:
         with tqdm(unit="window", disable=None, dynamic_ncols=True) as bar:
-            for row in measure(config, client, kinds, earlier["results"]):
+            for row in measure(config, client, kinds, like):
                 rows.append(row)
                 bar.update()
                 bar.set_postfix_str(f"{row['kind']}, τ {row['tau']}, {row['tokens_per_s']} tokens/s")
     except KeyboardInterrupt:
         print("interrupted: the report is of what was measured until now", file=sys.stderr)
-    if draw_rows(plot, rows, earlier["results"]):
+    except ValueError as error:  # the server has ended, maybe after hours
+        failure = error
+    if draw_rows(plot, rows, like):
         print(f"written: {plot}")
     report = {
         "date": datetime.date.today().isoformat(),
@@ -176,3 +175,5 @@ def main(config: TrafficConfig) -> None:
         "results": rows,
     }
     publish(report, config.save, config.model.name)
+    if failure is not None:
+        raise failure

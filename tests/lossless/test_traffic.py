@@ -26,10 +26,10 @@ def examples_of(engine, requests, wants=lambda request: True):
 
     engine.step = step_and_take
     with recording(engine, recorder):
-        answers = answer_all(engine, requests, arrivals=[0, 0, 1, 4, 30])
+        responses = answer_all(engine, requests, arrivals=[0, 0, 1, 4, 30])
     engine.step = step
     assert not recorder._running
-    return answers, examples
+    return responses, examples
 
 
 @pytest.mark.parametrize("pool", [144, 4096])
@@ -42,8 +42,8 @@ def test_examples_are_what_was_served(make_small_engine, pool):
         torch.float32, "head", {"tree": "beam:3x4:10"}, head="eagle3", threads=1, max_batch=3, page_size=8,
         max_tokens_in_cache=pool,
     )  # fmt: skip
-    answers, examples = examples_of(engine, requests)
-    assert [answer.token_ids for answer in answers] == expected
+    responses, examples = examples_of(engine, requests)
+    assert [response.token_ids for response in responses] == expected
     assert (engine.stats.preemptions > 0) == (pool < 4096)
     assert engine.stats.speculation.accepted
     layers, texts = engine.head.config.aux_layers, {}

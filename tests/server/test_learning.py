@@ -171,14 +171,14 @@ def candidates(target_folder: Path, head_folder: Path) -> list[Message]:
 
 def served(loop: EngineLoop, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
     """Run the loop until these requests have ended; return their tokens."""
-    answers: list[list[int]] = [[] for _ in requests]
+    responses: list[list[int]] = [[] for _ in requests]
     ended = 0
 
     def report(events: list[Event], _stats: Any) -> None:
         nonlocal ended
         for event in events:
             assert isinstance(event, StepOutput)
-            answers[int(event.request_id)] += event.token_ids
+            responses[int(event.request_id)] += event.token_ids
             ended += event.finish_reason is not None
         if ended == len(requests):
             loop.commands.put(None)
@@ -187,7 +187,7 @@ def served(loop: EngineLoop, requests: Sequence[tuple[list[int], SamplingParams]
     for number, (prompt, params) in enumerate(requests):
         loop.commands.put(Add(str(number), prompt, params))
     loop.run()
-    return answers
+    return responses
 
 
 REQUESTS = [
@@ -221,11 +221,11 @@ def test_weights_that_change_within_requests_change_no_token(
         return outputs
 
     engine.step = step_and_send  # type: ignore[method-assign]
-    answers = served(loop, REQUESTS)
+    responses = served(loop, REQUESTS)
     wait_until(lambda: len(trainer.facts("example", "number")) == len(REQUESTS))
     wait_until(lambda: trainer.facts("load", "running")[-1] == 0)
     loop.learning.close()
-    assert answers == expected
+    assert responses == expected
     assert loop.learning.status.taken_over == steps > 20
     assert loop.learning.status.tau_after == 1.5
     assert loop.learning.status.examples == len(REQUESTS)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import bench
+from scripts.benchmarks.traffic import Client
 from tests.server.harness import MODEL, MakeServer, Server
 
 
@@ -59,6 +61,29 @@ def test_the_kinds_come_one_after_the_other_and_again_as_they_were(
     assert [(row["kind"], row["requests"], row["tau"]) for row in again] == [
         ("adds", 2, None), ("adds", 1, None), ("calls", 2, None),
     ]  # fmt: skip
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    make_server: MakeServer, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    window, seen = Client.window, list[int]()
+
+    def refused_later(client: Client, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        seen.append(len(prompts))
+        return window(client, prompts if len(seen) < 3 else [[10**9]])
+
+    monkeypatch.setattr(Client, "window", refused_later)
+    with make_server() as server, pytest.raises(SystemExit):
+        run(capsys, monkeypatch, *words, f"url={server.url}")
+    told = capsys.readouterr()
+    report = json.loads(told.out.splitlines()[-1])
+    assert [row["requests"] for row in report["results"]] == seen[:2]
+    assert re.search(f"url={server.url}: 400: ", told.err)
+    (tmp_path / "earlier.json").write_text(json.dumps(report))
+    with pytest.raises(SystemExit):
+        run(capsys, monkeypatch, *words, "max_tokens=9", f"like={tmp_path / 'earlier.json'}")
+    assert "earlier.json: has max_tokens=8; say the same here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,8 @@ quartiles are above 1 and above those of plain decoding measured again; few roun
 ### AVX-512: AMD EPYC (Zen 4), 2 cores, 2 threads
 
 2026-11-28, commit `0123456789ab`, torch 2.13.0; `model.dtype=bfloat16`, `engine.weights=native`, \
-`engine.activations=same`, `engine.head_weights=int8`, `engine.kv_dtype=same`; 16 prompts of test.jsonl, answers of up \
-to 64 tokens; rounds: 3.
+`engine.activations=same`, `engine.head_weights=int8`, `engine.kv_dtype=same`; 16 prompts of test.jsonl, responses of \
+up to 64 tokens; rounds: 3.
 
 | T | requests at once | drafts | tokens/s | ratio to plain |
 | --- | --- | --- | --- | --- |

@@ -233,12 +233,8 @@ def test_a_stream_that_ends_within_a_message(words: list[str]) -> None:
             learn(compose("learn", LearnConfig, words), theirs)
 
 
-def test_what_was_taken_over_is_kept_if_it_is_asked_for(
-    words: list[str], traffic: list[Message], tmp_path: Path, tiny_target: LlamaTarget
-) -> None:
-    place = tmp_path / "outputs" / "heads" / "demo" / "eagle3-learned"
-    (place / "7").mkdir(parents=True)  # of an earlier server
-    config = compose("learn", LearnConfig, [*words, "learning.save=true", "learning.keep=1"])
+def learnt(config: LearnConfig, traffic: Sequence[Message]) -> Message:
+    """Return the first head that the process sends."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         thread = threading.Thread(target=learn, args=(config, theirs))
@@ -247,6 +243,16 @@ def test_what_was_taken_over_is_kept_if_it_is_asked_for(
         candidate = next_message(ours, "candidate")
         ours.shutdown(socket.SHUT_WR)
         thread.join()
+    return candidate
+
+
+def test_what_was_taken_over_is_kept_if_it_is_asked_for(
+    words: list[str], traffic: list[Message], tmp_path: Path, tiny_target: LlamaTarget
+) -> None:
+    place = tmp_path / "outputs" / "heads" / "demo" / "eagle3-learned"
+    (place / "7").mkdir(parents=True)  # of an earlier server
+    config = compose("learn", LearnConfig, [*words, "learning.save=true", "learning.keep=1"])
+    candidate = learnt(config, traffic)
     assert candidate.facts["number"] == "8"
     assert [path.name for path in place.iterdir()] == ["8"]
     saved = checkpoint_tensors(load_head(place / "8", name="eagle3", target=tiny_target))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,25 +15,14 @@ from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.request import Completion, SamplingParams, SpeculationStats
 from tests.train.conftest import STEPS
-from tests.train.test_learning import head, next_message, send_all, served, traffic, words  # noqa: F401
+from tests.train.test_learning import head, learnt, served, traffic, words  # noqa: F401
 from train.config import LearnConfig
-from train.learning.process import learn
 
 Served = tuple[list[Completion], list[SamplingParams]]
 
 
-def learnt(words: Sequence[str], traffic: Sequence[Message]) -> Message:  # noqa: F811
-    """Return the first head that a process with this command line sends."""
-    config = with_head(compose("learn", LearnConfig, [*words]))
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        thread = threading.Thread(target=learn, args=(config, theirs))
-        thread.start()
-        send_all(ours, traffic)
-        candidate = next_message(ours, "candidate")
-        ours.shutdown(socket.SHUT_WR)
-        thread.join()
-    return candidate
+def config_of(words: Sequence[str]) -> LearnConfig:  # noqa: F811
+    return with_head(compose("learn", LearnConfig, [*words]))
 
 
 def drafted_with(path: Path, target: Path, served: Served) -> SpeculationStats:  # noqa: F811
@@ -57,20 +44,20 @@ def test_a_head_that_was_saved_is_served_and_learns_on(words: list[str], traffic
     tiny_target_folder: Path, tmp_path: Path) -> None:  # fmt: skip
     place = tmp_path / "outputs" / "heads" / "demo" / "eagle3-learned"
     save = ["learning.save=true", "learning.keep=1"]
-    first = learnt([*words, *save, "learning.passes=2"], traffic)  # there is more to learn
+    first = learnt(config_of([*words, *save, "learning.passes=2"]), traffic)  # there is more to learn
     assert first.facts["number"] == "1"
     before, after = (drafted_with(path, tiny_target_folder, served) for path in (tmp_path / "head", place / "1"))
     assert after.acceptance_length > before.acceptance_length + 0.05
 
     again = [word for word in words if not word.startswith(("head=", "head.path="))]
     again += ["head=auto", f"head.path={place / '1'}"]
-    second = learnt([*again, *save], traffic)
+    second = learnt(config_of([*again, *save]), traffic)
     assert second.facts["tau_before"] == first.facts["tau_after"]
     assert second.facts["number"] == "2"
     assert sorted(path.name for path in place.iterdir()) == ["1", "2"]  # the one in use is not deleted
     assert float(second.facts["tau_after"]) > float(second.facts["tau_before"])
 
-    unsaved = learnt(again, traffic)
+    unsaved = learnt(config_of(again), traffic)
     assert unsaved.facts["number"] == "2"
     assert all(torch.equal(value, second.tensors[name]) for name, value in unsaved.tensors.items())
     with pytest.raises(ValueError, match="no exported head"):

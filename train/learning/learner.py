@@ -16,7 +16,6 @@ from train.config import SCHEMAS, OptimConfig, default_objective
 from train.learning.comparison import Comparison, accepted, compared
 from train.learning.examples import Buffer, Example, batch_of, is_held_back, last_tokens, rooms, teaches
 from train.learning.replay import Replay
-from train.objectives.base import Objective
 from train.objectives.registry import OBJECTIVES
 from train.objectives.teacher import recall
 
@@ -37,7 +36,9 @@ class Learner:
         self.config, self.used, self.steps = config, used, min(steps, used.config.max_depth or steps)
         self.replay = replay
         self.candidate = trainable_copy(used)
-        self.objective = objective_of(self.candidate)
+        check_kind(used.config.name)
+        name = default_objective(used.config.name)
+        self.objective = OBJECTIVES[name](self.candidate, SCHEMAS["objective"][name](name=name))
         self.trained, self.judged = map(Buffer, rooms(config, state_bytes))
         self.examples = self.tokens = self.updates = 0  # that were kept, and done
         self.due = 0.0  # tokens still to be drawn
@@ -137,10 +138,3 @@ def check_kind(name: str) -> None:
 
 def can_learn(name: str) -> bool:
     return not HEADS[name].is_target and not OBJECTIVES[default_objective(name)].reads_states
-
-
-def objective_of(head: Head) -> Objective:
-    """Return the default objective of a head. Raises ValueError as `check_kind` does."""
-    check_kind(head.config.name)
-    objective = default_objective(head.config.name)
-    return OBJECTIVES[objective](head, SCHEMAS["objective"][objective](name=objective))

@@ -28,8 +28,6 @@ from train.learning.replay import open_replay
 from train.learning.saving import untrained, write_head
 from train.storage import atomic
 
-REPLAY = "replay_before", "replay_after"  # facts of a candidate
-
 Save = Callable[[Head, dict[str, str]], int]  # writes a head with facts of it; returns its number
 
 
@@ -102,7 +100,7 @@ def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Sa
                     "updates": str(learner.updates),
                 }
                 if comparison.replay is not None:
-                    facts |= dict(zip(REPLAY, map("{:.4f}".format, comparison.replay), strict=True))
+                    facts["replay_before"], facts["replay_after"] = map("{:.4f}".format, comparison.replay)
                 sent = save(learner.used, facts) if save else sent + 1
                 send(stream, Message("candidate", checkpoint_tensors(learner.used), {"number": str(sent), **facts}))
             send(stream, status(learner))

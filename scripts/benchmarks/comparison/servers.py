@@ -27,6 +27,7 @@ from string import Template
 from typing import Any, ClassVar
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from infer.console.compare import Run
 from infer.options.devices import dtype_name
@@ -45,6 +46,14 @@ from train.storage import atomic
 START_S, GRACE_S = 300.0, 15.0
 ROOM, ROUND = 64, 256
 LLAMA_CPP = "llama.cpp"
+
+
+def counters(text: str) -> dict[str, float]:
+    """Return the values of the text of /metrics by name, added up over labels."""
+    values = dict[str, float]()
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values
 
 
 @dataclass
@@ -152,11 +161,8 @@ class Server:
 
     def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
         """Return the number of verifies with drafted tokens and of accepted drafted tokens for these responses."""
-        before, self._counted = self._counted, [0, 0]  # since the start of the process
-        for line in self._client.get("/metrics").text.splitlines():
-            for index, key in enumerate(("drafts", "accepted_tokens")):
-                if line.startswith(f"vllm:spec_decode_num_{key}_total"):
-                    self._counted[index] += int(float(line.rpartition(" ")[2]))
+        before, now = self._counted, counters(self._client.get("/metrics").text)
+        self._counted = [int(now.get(f"vllm:spec_decode_num_{key}_total", 0)) for key in ("drafts", "accepted_tokens")]
         return self._counted[0] - before[0], self._counted[1] - before[1]
 
 
