@@ -13,6 +13,8 @@ import infer.options.environment  # noqa: F401
 # isort: split
 
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from infer.learning.trainer import DESCRIPTOR
 from infer.options.cli import entry_point
@@ -28,6 +30,8 @@ def main(config: LearnConfig) -> None:
     if not number.isdecimal():
         raise ValueError(f"{DESCRIPTOR}={number}: a server starts this command; say python infer/serve.py learn=true")
     os.nice(LEAST_PRIORITY)
+    with suppress(OSError):  # where Linux divides time among sessions first, and this process has one of its own
+        Path("/proc/self/autogroup").write_text(str(LEAST_PRIORITY))
     with socket.socket(fileno=int(number)) as stream:
         from train.learning.process import learn  # command-line errors are reported before torch is imported
 

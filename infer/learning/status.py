@@ -18,7 +18,7 @@ class LearningStatus:
     tau_after: float = math.nan
     taken_over: int = 0  # candidates that the engine drafts with, or has drafted with
     refused: int = 0  # candidates that are no weights of this head
-    buffered: int = 0  # tokens of the examples that the trainer keeps, at the last comparison
+    buffered: int = 0  # tokens of the examples that the trainer keeps
     examples: int = 0  # made of requests so far
     dropped: int = 0  # of these: the trainer did not read them in time
     updates: int = 0

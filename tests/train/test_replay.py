@@ -189,6 +189,13 @@ def test_a_head_that_forgets_is_not_taken_over(
     assert learner.tau == second.after
     assert all(torch.equal(value, mindful.state_dict()[name]) for name, value in learner.used.state_dict().items())
 
+    weak = make_head(tiny_target, responses, vocab=384)
+    learner.used.load_state_dict(weak.state_dict())
+    learner.candidate.load_state_dict(mindful.state_dict())
+    third = learner.compare()
+    assert third.better
+    assert third.replay == second.replay, "what is lost is counted from the first head on, not from the last"
+
     batch = responses.batch(range(len(responses)))
     features = compute_features(tiny_target, batch, used.config.aux_layers)
     assert second.replay[1] == pytest.approx(simulate(mindful, batch, features, STEPS).acceptance_length)

@@ -21,7 +21,8 @@ class Comparison(NamedTuple):
     before: float
     after: float
     error: float  # standard error of their difference
-    replay: tuple[float, float] | None = None  # on held-back sequences of the head's first training
+    # on held-back sequences of the head's first training: of the head that learning began with, and of the candidate
+    replay: tuple[float, float] | None = None
 
     @property
     def forgets(self) -> bool:

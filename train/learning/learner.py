@@ -9,6 +9,7 @@ import time
 import torch
 
 from infer.config import LearningConfig
+from infer.request import SpeculationStats
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.weights import module_of
@@ -42,9 +43,10 @@ class Learner:
         self.trained, self.judged = map(Buffer, rooms(config, state_bytes))
         self.examples = self.tokens = self.updates = 0  # that were kept, and done
         self.due = 0.0  # tokens still to be drawn
-        self.new = 0  # tokens to train on since the last comparison
+        self.new = self.done = 0  # tokens to train on, and trained on, since the last comparison
         self.tau = math.nan  # of the head in use, when it was last judged
         self.seconds = 0.0  # of updates and comparisons
+        self._at_first: list[SpeculationStats] = []  # what was accepted of the replay before anything was learnt
         self._restart()
 
     def add(self, example: Example) -> None:
@@ -67,15 +69,18 @@ class Learner:
 
     @property
     def comparison_due(self) -> bool:
-        enough = len(self.judged.examples) >= LEAST_JUDGED
-        return not self.update_due and self.new >= self.config.every_tokens and enough and self.updates > 0
+        """Where more is served than there is time to train on, updates are always due, so they may not come first."""
+        every, enough = self.config.every_tokens, len(self.judged.examples) >= LEAST_JUDGED
+        trained = self.done >= self.config.passes * every or not self.update_due
+        return self.new >= every and enough and trained and self.updates > 0
 
     def update(self) -> None:
         """Take one optimiser step; one whose gradient is not finite changes nothing."""
         started = time.perf_counter()
         generator, head = torch.Generator().manual_seed(self.updates), self.candidate
         examples = self.trained.draw(self.config.traffic_tokens, generator)
-        self.due -= sum(len(example.ids) for example in examples)
+        taken = sum(len(example.ids) for example in examples)
+        self.due, self.done = self.due - taken, self.done + taken
         if self.replay:
             examples += self.replay.beside(examples)
         batch, features = batch_of(examples, self.config.batch_tokens, head.config.aux_layers)
@@ -98,9 +103,11 @@ class Learner:
         heads = self.used, self.candidate
         comparison = compared(*(accepted(head, self.judged.examples, self.steps) for head in heads))
         if self.replay and comparison.better:
-            before, after = (accepted(head, self.replay.judged, self.steps) for head in heads)
-            comparison = comparison._replace(replay=compared(before, after)[:2])
-        self.new, self.tau = 0, comparison.before
+            judged = self.replay.judged
+            self._at_first = self._at_first or accepted(self.used, judged, self.steps)
+            after = accepted(self.candidate, judged, self.steps)
+            comparison = comparison._replace(replay=compared(self._at_first, after)[:2])
+        self.new, self.done, self.tau = 0, 0, comparison.before
         if comparison.better:
             self.used.load_state_dict(self.candidate.state_dict())
             self.tau = comparison.after

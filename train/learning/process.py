@@ -6,6 +6,7 @@ requests run.
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Sa
     Heads are numbered from `sent` + 1.
     """
     running = 0
-    send(stream, status(learner))
+    send(stream, status(learner, learner.tau))
     while True:
         paused = running > pause_above or not (learner.update_due or learner.comparison_due)
         if paused or select.select([stream], [], [], 0)[0]:
@@ -87,31 +88,29 @@ def exchange(learner: Learner, stream: socket.socket, pause_above: int, save: Sa
                 running = read_load(message)
             else:
                 raise ValueError(f"{message.kind}: no message for a trainer; these are example and load")
-        elif learner.update_due:
+        elif not learner.comparison_due:
             learner.update()
+            send(stream, status(learner, math.nan))
         else:
             comparison = learner.compare()
             if comparison.better:
-                facts = {
-                    "tau_before": f"{comparison.before:.4f}",
-                    "tau_after": f"{comparison.after:.4f}",
-                    "examples": str(learner.examples),
-                    "tokens": str(learner.tokens),
-                    "updates": str(learner.updates),
-                }
+                taus = {"tau_before": comparison.before, "tau_after": comparison.after}
+                facts = {name: f"{tau:.4f}" for name, tau in taus.items()}
+                facts |= {name: str(getattr(learner, name)) for name in ("examples", "tokens", "updates")}
                 if comparison.replay is not None:
                     facts["replay_before"], facts["replay_after"] = map("{:.4f}".format, comparison.replay)
                 sent = save(learner.used, facts) if save else sent + 1
                 send(stream, Message("candidate", checkpoint_tensors(learner.used), {"number": str(sent), **facts}))
-            send(stream, status(learner))
+            send(stream, status(learner, learner.tau))
 
 
-def status(learner: Learner) -> Message:
+def status(learner: Learner, tau: float) -> Message:
+    """`tau`: of the head in use as it was just judged, else nan."""
     facts = {
         "buffered": str(learner.trained.tokens + learner.judged.tokens),
         "examples": str(learner.examples),
         "updates": str(learner.updates),
-        "tau": f"{learner.tau:.4f}",
+        "tau": f"{tau:.4f}",
         "seconds": f"{learner.seconds:.1f}",
     }
     return Message("status", {}, facts)
