@@ -436,11 +436,12 @@ class Run:
         return late * seconds + (1 - late) * self.threads.look(partial(self._trial, late=False))
 
     def _trial(self, *, late: bool = True) -> None:
-        """Compute the gradients of the next step, as `late` in the run as can be, without changing any state."""
+        """Compute the next step, of a later one its gradients, as `late` in the run as can be; no state changes."""
         with stopping_together(self.accelerator):
             self.stop.check()
         self._forward_backward(metrics=False, progress=1.0, drafts=late and self.config.objective.on_policy > 0)
-        self.prepared.placement.drop()
+        placement = self.prepared.placement
+        (placement.drop if self.step else placement.rehearse)()
 
     def _finish(self) -> dict[str, Any]:
         """Export and return the summary on the main process; the others have nothing left to do."""

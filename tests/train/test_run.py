@@ -29,7 +29,7 @@ from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.train.launching import ROOT, on_two_processes
-from tests.train.running import assert_equal, run
+from tests.train.running import assert_equal, run, tensors
 from train import schedule
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
@@ -377,6 +377,17 @@ def test_minutes_become_steps_once(settings: list[str], tmp_path: Path, capsys: 
     write_budget(tmp_path / "short", replace(budget, decided=more))  # as if it had been measured then
     run(settings, "run=short", "minutes=0.001", "steps=null")
     assert max(row["step"] for row in read_metrics(tmp_path / "short")) == more
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_to_measure_an_update_changes_nothing(optim: str, settings: list[str], tmp_path: Path) -> None:
+    words = [*settings, f"optim={optim}", "steps=3", "overwrite=true"]
+    heads = []
+    for budget in ("minutes=null", "minutes=60"):
+        run(words, budget, f"run={budget[8:]}")
+        heads.append(tensors(tmp_path))
+    for name, value in heads[0].items():
+        assert torch.equal(value, heads[1][name]), name
 
 
 def decided(folder: Path) -> int:

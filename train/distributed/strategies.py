@@ -184,6 +184,12 @@ class Replicated:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def rehearse(self) -> None:
+        """Take the time of an update, before the first one, and change nothing."""
+        self.update(0.0, sound=True)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
     def state(self) -> Trained:
         """Return the full state. Call it on every process."""
         return checkpoint.gather_trained(self.plain.trained, self.optimizers)
@@ -283,6 +289,8 @@ class Zero(Sharded):
 
     def drop(self) -> None:
         self._engine.optimizer.zero_grad()
+
+    rehearse = drop  # a step of DeepSpeed's cannot be undone
 
     def close(self, *, together: bool) -> None:
         self._engine.destroy()  # without it a process may abort on exit, after all work is done
