@@ -59,15 +59,9 @@ class ProjectedAttention(PagedAttention, Protocol):
     """An implementation that takes a layer's raw projections and fuses QK norm, rotation and the cache write."""
 
     def project(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        norm: QKNorm | None,
-        cache: Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], norm: QKNorm | None, cache: Tensor, scale: float,
+        window: int | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """qkv `[R, nh + 2 nkv, D]`, rotary: cos and sin `[R, 1, D]` -> `[R, nh * D]`; the rest as in the call."""
         ...
 

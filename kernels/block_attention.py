@@ -17,6 +17,7 @@ with gradients they are recomputed in the backward pass. On CUDA devices a Trito
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,21 +60,14 @@ def block_attention(
 
 
 def dense_block_attention(
-    q: Tensor,
-    context: tuple[Tensor, Tensor],
-    block: tuple[Tensor, Tensor],
-    slots: Tensor,
-    starts: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """As `block_attention`, in torch."""
+    q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor,
+    starts: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """As `block_attention`, with its other options, in torch."""
     batch, blocks, rows, heads, _ = q.shape
     length, first = context[0].shape[1], first_slots(slots, starts)
     group = max(1, CHUNK_ELEMENTS // (batch * heads * rows * (length + rows)))
-    attend = partial(_attend, causal=causal, window=window, sinks=sinks)
+    attend = partial(_attend, **options)
     if group < blocks and torch.is_grad_enabled():
         attend = partial(checkpoint, attend, use_reentrant=False)
     parts = [
@@ -97,9 +91,9 @@ def _attend(
     slots: Tensor,
     first: Tensor,
     *,
-    causal: bool,
-    window: int | None,
-    sinks: Tensor | None,
+    causal: bool = False,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     length, kv_heads, rows = context_k.shape[1], context_k.shape[2], q.shape[2]
     q = q.unflatten(3, (kv_heads, -1)).permute(0, 3, 1, 4, 2, 5)  # [B, nkv, M, G, N, D]

@@ -111,16 +111,9 @@ class PooledProjections(PooledAttention):
     _plan: ProjectedAttention
 
     def project(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        norm: QKNorm | None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], norm: QKNorm | None, *,
+        window: int | None = None, scale: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         cache = self._caches[self._first + layer]
         return self._plan.project(qkv, rotary, norm, cache, scale or qkv.shape[-1] ** -0.5, window, sinks)
 

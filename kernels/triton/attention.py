@@ -424,15 +424,9 @@ class TritonAttention:
         return self.read(q, cache, scale, window, sinks)
 
     def project(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        norm: QKNorm | None,
-        cache: Tensor,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+        self, qkv: Tensor, rotary: tuple[Tensor, Tensor], norm: QKNorm | None, cache: Tensor, scale: float,
+        window: int | None = None, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """As `__call__`, from a layer's raw projections `[R, nh + 2 nkv, D]` (kernels/rotary.py)."""
         num_heads = qkv.shape[1] - 2 * cache.shape[1]
         q = rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads)
