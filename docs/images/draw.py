@@ -2,7 +2,7 @@
 
     python docs/images/draw.py chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
     python docs/images/draw.py terminal    # chat.svg, from what a command prints with colors, on standard input
-    python docs/images/draw.py learning    # learning.svg, from what a server's /learning says, on standard input
+    python docs/images/draw.py learning    # learning.svg, from the newest scripts/results/smollm2-traffic-*.json
 
 The chat, without the card at the start:
 
@@ -13,6 +13,7 @@ The chat, without the card at the start:
 
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,39 +72,51 @@ def terminal(printed: str) -> str:
     return re.sub(r"@font-face {.*?}\s*", "", svg, flags=re.DOTALL)  # fonts of another host
 
 
-def learning(history: Sequence[tuple[float, float, int]]) -> str:
-    """Return an SVG of τ over minutes, of two judgements at least; a dot where a head was taken over."""
-    start, end = history[0][0], history[-1][0]
-    low, high = (edge(tau for _, tau, _ in history) for edge in (min, max))
-    x_scale, y_scale = (RIGHT - LEFT) / (end - start), (LOWER - UPPER) / (high - low)
-    places = [(LEFT + x_scale * (time - start), LOWER - y_scale * (tau - low)) for time, tau, _ in history]
+def learning(learns: Sequence[Mapping[str, Any]], stays: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG of τ over hours: of two results of `bench.py traffic`, the second of the first one's requests."""
+    curves = {"learns": [row["tau"] for row in learns], "stays as it was": [row["tau"] for row in stays]}
+    hours, colors = [row["minute"] / 60 for row in learns], ("#1a7f37", "#6e7781")
+    low, high = math.floor(2 * min(map(min, curves.values()))) / 2, math.ceil(2 * max(map(max, curves.values()))) / 2
+    x_scale, y_scale = (RIGHT - LEFT) / hours[-1], (LOWER - UPPER) / (high - low)
     style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13" fill="#24292f"'
+    width, height = RIGHT + 120, LOWER + 40
     parts = [
-        f'<svg {style} width="{RIGHT + 30}" height="{LOWER + 36}" viewBox="0 0 {RIGHT + 30} {LOWER + 36}">',
-        f'<rect width="{RIGHT + 30}" height="{LOWER + 36}" rx="6" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="24" font-weight="bold">τ on requests held back; a dot: a head was taken over</text>',
-        f'<path d="M{LEFT} {LOWER}H{RIGHT}" stroke="#afb8c1"/>',
-        f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" fill="none" stroke="#1a7f37"/>',
-        f'<text x="{LEFT - 8}" y="{LOWER}" text-anchor="end">{low:.2f}</text>',
-        f'<text x="{LEFT - 8}" y="{UPPER}" text-anchor="end">{high:.2f}</text>',
-        f'<text x="{LEFT}" y="{LOWER + 20}">0</text>',
-        f'<text x="{RIGHT}" y="{LOWER + 20}" text-anchor="end">{(end - start) / 60:.0f} minutes</text>',
+        f'<svg {style} width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>',
+        f'<text x="{LEFT}" y="22" font-weight="bold">tokens emitted per verify (τ)</text>',
+        f'<text x="{RIGHT}" y="{LOWER + 30}" text-anchor="end">{hours[-1]:.1f} hours</text>',
     ]
-    for (*_, before), (*_, after), (x, y) in zip(history, history[1:], places[1:], strict=False):
-        if after > before:
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#1a7f37"/>')
+    for level in range(round(2 * low), round(2 * high) + 1):
+        y = LOWER - y_scale * (level / 2 - low)
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#d0d7de"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{level / 2:.1f}</text>')
+    for kind in dict.fromkeys(row["kind"] for row in learns):
+        first = next(place for place, row in enumerate(learns) if row["kind"] == kind)
+        x = LEFT + x_scale * (hours[first - 1] if first else 0)
+        parts.append(f'<path d="M{x:.1f} {UPPER}V{LOWER}" stroke="#afb8c1"/>')
+        parts.append(f'<text x="{x + 6:.1f}" y="{LOWER + 18}">{kind}</text>')
+    for (label, taus), color in zip(curves.items(), colors, strict=True):
+        places = [(LEFT + x_scale * hour, LOWER - y_scale * (tau - low)) for hour, tau in zip(hours, taus, strict=True)]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts.append(f'<text x="{RIGHT + 8}" y="{places[-1][1] + 4:.1f}" fill="{color}">{label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def newest(name: str) -> Any:
+    """Return the results of the newest file of this name."""
+    file = max(RESULTS.glob(f"{name}-*.json"), key=lambda file: file.stem.rsplit("_", 1)[1])
+    return json.loads(file.read_text(encoding="utf-8"))["results"]
 
 
 def main() -> int:
     if sys.argv[1:] == ["chart"]:
-        newest = max(RESULTS.glob("smollm2-programs-*.json"), key=lambda file: file.stem.rsplit("_", 1)[1])
-        document = json.loads(newest.read_text(encoding="utf-8"))
-        (HERE / "speed.svg").write_text(chart(document["results"]), encoding="utf-8")
+        (HERE / "speed.svg").write_text(chart(newest("smollm2-programs")), encoding="utf-8")
     elif sys.argv[1:] == ["terminal"]:
         (HERE / "chat.svg").write_text(terminal(sys.stdin.read()), encoding="utf-8")
     elif sys.argv[1:] == ["learning"]:
-        (HERE / "learning.svg").write_text(learning(json.load(sys.stdin)["history"]), encoding="utf-8")
+        pair = newest("smollm2-traffic-learns"), newest("smollm2-traffic-stays")
+        (HERE / "learning.svg").write_text(learning(*pair), encoding="utf-8")
     else:
         print(__doc__)
         return 2
