@@ -29,16 +29,9 @@ CHUNK_ELEMENTS = 2**24  # scores in memory at a time: 64 MB in fp32
 
 
 def block_attention(
-    q: Tensor,
-    context: tuple[Tensor, Tensor],
-    block: tuple[Tensor, Tensor],
-    slots: Tensor,
-    starts: Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor,
+    starts: Tensor | None = None, *, causal: bool = False, window: int | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute attention for q `[B, M, N, nh, D]`, the N rows of M blocks per sequence -> `[B, M, N, nh, D]`.
 
     The result has q's dtype, or that of autocast.

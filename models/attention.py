@@ -46,16 +46,9 @@ class Project(Protocol):
     """
 
     def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        norm: QKNorm | None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
+        self, layer: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], norm: QKNorm | None, *,
+        window: int | None = None, scale: float | None = None, sinks: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class Decode(Protocol):

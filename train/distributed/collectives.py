@@ -53,7 +53,8 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         else:
             os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes silently never synchronise
     # without an explicit backend accelerate sees a single process under DeepSpeed on a CPU
-    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=PATIENCE)
+    gloo = on_cpu or shares_gpus(config, torch.cuda.device_count())
+    group = InitProcessGroupKwargs(backend="gloo" if gloo else None, timeout=PATIENCE)
     # While a joint objective trains only the heads, its adapters get no gradient.
     wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.trains_target)
     accelerator = Accelerator(
@@ -68,6 +69,21 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         release(accelerator)
         raise
     return accelerator
+
+
+def shares_gpus(config: TrainConfig, gpus: int) -> bool:
+    """Return whether processes of this machine share its GPUs, which they may to generate responses: NCCL, without
+    which they would train slowly, gives each its own. LOCAL_RANK then names the GPU. Raises ValueError.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > gpus and config.stage != "regenerate":
+        raise ValueError(
+            f"parallel={config.parallel.name}: {local} processes on {gpus} GPUs; only stage=regenerate lets several "
+            "share one. Start one per GPU"
+        )
+    if local > gpus:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
+    return local > gpus
 
 
 def refuse_other_launch(accelerator: Accelerator, name: str, world: int) -> None:

@@ -1,0 +1,57 @@
+"""The pictures of the pages are those that docs/images/draw.py makes of the results that are kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+
+from infer.options.paths import REPO_ROOT
+
+FOLDER = REPO_ROOT / "docs" / "images"
+
+
+@pytest.fixture(scope="module")
+def draw() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("headway_draw", FOLDER / "draw.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(minute: float, tau: float, kind: str) -> dict[str, object]:
+    return {"minute": minute, "tau": tau, "kind": kind}
+
+
+def test_speed(draw: ModuleType) -> None:
+    assert draw.chart(draw.newest("smollm2-programs")) == (FOLDER / "speed.svg").read_text(encoding="utf-8")
+
+
+def test_learning(draw: ModuleType) -> None:
+    pair = draw.newest("smollm2-traffic-learns"), draw.newest("smollm2-traffic-stays")
+    assert draw.learning(*pair) == (FOLDER / "learning.svg").read_text(encoding="utf-8")
+
+
+def test_a_point_stands_at_its_hour_and_its_value(draw: ModuleType) -> None:
+    learns = [row(30, 2.0, "edits"), row(60, 3.0, "edits"), row(120, 2.5, "notes")]
+    svg = draw.learning(learns, [row(9, 2.0, kind) for kind in ("edits", "edits", "notes")])
+    quarter, middle = draw.LEFT + (draw.RIGHT - draw.LEFT) / 4, (draw.UPPER + draw.LOWER) / 2
+    half = (draw.LEFT + draw.RIGHT) / 2
+    points = f"{quarter:.1f},{draw.LOWER:.1f} {half:.1f},{draw.UPPER:.1f} {draw.RIGHT:.1f},{middle:.1f}"
+    assert f'<polyline points="{points}"' in svg
+    assert svg.count("<polyline") == 2
+    assert ">edits<" in svg
+    assert ">notes<" in svg
+    assert ">2.0 hours<" in svg
+
+
+def test_an_unknown_picture_is_named(
+    draw: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["draw.py", "portrait"])
+    assert draw.main() == 2
+    assert "draw.py learning" in capsys.readouterr().out
