@@ -1,4 +1,4 @@
-"""The pictures of the pages are those that docs/images/draw.py makes of the results that are kept."""
+"""What docs/images/draw.py makes of the results that are kept; the chart of speeds is tested in test_readme.py."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ def draw() -> ModuleType:
 
 def row(minute: float, tau: float, kind: str) -> dict[str, object]:
     return {"minute": minute, "tau": tau, "kind": kind}
-
-
-def test_speed(draw: ModuleType) -> None:
-    assert draw.chart(draw.newest("smollm2-programs")) == (FOLDER / "speed.svg").read_text(encoding="utf-8")
 
 
 def test_learning(draw: ModuleType) -> None:

@@ -92,13 +92,13 @@ def test_the_engine_can_be_used_from_python_as_shown() -> None:
     assert float(acceptance_length) >= 1
 
 
-def test_the_front_page_is_short_and_shows_two_pictures() -> None:
+def test_the_front_page_is_short_and_shows_three_pictures() -> None:
     lines = README.splitlines()
     assert len(lines) <= 150
     first_commands = [number for number, line in enumerate(lines) if line.startswith("    ")][:2]
     assert max(first_commands) < 10
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
-    assert len(pictures) == 2
+    assert len(pictures) == 3
     for picture in pictures:
         assert (ROOT / picture).read_text(encoding="utf-8").startswith("<svg")
         assert (ROOT / picture).stat().st_size < 100_000
