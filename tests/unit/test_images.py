@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from types import ModuleType
 
@@ -13,14 +13,10 @@ from infer.options.paths import REPO_ROOT
 FOLDER = REPO_ROOT / "docs" / "images"
 
 
-@pytest.fixture(scope="module")
-def draw() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("headway_draw", FOLDER / "draw.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("draw")
 
 
 def row(minute: float, tau: float, kind: str) -> dict[str, object]:

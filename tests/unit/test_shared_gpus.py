@@ -39,6 +39,6 @@ def test_one_process_a_gpu_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_training_wants_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     rank(monkeypatch, 3, 8)
-    with pytest.raises(ValueError, match=r"parallel=ddp: 8 processes on 1 GPUs; only stage=regenerate lets several"):
+    with pytest.raises(ValueError, match=r"parallel=ddp: 8 processes on 1 GPUs, which only stage=regenerate may share"):
         shares_gpus(config_of(), 1)
     assert os.environ["LOCAL_RANK"] == "3"

@@ -76,14 +76,14 @@ def shares_gpus(config: TrainConfig, gpus: int) -> bool:
     which they would train slowly, gives each its own. LOCAL_RANK then names the GPU. Raises ValueError.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local > gpus and config.stage != "regenerate":
+    if local <= gpus:
+        return False
+    if config.stage != "regenerate":
         raise ValueError(
-            f"parallel={config.parallel.name}: {local} processes on {gpus} GPUs; only stage=regenerate lets several "
-            "share one. Start one per GPU"
+            f"parallel={config.parallel.name}: {local} processes on {gpus} GPUs, which only stage=regenerate may share"
         )
-    if local > gpus:
-        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
-    return local > gpus
+    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % gpus)
+    return True
 
 
 def refuse_other_launch(accelerator: Accelerator, name: str, world: int) -> None:
