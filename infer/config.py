@@ -293,6 +293,7 @@ class LearningConfig(Schema):
     replay: str | None = None
     replay_share: float = bounded(0.25, "is a share, must be above 0 and below 1", lambda share: 0 < share < 1)
     pause_above: int = number(0, low=0)  # requests running above which it waits
+    nice: int = number(19, low=0, high=19)  # of the process that trains: the highest has what time others leave
     save: bool = False  # write the heads that were taken over; false: nothing learned is on disk
     keep: int = number(5, low=1)  # the newest of them, in <output_dir>/heads/<model>/<head>-learned/<number>
     shared: bool = False  # with several API keys: the requests of all of them train the head that they share

@@ -21,17 +21,16 @@ from infer.options.cli import entry_point
 from infer.options.exported_heads import with_head
 from train.config import LearnConfig
 
-LEAST_PRIORITY = 19
-
 
 @entry_point("learn", LearnConfig)
 def main(config: LearnConfig) -> None:
     number = os.environ.get(DESCRIPTOR, "")
     if not number.isdecimal():
         raise ValueError(f"{DESCRIPTOR}={number}: a server starts this command; say python infer/serve.py learn=true")
-    os.nice(LEAST_PRIORITY)
-    with suppress(OSError):  # where Linux divides time among sessions first, and this process has one of its own
-        Path("/proc/self/autogroup").write_text(str(LEAST_PRIORITY))
+    os.nice(config.learning.nice)
+    if os.getsid(0) == os.getpid():  # a server gives it a session of its own, and Linux divides time among these first
+        with suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(config.learning.nice))
     with socket.socket(fileno=int(number)) as stream:
         from train.learning.process import learn  # command-line errors are reported before torch is imported
 

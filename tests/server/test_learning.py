@@ -48,9 +48,16 @@ from tests.server.harness import MODEL, MakeServer, Server, repeat_until, wait_u
 from tests.server.test_process import start
 from train.config import LearnConfig
 
-# so that a tiny head learns within some requests, while others run
+# so that a tiny head learns within some requests, while others run, and other programs too
 EAGER = LearningConfig(
-    buffer_tokens=4000, held_back=0.3, every_tokens=400, passes=4.0, batch_tokens=128, lr=5e-3, pause_above=99
+    buffer_tokens=4000,
+    held_back=0.3,
+    every_tokens=400,
+    passes=4.0,
+    batch_tokens=128,
+    lr=5e-3,
+    pause_above=99,
+    nice=0,
 )
 
 
@@ -420,7 +427,8 @@ def test_the_trainer_ends_with_the_server_and_another_server_learns(make_server:
 
 def command(target: Path, head: Path, *words: str) -> list[str]:
     model = [f"model={target}", f"model.name={MODEL}", "head=eagle3", f"head.path={head}"]
-    return [sys.executable, "infer/serve.py", *model, "engine.max_batch=4", "server.port=0", "learn=true", *words]
+    learning = ["learn=true", "learning.nice=0"]
+    return [sys.executable, "infer/serve.py", *model, "engine.max_batch=4", "server.port=0", *learning, *words]
 
 
 def test_the_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -11,18 +12,20 @@ import torch
 
 from models.heads.files import load_head
 from models.targets.llama import LlamaTarget
-from tests.server.harness import MODEL, MakeServer, Server, wait_until
+from tests.server.harness import MODEL, MakeServer, Server, repeat_until, wait_until
 from tests.server.test_learning import EAGER, learning_of, status_of
 
 
 def learn_from(server: Server, prompts: list[str]) -> None:
     """Answer requests until a head was taken over."""
-    for number in range(400):
+    numbers = itertools.count()
+
+    def ask() -> None:
+        number = next(numbers)
         prompt = prompts[number % len(prompts)] + str(number % 10)
         server.complete(prompt=prompt, max_tokens=32, ignore_eos=True, temperature=0)
-        if status_of(server).taken_over:
-            return
-    raise AssertionError("no head was taken over")
+
+    repeat_until(lambda: status_of(server).taken_over > 0, ask)
 
 
 def test_a_restart_goes_on_from_a_head_that_was_kept(

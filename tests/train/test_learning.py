@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from train.learning.process import exchange, learn
 
 SETTINGS: dict[str, Any] = {
     "buffer_tokens": 4000, "held_back": 0.3, "every_tokens": 1000, "passes": 8.0, "batch_tokens": 256, "lr": 5e-3,
+    "nice": 5,
 }  # fmt: skip
 KINDS = 4  # of prompts
 
@@ -108,17 +109,28 @@ def fed(learner: Learner, traffic: Sequence[Message]) -> Learner:
 
 
 @contextmanager
-def exchanging(learner: Learner, pause_above: int = 0) -> Iterator[socket.socket]:
-    """Yield the server's end of a stream whose other end the learner has, in a thread."""
+def beside(work: Callable[[socket.socket], None]) -> Iterator[socket.socket]:
+    """Yield the server's end of a stream whose other end `work` has, in a thread; at the end wait until it returns."""
     ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=exchange, args=(learner, theirs, pause_above, None))
-    with ours, theirs:
+
+    def closing() -> None:
+        with theirs:
+            work(theirs)
+
+    thread = threading.Thread(target=closing)
+    with ours:
         thread.start()
         try:
             yield ours
         finally:
             ours.shutdown(socket.SHUT_WR)
+            while receive(ours):  # it may wait for room to send
+                pass
             thread.join()
+
+
+def exchanging(learner: Learner, pause_above: int = 0) -> AbstractContextManager[socket.socket]:
+    return beside(lambda stream: exchange(learner, stream, pause_above, None))
 
 
 def load(running: int) -> Message:
@@ -156,7 +168,8 @@ def child(words: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], socket.
     environment = {**os.environ, "HEADWAY_LEARN_FD": str(theirs.fileno())}
     command = [sys.executable, str(ROOT / "train" / "learn.py"), *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with ours, subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], cwd="/", **pipes) as process:
+    options = {"env": environment, "pass_fds": [theirs.fileno()], "cwd": "/", "start_new_session": True}
+    with ours, subprocess.Popen(command, **options, **pipes) as process:
         theirs.close()
         try:
             yield process, ours
@@ -174,9 +187,9 @@ def test_a_head_that_drafts_better_comes_back(
         assert next_message(stream, "status").facts["updates"] == "1"
         candidate = next_message(stream, "candidate")
         status = next_message(stream, "status")
-        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == SETTINGS["nice"]
         group = Path(f"/proc/{process.pid}/autogroup")  # of its session, on Linux with CONFIG_SCHED_AUTOGROUP
-        assert not group.exists() or group.read_text().split()[-1] == "19"
+        assert not group.exists() or group.read_text().split()[-1] == str(SETTINGS["nice"])
         stream.shutdown(socket.SHUT_WR)
         output = process.communicate()
         assert (process.returncode, *output) == (0, "", "")
@@ -238,15 +251,9 @@ def test_a_stream_that_ends_within_a_message(words: list[str]) -> None:
 
 def learnt(config: LearnConfig, traffic: Sequence[Message]) -> Message:
     """Return the first head that the process sends."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        thread = threading.Thread(target=learn, args=(config, theirs))
-        thread.start()
-        send_all(ours, traffic)
-        candidate = next_message(ours, "candidate")
-        ours.shutdown(socket.SHUT_WR)
-        thread.join()
-    return candidate
+    with beside(lambda stream: learn(config, stream)) as stream:
+        send_all(stream, traffic)
+        return next_message(stream, "candidate")
 
 
 def test_what_was_taken_over_is_kept_if_it_is_asked_for(
