@@ -14,9 +14,13 @@ from infer.learning.messages import Message
 from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.request import Completion, SamplingParams, SpeculationStats
-from tests.train.conftest import STEPS
-from tests.train.test_learning import head, learnt, served, traffic, words  # noqa: F401
+from models.heads.files import load_head
+from models.targets import load_target
+from models.targets.llama import LlamaTarget
+from tests.train.conftest import STEPS, make_head
+from tests.train.test_learning import answered, head, learnt, messages_of, served, tau_on_held_back, traffic, words  # noqa: F401
 from train.config import LearnConfig
+from train.data.sequences import Sequences as Responses
 
 Served = tuple[list[Completion], list[SamplingParams]]
 
@@ -40,24 +44,37 @@ def drafted_with(path: Path, target: Path, served: Served) -> SpeculationStats: 
     return total
 
 
-def test_a_head_that_was_saved_is_served_and_learns_on(words: list[str], traffic: list[Message], served: Served,  # noqa: F811
-    tiny_target_folder: Path, tmp_path: Path) -> None:  # fmt: skip
+@pytest.fixture(scope="session")
+def shifted(engine: Engine, tiny_target: LlamaTarget, responses: Responses) -> list[Message]:
+    """Requests of other kinds, of which a head has more to learn than of the same ones again."""
+    return list(messages_of(engine, *answered(engine, seed=7), make_head(tiny_target, responses, vocab=384)))
+
+
+def test_a_head_that_was_saved_is_served_and_learns_on(
+    words: list[str],  # noqa: F811
+    traffic: list[Message],  # noqa: F811
+    shifted: list[Message],
+    served: Served,  # noqa: F811
+    tiny_target_folder: Path,
+    tmp_path: Path,
+) -> None:
     place = tmp_path / "outputs" / "heads" / "demo" / "eagle3-learned"
     save = ["learning.save=true", "learning.keep=1"]
-    first = learnt(config_of([*words, *save, "learning.passes=2"]), traffic)  # there is more to learn
+    first = learnt(config_of([*words, *save]), traffic)
     assert first.facts["number"] == "1"
     before, after = (drafted_with(path, tiny_target_folder, served) for path in (tmp_path / "head", place / "1"))
     assert after.acceptance_length > before.acceptance_length + 0.05
 
     again = [word for word in words if not word.startswith(("head=", "head.path="))]
-    again += ["head=auto", f"head.path={place / '1'}"]
-    second = learnt(config_of([*again, *save]), traffic)
-    assert second.facts["tau_before"] == first.facts["tau_after"]
+    again += ["head=auto", f"head.path={place / '1'}", "learning.lr=1e-3"]
+    second = learnt(config_of([*again, *save]), shifted)
+    saved = load_head(place / "1", name="eagle3", target=load_target(str(tiny_target_folder)))
+    assert second.facts["tau_before"] == f"{tau_on_held_back(saved, shifted):.4f}"
     assert second.facts["number"] == "2"
     assert sorted(path.name for path in place.iterdir()) == ["1", "2"]  # the one in use is not deleted
     assert float(second.facts["tau_after"]) > float(second.facts["tau_before"])
 
-    unsaved = learnt(config_of(again), traffic)
+    unsaved = learnt(config_of(again), shifted)
     assert unsaved.facts["number"] == "2"
     assert all(torch.equal(value, second.tensors[name]) for name, value in unsaved.tensors.items())
     with pytest.raises(ValueError, match="no exported head"):
