@@ -290,19 +290,21 @@ def test_a_head_that_drafts_no_better_is_not_sent(lr: float, head: Eagle3Head, t
         good.update()
     assert good.compare().better
     before = {name: value.clone() for name, value in good.used.state_dict().items()}
-    learner = make_learner(good.used, lr=lr)
-    with exchanging(learner) as stream:
-        assert next_message(stream, "status").facts["tau"] == "nan"
-        send_all(stream, traffic)
-        second = next_message(stream, "status")
-        while second.facts["tau"] == "nan":  # after an update
-            second = next_message(stream, "status")
-    assert int(second.facts["updates"]) > 0
-    assert float(second.facts["tau"]) > 1.15
+    learner = fed(make_learner(good.used, lr=lr), traffic)
+    while not learner.comparison_due:
+        learner.update()
+    ruined = lr > 1
+    comparison = learner.compare()
+    assert (comparison.better, comparison.worse) == (False, ruined)
+    assert learner.tau > 1.15
     for name, value in learner.used.state_dict().items():
         assert torch.equal(value, before[name]), name
-    ruined = lr > 1
     assert ruined == all(torch.equal(value, before[name]) for name, value in learner.candidate.state_dict().items())
+    with exchanging(make_learner(good.used, lr=lr)) as stream:
+        assert next_message(stream, "status").facts["tau"] == "nan"
+        send_all(stream, traffic)
+        with pytest.raises(AssertionError, match="drafts as well"):
+            next_message(stream, "candidate")
 
 
 def test_it_waits_while_requests_run(head: Eagle3Head, traffic: list[Message]) -> None:
