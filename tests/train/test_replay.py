@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from models.targets.llama import LlamaTarget
 from tests.heads import memorise
 from tests.train.conftest import STEPS, make_head
 from tests.train.running import run
-from tests.train.test_learning import SETTINGS, fed, head, next_message, send_all, served, traffic, words  # noqa: F401
+from tests.train.test_learning import SETTINGS, beside, fed, head, next_message, send_all, served, traffic, words  # noqa: F401
 from train.config import LearnConfig
 from train.data.sequences import Sequences
 from train.evaluation import simulate
@@ -213,17 +212,12 @@ def test_a_candidate_says_what_it_keeps(
 
     monkeypatch.setattr(process_module, "load_target", load)
     config = compose("learn", LearnConfig, [*words, f"learning.replay={data}", "model.dtype=bfloat16"])
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        thread = threading.Thread(target=learn, args=(config, theirs))
-        thread.start()
-        next_message(ours, "status")
+    with beside(lambda stream: learn(config, stream)) as stream:
+        next_message(stream, "status")
         assert loaded == [{"revision": None, "layers": ()}]
         halves = [m._replace(tensors={**m.tensors, "states": m.tensors["states"].bfloat16()}) for m in traffic]
-        send_all(ours, halves)
-        candidate = next_message(ours, "candidate")
-        ours.shutdown(socket.SHUT_WR)
-        thread.join()
+        send_all(stream, halves)
+        candidate = next_message(stream, "candidate")
     assert loaded[1:] == [{"revision": None, "dtype": torch.bfloat16}]
     before, after = (float(candidate.facts[f"replay_{when}"]) for when in ("before", "after"))
     assert before >= 1
