@@ -53,11 +53,7 @@ class Shard(NamedTuple):
 
 
 def manifest(
-    target: LlamaTarget,
-    tokenizer: Tokenizer,
-    sequences: Sequences,
-    layout: Layout,
-    weights: WeightFormat = "same",
+    target: LlamaTarget, tokenizer: Tokenizer, sequences: Sequences, layout: Layout, weights: WeightFormat = "same"
 ) -> dict[str, Any]:
     """Return all that the features depend on, and their layout. Stores with equal manifests have equal files."""
     return {
@@ -181,12 +177,7 @@ class FeatureStore:
     """A `FeatureSource` over a store, usable once `fill` has run on every process."""
 
     def __init__(
-        self,
-        folder: Path,
-        target: LlamaTarget,
-        aux_layers: Sequence[int],
-        sequences: Sequences,
-        layout: Layout,
+        self, folder: Path, target: LlamaTarget, aux_layers: Sequence[int], sequences: Sequences, layout: Layout
     ) -> None:
         self.folder, self._target, self._sequences = folder, target, sequences
         self._aux_layers, self.layout = tuple(aux_layers), layout

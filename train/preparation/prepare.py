@@ -163,12 +163,7 @@ def start_engine(config: TrainConfig, accelerator: Accelerator, resources: ExitS
 
 
 def prepare(
-    config: TrainConfig,
-    accelerator: Accelerator,
-    engine: Engine,
-    data: Data,
-    stop: StopRequest,
-    resources: ExitStack,
+    config: TrainConfig, accelerator: Accelerator, engine: Engine, data: Data, stop: StopRequest, resources: ExitStack
 ) -> Prepared:
     """Prepare a run without its features; `resources` closes what it opens."""
     target, tokenizer = engine.target, engine.tokenizer

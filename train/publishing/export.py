@@ -13,14 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.console.command_words import (
-    HEAD_FOLDER,
-    OUTPUTS,
-    TARGET_FOLDER,
-    head_words,
-    model_overrides,
-    portable_path,
-)
+from infer.console.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_overrides, portable_path
 from infer.options.exported_heads import export_folder
 from infer.request import SpeculationStats
 from models.heads import HEADS
