@@ -29,8 +29,9 @@ from train.evaluation import simulate
 from train.features.online import compute_features
 from train.learning import learner as learner_module
 from train.learning import process as process_module
+from train.learning.comparison import accepted, compared
 from train.learning.examples import Example, batch_of
-from train.learning.learner import Learner, trainable_copy
+from train.learning.learner import NEARER, Learner, trainable_copy
 from train.learning.process import learn
 from train.learning.replay import Replay, open_replay
 
@@ -198,6 +199,34 @@ def test_a_head_that_forgets_is_not_taken_over(
     batch = responses.batch(range(len(responses)))
     features = compute_features(tiny_target, batch, used.config.aux_layers)
     assert second.replay[1] == pytest.approx(simulate(mindful, batch, features, STEPS).acceptance_length)
+
+
+def test_a_head_that_forgets_is_sent_nearer_to_the_first(
+    make: Callable[..., Learner], served: Served, traffic: list[Message], responses: Sequences, engine: Engine,  # noqa: F811
+    tiny_target: LlamaTarget,
+) -> None:  # fmt: skip
+    """With no more of the first head's weights than it takes, and training goes on from the head's own."""
+    used = memorise(make_head(tiny_target, responses, vocab=384), engine.target, responses, STEPS)
+    learner = fed(make(used), traffic)
+    new = Sequences.of_completions(served[0][:16])
+    forgetful = memorise(trainable_copy(used), engine.target, new, STEPS, rounds=20)
+    learner.candidate.load_state_dict(forgetful.state_dict())
+    assert learner.replay is not None
+    shares = {share: learner.nearer(share) for share in NEARER}
+    kept = {
+        share: compared(*(accepted(each, learner.replay.judged, STEPS) for each in (used, nearer)))
+        for share, nearer in shares.items()
+    }
+    comparison = learner.compare()
+    assert comparison.better
+    assert comparison.replay == kept[0.75][:2]
+    assert [share for share in NEARER if kept[share].after < 0.99 * kept[share].before] == [0.0, 0.25, 0.5]
+    for name, value in learner.used.named_parameters():
+        first, last = (each.get_parameter(name) for each in (learner._first, forgetful))
+        torch.testing.assert_close(value, 0.75 * first + 0.25 * last)
+    assert all(
+        torch.equal(value, forgetful.state_dict()[name]) for name, value in learner.candidate.state_dict().items()
+    )
 
 
 def test_a_candidate_says_what_it_keeps(

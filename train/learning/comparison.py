@@ -12,7 +12,7 @@ from models.heads.base import Head
 from train.evaluation import Sampling, simulate
 from train.learning.examples import Example, batch_of
 
-MOST_LOST = 0.03  # of the acceptance length on a replay
+MOST_LOST = 0.01  # of the acceptance length on a replay, whose single kinds may lose three times as much
 
 
 class Comparison(NamedTuple):

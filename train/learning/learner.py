@@ -20,6 +20,7 @@ from train.learning.replay import Replay
 from train.objectives.registry import OBJECTIVES
 from train.objectives.teacher import recall
 
+NEARER = (0.0, 0.25, 0.5, 0.75)  # shares of the first head in a mean of weights: the least that forgets little is sent
 LEAST_JUDGED = 8  # examples: of fewer the error of a difference says little
 OPTIM = OptimConfig(name="adamw")  # as in other training, but at a constant rate
 
@@ -46,6 +47,7 @@ class Learner:
         self.new = self.done = 0  # tokens to train on, and trained on, since the last comparison
         self.tau = math.nan  # of the head in use, when it was last judged
         self.seconds = 0.0  # of updates and comparisons
+        self._first = trainable_copy(used)
         self._at_first: list[SpeculationStats] = []  # what was accepted of the replay before anything was learnt
         self._restart()
 
@@ -98,24 +100,39 @@ class Learner:
         self.seconds += time.perf_counter() - started
 
     def compare(self) -> Comparison:
-        """Judge the candidate. If it is better it becomes the head in use, if worse it begins anew from that."""
-        started = time.perf_counter()
-        heads = self.used, self.candidate
-        comparison = compared(*(accepted(head, self.judged.examples, self.steps) for head in heads))
-        if self.replay and comparison.better:
-            judged = self.replay.judged
-            self._at_first = self._at_first or accepted(self.used, judged, self.steps)
-            after = accepted(self.candidate, judged, self.steps)
-            comparison = comparison._replace(replay=compared(self._at_first, after)[:2])
+        """Judge the candidate. If it is better it becomes the head in use, if worse it begins anew from that.
+
+        One that forgets its replay is judged nearer to the first head: the mean of both heads' weights keeps more than
+        it gives up of what was learnt (WiSE-FT, arXiv:2109.01903).
+        """
+        started, before = time.perf_counter(), accepted(self.used, self.judged.examples, self.steps)
+        for share in NEARER:
+            head = self.nearer(share)
+            comparison = compared(before, accepted(head, self.judged.examples, self.steps))
+            if self.replay and comparison.better:
+                judged = self.replay.judged
+                self._at_first = self._at_first or accepted(self._first, judged, self.steps)
+                after = accepted(head, judged, self.steps)
+                comparison = comparison._replace(replay=compared(self._at_first, after)[:2])
+            if not comparison.forgets:
+                break
         self.new, self.done, self.tau = 0, 0, comparison.before
         if comparison.better:
-            self.used.load_state_dict(self.candidate.state_dict())
+            self.used.load_state_dict(head.state_dict())
             self.tau = comparison.after
         elif comparison.worse:
             self.candidate.load_state_dict(self.used.state_dict())
             self._restart()
         self.seconds += time.perf_counter() - started
         return comparison
+
+    def nearer(self, share: float) -> Head:
+        """Return the candidate with this share of the first head's weights."""
+        head = trainable_copy(self.candidate)
+        for value, first in zip(head.parameters(), self._first.parameters(), strict=True):
+            if value.requires_grad:
+                value.data.lerp_(first.data, share)
+        return head
 
     def _restart(self) -> None:
         groups, betas, decay = self.objective.parameter_groups(), (OPTIM.betas[0], OPTIM.betas[1]), OPTIM.weight_decay
