@@ -3,6 +3,7 @@
     python docs/images/draw.py chart       # speed.svg, from the newest scripts/results/smollm2-programs-*.json
     python docs/images/draw.py terminal    # chat.svg, from what a command prints with colors, on standard input
     python docs/images/draw.py learning    # learning.svg, from the newest scripts/results/smollm2-traffic-*.json
+    python docs/images/draw.py scaling     # scaling.svg, from the newest scripts/results/smollm2-scaling-*.json
 
 The chat, without the card at the start:
 
@@ -18,6 +19,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.console import Console
@@ -37,6 +39,9 @@ BARS = (
 LABEL, PANEL, BAR, GAP, TOP = 150, 210, 18, 10, 44  # pixels
 COLUMNS, LINES = 92, 60  # of the terminal
 LEFT, RIGHT, UPPER, LOWER = 60, 620, 44, 224  # pixels: the edges of a plot over time
+PLOT, APART, LINE = 300, 170, 15  # pixels: a plot over tokens, from one to the next, and between labels
+COLORS = ("#1a7f37", "#0969da", "#bc4c00", "#8250df", "#24292f")
+STYLE = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13" fill="#24292f"'
 
 
 def chart(results: Mapping[str, Any]) -> str:
@@ -78,18 +83,12 @@ def learning(learns: Sequence[Mapping[str, Any]], stays: Sequence[Mapping[str, A
     hours, colors = [row["minute"] / 60 for row in learns], ("#1a7f37", "#6e7781")
     low, high = math.floor(2 * min(map(min, curves.values()))) / 2, math.ceil(2 * max(map(max, curves.values()))) / 2
     x_scale, y_scale = (RIGHT - LEFT) / hours[-1], (LOWER - UPPER) / (high - low)
-    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13" fill="#24292f"'
-    width, height = RIGHT + 120, LOWER + 40
     parts = [
-        f'<svg {style} width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>',
+        *sheet(RIGHT + 120, LOWER + 40),
         f'<text x="{LEFT}" y="22" font-weight="bold">tokens emitted per verify (τ)</text>',
         f'<text x="{RIGHT}" y="{LOWER + 30}" text-anchor="end">{hours[-1]:.1f} hours</text>',
+        *grid(LEFT, RIGHT, low, high),
     ]
-    for level in range(round(2 * low), round(2 * high) + 1):
-        y = LOWER - y_scale * (level / 2 - low)
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{RIGHT}" stroke="#d0d7de"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{level / 2:.1f}</text>')
     for kind in dict.fromkeys(row["kind"] for row in learns):
         first = next(place for place, row in enumerate(learns) if row["kind"] == kind)
         x = LEFT + x_scale * (hours[first - 1] if first else 0)
@@ -101,6 +100,72 @@ def learning(learns: Sequence[Mapping[str, Any]], stays: Sequence[Mapping[str, A
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts.append(f'<text x="{RIGHT + 8}" y="{places[-1][1] + 4:.1f}" fill="{color}">{label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def scaling(results: Sequence[Mapping[str, Any]]) -> str:
+    """Return an SVG of τ by set, and of acceptance by position in the mean of the sets, over tokens trained on."""
+    results = sorted(results, key=lambda result: result["tokens"])
+    millions, sets = [result["tokens"] / 1e6 for result in results], list(results[0]["sets"])
+    taus = {name: [result["sets"][name]["tau"] for result in results] for name in sets}
+    taus["mean"] = [mean(column) for column in zip(*taus.values(), strict=True)]
+    shares = [zip(*(result["sets"][name]["by_position"] for name in sets), strict=True) for result in results]
+    by_position = zip(*([mean(share) for share in places] for places in shares), strict=True)
+    positions = {f"position {place}": column for place, column in enumerate(by_position, start=1)}
+    parts = sheet(LEFT + 2 * (PLOT + APART), LOWER + 52)
+    parts += over_tokens(LEFT, "tokens emitted per verify (τ)", millions, taus, low=1)
+    parts += over_tokens(LEFT + PLOT + APART, "share of drafted tokens accepted", millions, positions, low=0)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def over_tokens(
+    left: int, title: str, millions: Sequence[float], curves: Mapping[str, Sequence[float]], low: float
+) -> list[str]:
+    """Return a plot of curves over a logarithmic axis, with its left edge at `left`."""
+    right, high = left + PLOT, math.ceil(2 * max(map(max, curves.values()))) / 2
+    first, last = math.floor(math.log2(millions[0])), math.ceil(math.log2(millions[-1]))
+    xs = [left + PLOT * (math.log2(million) - first) / (last - first) for million in millions]
+    places = {name: [LOWER - (LOWER - UPPER) * (y - low) / (high - low) for y in ys] for name, ys in curves.items()}
+    parts = [f'<text x="{left}" y="22" font-weight="bold">{title}</text>', *grid(left, right, low, high)]
+    for power in range(first, last + 1):
+        x = left + PLOT * (power - first) / (last - first)
+        parts.append(f'<text x="{x:.1f}" y="{LOWER + 18}" text-anchor="middle">{2.0**power:g}</text>')
+    axis = "million tokens of responses trained on, every pass counted"
+    parts.append(f'<text x="{left}" y="{LOWER + 40}">{axis}</text>')
+    labels = spaced({name: ys[-1] for name, ys in places.items()})
+    for (name, ys), color in zip(places.items(), COLORS, strict=False):
+        points = list(zip(xs, ys, strict=True))
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in points]
+        parts.append(f'<text x="{right + 8}" y="{labels[name] + 4:.1f}" fill="{color}">{name}</text>')
+    return parts
+
+
+def spaced(heights: Mapping[str, float]) -> dict[str, float]:
+    """Return heights at which labels do not overlap, in the same order."""
+    free, result = -math.inf, {}
+    for name, y in sorted(heights.items(), key=lambda item: item[1]):
+        result[name] = max(y, free)
+        free = result[name] + LINE
+    return result
+
+
+def sheet(width: int, height: int) -> list[str]:
+    """Return the start of an SVG: a white sheet of this size."""
+    return [
+        f'<svg {STYLE} width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>',
+    ]
+
+
+def grid(left: int, right: int, low: float, high: float) -> list[str]:
+    """Return a line with its number at every half from `low`, a multiple of that, to `high`."""
+    parts = []
+    for level in range(round(2 * low), round(2 * high) + 1):
+        y = LOWER - (LOWER - UPPER) * (level / 2 - low) / (high - low)
+        parts.append(f'<path d="M{left} {y:.1f}H{right}" stroke="#d0d7de"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{level / 2:.1f}</text>')
+    return parts
 
 
 def newest(name: str) -> Any:
@@ -117,6 +182,8 @@ def main() -> int:
     elif sys.argv[1:] == ["learning"]:
         pair = newest("smollm2-traffic-learns"), newest("smollm2-traffic-stays")
         (HERE / "learning.svg").write_text(learning(*pair), encoding="utf-8")
+    elif sys.argv[1:] == ["scaling"]:
+        (HERE / "scaling.svg").write_text(scaling(newest("smollm2-scaling")), encoding="utf-8")
     else:
         print(__doc__)
         return 2

@@ -41,6 +41,30 @@ def test_a_point_stands_at_its_hour_and_its_value(draw: ModuleType) -> None:
     assert ">2.0 hours<" in svg
 
 
+def test_scaling(draw: ModuleType) -> None:
+    assert draw.scaling(draw.newest("smollm2-scaling")) == (FOLDER / "scaling.svg").read_text(encoding="utf-8")
+
+
+def test_a_point_stands_at_its_tokens_and_the_mean_of_the_sets(draw: ModuleType) -> None:
+    def point(millions: float, *taus: float) -> dict[str, object]:
+        sets = {f"set {n}": {"tau": tau, "by_position": [(tau - 1) / 2] * 2} for n, tau in enumerate(taus)}
+        return {"tokens": millions * 1e6, "sets": sets}
+
+    svg = draw.scaling([point(4, 3.0, 2.0), point(1, 2.0, 1.0), point(2, 2.0, 2.0)])
+    eighth, middle = (draw.LOWER - draw.UPPER) / 8, draw.LEFT + draw.PLOT / 2
+    for name, heights in {"set 0": (4, 4, 8), "set 1": (0, 4, 4), "mean": (2, 4, 6)}.items():
+        places = zip((draw.LEFT, middle, draw.LEFT + draw.PLOT), heights, strict=True)
+        points = " ".join(f"{x:.1f},{draw.LOWER - eighth * height:.1f}" for x, height in places)
+        assert f'<polyline points="{points}"' in svg, name
+    assert svg.count("<polyline") == 5  # two sets and their mean, two positions
+    assert svg.count("<circle") == 15
+
+
+def test_labels_stand_apart_in_their_order(draw: ModuleType) -> None:
+    spaced = draw.spaced({"low": 100.0, "high": 20.0, "between": 25.0, "next": 26.0})
+    assert spaced == {"high": 20.0, "between": 20.0 + draw.LINE, "next": 20.0 + 2 * draw.LINE, "low": 100.0}
+
+
 def test_an_unknown_picture_is_named(
     draw: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
