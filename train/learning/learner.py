@@ -47,7 +47,7 @@ class Learner:
         self.new = self.done = 0  # tokens to train on, and trained on, since the last comparison
         self.tau = math.nan  # of the head in use, when it was last judged
         self.seconds = 0.0  # of updates and comparisons
-        self._first = trainable_copy(used)
+        self._first = trainable_copy(used) if replay else used  # nothing reads it without
         self._at_first: list[SpeculationStats] = []  # what was accepted of the replay before anything was learnt
         self._restart()
 
@@ -107,7 +107,7 @@ class Learner:
         """
         started, before = time.perf_counter(), accepted(self.used, self.judged.examples, self.steps)
         for share in NEARER:
-            head = self.nearer(share)
+            head = self.nearer(share) if share else self.candidate
             comparison = compared(before, accepted(head, self.judged.examples, self.steps))
             if self.replay and comparison.better:
                 judged = self.replay.judged
