@@ -49,11 +49,7 @@ def chart(results: Mapping[str, Any]) -> str:
     levels = next(iter(results.values()))
     height = TOP + len(BARS) * (BAR + GAP) + GAP
     width = LABEL + len(levels) * PANEL
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="13" fill="#24292f">',
-        f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>',
-    ]
+    parts = sheet(width, height)
     for panel, (count, cells) in enumerate(levels.items()):
         left = LABEL + panel * PANEL
         requests = "1 request" if count == "1" else f"{count} requests"
@@ -132,7 +128,7 @@ def over_tokens(
     axis = "million tokens of responses trained on, every pass counted"
     parts.append(f'<text x="{left}" y="{LOWER + 40}">{axis}</text>')
     labels = spaced({name: ys[-1] for name, ys in places.items()})
-    for (name, ys), color in zip(places.items(), COLORS, strict=False):
+    for (name, ys), color in zip(places.items(), COLORS[: len(places)], strict=True):
         points = list(zip(xs, ys, strict=True))
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')

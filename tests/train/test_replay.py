@@ -159,13 +159,19 @@ def test_a_sample_is_as_large_as_memory_holds(data: Path, older: Sequences, tiny
         opened(data, tiny_target, head, buffer_tokens=600, replay_share=0.1)
 
 
+@pytest.fixture
+def remembering(make: Callable[..., Learner], traffic: list[Message], responses: Sequences,  # noqa: F811
+    engine: Engine, tiny_target: LlamaTarget) -> Learner:  # fmt: skip
+    """A learner whose head drafts well what the replay holds back."""
+    used = memorise(make_head(tiny_target, responses, vocab=384), engine.target, responses, STEPS)
+    return fed(make(used), traffic)
+
+
 def test_a_head_that_forgets_is_not_taken_over(
-    make: Callable[..., Learner], served: Served, traffic: list[Message], responses: Sequences, engine: Engine,  # noqa: F811
-    tiny_target: LlamaTarget,
+    remembering: Learner, served: Served, responses: Sequences, engine: Engine, tiny_target: LlamaTarget  # noqa: F811
 ) -> None:  # fmt: skip
     """Of two heads that gain on what is served, the one that still drafts well what the first was trained on."""
-    used = memorise(make_head(tiny_target, responses, vocab=384), engine.target, responses, STEPS)
-    learner = fed(make(used), traffic)
+    learner, used = remembering, remembering.used
     new = Sequences.of_completions(served[0][:16])
     both = Sequences.joined([parts.row(row) for parts in (new, *[responses] * 2) for row in range(len(parts))])
     forgetful, mindful = (memorise(trainable_copy(used), engine.target, sequences, STEPS) for sequences in (new, both))
@@ -175,7 +181,7 @@ def test_a_head_that_forgets_is_not_taken_over(
     first = learner.compare()
     assert first.after > first.before + first.error
     assert first.replay is not None
-    assert first.replay[1] < 0.97 * first.replay[0]
+    assert first.replay[1] < 0.99 * first.replay[0]
     assert not first.better
     assert learner.tau == first.before
     for state in (learner.used.state_dict(), learner.candidate.state_dict()):  # it begins anew
@@ -184,7 +190,7 @@ def test_a_head_that_forgets_is_not_taken_over(
     learner.candidate.load_state_dict(mindful.state_dict())
     second = learner.compare()
     assert second.replay is not None
-    assert second.replay[1] > 0.97 * second.replay[0]
+    assert second.replay[1] >= 0.99 * second.replay[0]
     assert second.better
     assert learner.tau == second.after
     assert all(torch.equal(value, mindful.state_dict()[name]) for name, value in learner.used.state_dict().items())
@@ -202,12 +208,10 @@ def test_a_head_that_forgets_is_not_taken_over(
 
 
 def test_a_head_that_forgets_is_sent_nearer_to_the_first(
-    make: Callable[..., Learner], served: Served, traffic: list[Message], responses: Sequences, engine: Engine,  # noqa: F811
-    tiny_target: LlamaTarget,
+    remembering: Learner, served: Served, engine: Engine  # noqa: F811
 ) -> None:  # fmt: skip
     """With no more of the first head's weights than it takes, and training goes on from the head's own."""
-    used = memorise(make_head(tiny_target, responses, vocab=384), engine.target, responses, STEPS)
-    learner = fed(make(used), traffic)
+    learner, used = remembering, remembering.used
     new = Sequences.of_completions(served[0][:16])
     forgetful = memorise(trainable_copy(used), engine.target, new, STEPS, rounds=20)
     learner.candidate.load_state_dict(forgetful.state_dict())
@@ -250,7 +254,7 @@ def test_a_candidate_says_what_it_keeps(
     assert loaded[1:] == [{"revision": None, "dtype": torch.bfloat16}]
     before, after = (float(candidate.facts[f"replay_{when}"]) for when in ("before", "after"))
     assert before >= 1
-    assert after >= 0.97 * before
+    assert after >= 0.99 * before
 
 
 def test_the_data_of_a_run_are_replayed(settings: list[str], head: Eagle3Head, tiny_target: LlamaTarget,  # noqa: F811
