@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -39,6 +39,9 @@ from train.objectives.draft_states import draft_states
 from train.publishing.export import Acceptance, Measured, stated, tau
 from train.publishing.trackers import Sample, warn
 
+SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
+SHOWN_TEXTS = 2  # in a report
+RANKS = 10  # of drafts whose accuracy is measured
 WALKED_ROWS = 512  # of which the candidates' rows of a corrector's table are in memory at a time
 
 
@@ -51,15 +54,14 @@ class Sampling(NamedTuple):
 
     def parameters(self, rows: Tensor) -> ChoiceParameters:
         """Return the parameters of each row; `rows` `[R]` holds the index of the response that the row belongs to."""
-        count, device = len(self.seeds), rows.device
-        off = torch.zeros(count, device=device)
+        off = torch.zeros(len(self.seeds), device=rows.device)
         return ChoiceParameters(
-            temperature=torch.full((count,), self.temperature, device=device),
+            temperature=off + self.temperature,
             top_k=off.long(),
             top_p=off + 1,
             min_p=off,
-            seed_low=torch.tensor([seed & MASK32 for seed in self.seeds], device=device),
-            seed_high=torch.tensor([seed >> 32 for seed in self.seeds], device=device),
+            seed_low=torch.tensor([seed & MASK32 for seed in self.seeds], device=off.device),
+            seed_high=torch.tensor([seed >> 32 for seed in self.seeds], device=off.device),
             limits=NO_LIMITS,
         ).rows(rows)
 
@@ -122,6 +124,13 @@ def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks:
     return torch.stack(counts), slots
 
 
+def rank_accuracies(head: Head, pairs: Iterable[tuple[Batch, Features]], steps: int) -> list[list[float]]:
+    """Return by depth and rank how often the sequences' token had this rank in the draft."""
+    counts = [count_ranks(head, *pair, steps, RANKS) for pair in pairs]
+    hits, slots = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
+    return (hits.double() / slots.clamp(min=1)[:, None]).round(decimals=4).tolist()
+
+
 def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
     """Return the counts for one response t[first .. end-1], whose first token came from prefill; `matches [T, K]`.
 
@@ -157,10 +166,6 @@ def simulate(
     return total
 
 
-SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
-RANKS = 10
-
-
 def step_metrics(prefix: str, sums: StepSums, step_weight: float) -> dict[str, float]:
     """Return the loss, and by step loss, accuracy and overlap Σ min(p, q); nan where there is no slot to average over.
 
@@ -188,9 +193,8 @@ def acceptance_metrics(measured: Acceptance) -> dict[str, float]:
         "eval/tau_engine": tau(measured.engine),
         "eval/gap": measured.gap,
     }
-    for place, share in enumerate(measured.engine.acceptance_by_position):
-        metrics[f"eval/acceptance_{place}"] = share
-    return metrics
+    shares = enumerate(measured.engine.acceptance_by_position)
+    return metrics | {f"eval/acceptance_{place}": share for place, share in shares}
 
 
 def prompts_of(sequences: Sequences) -> list[list[int]]:
@@ -219,11 +223,11 @@ class Evaluator:
 
     def measure_fully(self, head: Head) -> Measured:
         """Return the model card's measurements: greedy and sampled acceptance, and accuracy by rank of the draft."""
-        sampled = Sequences.of_completions(self._generate(SAMPLED))
+        sampled, steps = Sequences.of_completions(self._generate(SAMPLED)), self.config.eval_draft_tokens
         return Measured(
             greedy=self.measure(head),
             sampled=self._acceptance(head, sampled, SAMPLED),
-            rank_accuracy=self._rank_accuracy(head),
+            rank_accuracy=rank_accuracies(self._serving(head), self._batches(self.held_out), steps),
             held_out_prompts=len(self.prompts),
             coverage=self._coverage(head),
         )
@@ -247,12 +251,6 @@ class Evaluator:
             sampling = Sampling(temperature, batch.rows) if temperature else None
             total.merge(simulate(serving, batch, features, steps, sampling))
         return total
-
-    def _rank_accuracy(self, head: Head) -> list[list[float]]:
-        serving, steps = self._serving(head), self.config.eval_draft_tokens
-        counts = [count_ranks(serving, *pair, steps, RANKS) for pair in self._batches(self.held_out)]
-        hits, slots = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
-        return (hits / slots.clamp(min=1)[:, None]).tolist()
 
     def _run_engine(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
         """Run the engine with this head over the held-out prompts, with each prompt's index as its seed."""
@@ -317,9 +315,6 @@ class Evaluator:
 
     def _coverage(self, head: Head) -> float:
         return coverage(self.held_out.ids[self.held_out.assistant], head.target_ids)
-
-
-SHOWN_TEXTS = 2  # in a report
 
 
 def how_many(tracker: TrackerConfig) -> int:

@@ -46,7 +46,7 @@ def stats(*accepted: int) -> SpeculationStats:
 MEASURED = Measured(
     greedy=Acceptance(simulated=stats(3, 1), engine=stats(3, 0)),
     sampled=Acceptance(simulated=stats(1, 0), engine=stats(1, 0)),
-    rank_accuracy=[[0.61234, 0.2], [0.5, 0.0]],
+    rank_accuracy=[[0.6123, 0.2], [0.5, 0.0]],
     held_out_prompts=2,
     coverage=0.75,
 )

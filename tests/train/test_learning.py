@@ -25,6 +25,7 @@ from infer.request import Completion, SamplingParams, SpeculationStats
 from models.heads.base import Head
 from models.heads.eagle3.head import Eagle3Head
 from models.heads.files import load_head, save_head
+from models.heads.measured_tree import rank_accuracy
 from models.heads.weights import checkpoint_layout, checkpoint_tensors
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
@@ -34,6 +35,7 @@ from tests.train.conftest import STEPS, make_head
 from tests.train.launching import ROOT
 from train.config import LearnConfig
 from train.data.sequences import Sequences
+from train.evaluation import rank_accuracies
 from train.features.online import compute_features
 from train.learning import learner as learner_module
 from train.learning.comparison import accepted, compared
@@ -215,9 +217,12 @@ def test_a_head_that_drafts_better_comes_back(
     assert not (tmp_path / "outputs").exists()
 
 
+def held_back_of(traffic: Sequence[Message], head: Head) -> list[Example]:
+    return [example for example in examples_of(traffic, head) if is_held_back(example.ids, SETTINGS["held_back"])]
+
+
 def tau_on_held_back(head: Head, traffic: Sequence[Message]) -> float:
-    held_back = [example for example in examples_of(traffic, head) if is_held_back(example.ids, SETTINGS["held_back"])]
-    return compared(*[accepted(head, held_back, STEPS)] * 2).before
+    return compared(*[accepted(head, held_back_of(traffic, head), STEPS)] * 2).before
 
 
 def make_like(head: Head, candidate: Message) -> Head:
@@ -278,9 +283,13 @@ def test_what_was_taken_over_is_kept_if_it_is_asked_for(
     candidate = learnt(config, traffic)
     assert candidate.facts["number"] == "8"
     assert [path.name for path in place.iterdir()] == ["8"]
-    saved = checkpoint_tensors(load_head(place / "8", name="eagle3", target=tiny_target))
-    assert saved.keys() == candidate.tensors.keys()
-    assert all(torch.equal(value, candidate.tensors[name]) for name, value in saved.items())
+    saved = load_head(place / "8", name="eagle3", target=tiny_target)
+    tensors = checkpoint_tensors(saved)
+    assert tensors.keys() == candidate.tensors.keys()
+    assert all(torch.equal(value, candidate.tensors[name]) for name, value in tensors.items())
+    examples = held_back_of(traffic, saved)
+    pairs = [batch_of([example], len(example.ids), saved.config.aux_layers) for example in examples]
+    assert rank_accuracy(place / "8") == rank_accuracies(saved, pairs, STEPS)  # for proposer.tree=measured
 
 
 @pytest.mark.parametrize("lr", [1e-7, 3.0])

@@ -20,10 +20,12 @@ from infer.processes.threads import cpu_threads
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.files import load_head
+from models.heads.measured_tree import RANK_ACCURACY
 from models.heads.weights import checkpoint_tensors
 from models.targets import load_target
 from train.config import LearnConfig
-from train.learning.examples import read_example
+from train.evaluation import rank_accuracies
+from train.learning.examples import batch_of, read_example
 from train.learning.learner import Learner, check_kind
 from train.learning.replay import open_replay
 from train.learning.saving import untrained, write_head
@@ -59,7 +61,9 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
     def save(candidate: Head, facts: dict[str, str]) -> int:
         numbers = sorted(int(path.name) for path in place.glob("*") if path.name.isdigit())
         number = max(first, *numbers, 0) + 1
-        write_head(candidate, place / str(number), config, target, {"learned": facts})
+        pairs = (batch_of([each], len(each.ids), head.config.aux_layers) for each in learner.judged.examples)
+        record = {"learned": facts, RANK_ACCURACY: rank_accuracies(candidate, pairs, learner.steps)}
+        write_head(candidate, place / str(number), config, target, record)
         for old in [*numbers, number][: -kept.keep]:
             if old != first:  # with which the server starts again
                 atomic.discard(place / str(old))

@@ -73,7 +73,7 @@ class Measured:
             "counted": {name: asdict(stats) for name, stats in counted.items()},
             "acceptance_length": self.greedy.summary(),
             "acceptance_length_sampled": self.sampled.summary(),
-            RANK_ACCURACY: [[round(share, 4) for share in shares] for shares in self.rank_accuracy],
+            RANK_ACCURACY: self.rank_accuracy,
         }
 
 
