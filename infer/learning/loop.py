@@ -20,7 +20,7 @@ from infer.learning.candidates import read_candidate
 from infer.learning.messages import Message, receive, send
 from infer.learning.outbox import Outbox
 from infer.learning.recording import recording
-from infer.learning.status import LearningStatus
+from infer.learning.status import TAUS, LearningStatus
 from infer.learning.traffic import TrafficRecorder
 from infer.learning.trainer import Trainer
 from models.heads.base import Head
@@ -89,16 +89,16 @@ class LearningLoop:
 
     # ---- in the engine's thread, asked for by a message ---------------------------------------------------------
 
-    def _take_over(self, head: Head, number: str, tau_before: float, tau_after: float) -> None:
+    def _take_over(self, head: Head, number: str, taus: Mapping[str, float]) -> None:
         try:
             self._engine.update_head(head)
         except (ValueError, RuntimeError) as error:  # it does not fit, or its copy not into memory
             self._refuse(error)
             return
-        before = self.status.judged(time.time(), tau_before)  # what it was after, the trainer's next status says
-        count = before.taken_over + 1
-        self.status = replace(before, taken_over=count, tau_before=tau_before, tau_after=tau_after)
-        log.info("the head has learnt (%s): τ %.3f to %.3f on requests held back", number, tau_before, tau_after)
+        before, after = taus["tau_before"], taus["tau_after"]
+        status = self.status.judged(time.time(), before)  # what it was after, the trainer's next status says
+        self.status = replace(status, taken_over=status.taken_over + 1, **taus)
+        log.info("the head has learnt (%s): τ %.3f to %.3f on requests held back", number, before, after)
 
     def _refuse(self, error: Exception) -> None:
         self.status = replace(self.status, refused=self.status.refused + 1)
@@ -141,4 +141,5 @@ class LearningLoop:
             head = read_candidate(self._engine, message.tensors)
         except ValueError as error:
             return partial(self._refuse, error)
-        return partial(self._take_over, head, facts["number"], float(facts["tau_before"]), float(facts["tau_after"]))
+        taus = {name: float(facts.get(name, "nan")) for name in TAUS}
+        return partial(self._take_over, head, facts["number"], taus)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+TAUS = ("tau_before", "tau_after", "replay_before", "replay_after")  # of a candidate; nan: there is no replay
 MOST_POINTS = 512  # of the history; the oldest go first
 
 
@@ -16,6 +17,8 @@ class LearningStatus:
     tau: float = math.nan  # acceptance length of the head in use on traffic that is held back; nan: not yet judged
     tau_before: float = math.nan  # the same before and after the last candidate that was taken over
     tau_after: float = math.nan
+    replay_before: float = math.nan  # of the head that learning began with, and of that candidate, on its replay
+    replay_after: float = math.nan
     taken_over: int = 0  # candidates that the engine drafts with, or has drafted with
     refused: int = 0  # candidates that are no weights of this head
     buffered: int = 0  # tokens of the examples that the trainer keeps

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partialmethod
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,7 +29,7 @@ FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-BETWEEN_BUCKETS = (
+GAP_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
@@ -56,14 +57,11 @@ class Metrics:
         self._labels = (model_name, ENGINE)
         self._registry.register(EngineCounters(self._labels, snapshot, stalls, lambda: self.speculative, learning))
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_BUCKETS)
-        self.between = self._histogram(
-            "inter_token_latency_seconds", "Between two outputs of a request", BETWEEN_BUCKETS
-        )
+        self.between = self._histogram("inter_token_latency_seconds", "Between two outputs of a request", GAP_BUCKETS)
         self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step", REQUEST_BUCKETS)
         self.request = self._histogram("e2e_request_latency_seconds", "Arrival to last token", REQUEST_BUCKETS)
-        self._finished = Counter(
-            f"{OURS}request_success", "Finished responses", (*LABELS, "finished_reason"), registry=self._registry
-        )
+        names = (*LABELS, "finished_reason")
+        self._finished = Counter(f"{OURS}request_success", "Finished responses", names, registry=self._registry)
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(*self._labels, reason)  # creates the series, so that a rate starts from 0
         self._all = CollectorRegistry()
@@ -115,8 +113,7 @@ class EngineCounters(Collector):
         yield self._gauge("kv_cache_usage_perc", "KV cache usage, 1 means full", now.kv_usage)
         if forecast is not None:
             yield self._gauge("draft_depth", "Draft depth chosen by the controller, 0 without drafts", forecast.depth)
-            text = "Speedup over plain decoding that the controller expects"
-            yield self._gauge("expected_speedup", text, forecast.speedup)
+            yield self._gauge("expected_speedup", "Expected speedup over plain decoding", forecast.speedup)
             yield self._gauge("draft_calibration", "Ratio of accepted to expected tokens, recently", forecast.bias)
         if forecast is not None and forecast.errors is not None:
             brier, by_history = forecast.errors
@@ -148,6 +145,8 @@ class EngineCounters(Collector):
         yield self._gauge("learning_running", "1 while the process runs that trains the head", now.running)
         if not math.isnan(now.tau):  # once it was judged
             yield self._gauge("learning_acceptance_length", "Tokens per verify, on requests held back", now.tau)
+        if not math.isnan(now.replay_after):
+            yield self._gauge("learning_replay_acceptance_length", "The same, on learning.replay", now.replay_after)
         yield self._gauge("learning_buffered_tokens", "Tokens of requests that are kept to learn from", now.buffered)
         yield self._counter("learning_heads_taken_over", "Heads that drafted better", now.taken_over)
         yield self._counter("learning_heads_refused", "Heads that did not fit the engine", now.refused)
@@ -156,12 +155,9 @@ class EngineCounters(Collector):
         yield self._counter("learning_updates", "Updates of the head", now.updates)
         yield self._counter("learning_seconds", "Time of one CPU thread for updates and comparisons", now.seconds)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        gauge = GaugeMetricFamily(f"{OURS}{name}", text, labels=LABELS)
-        gauge.add_metric(self.labels, value)
-        return gauge
+    def _one(self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float) -> Metric:
+        family = kind(f"{OURS}{name}", text, labels=LABELS)
+        family.add_metric(self.labels, value)
+        return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        counter = CounterMetricFamily(f"{OURS}{name}", text, labels=LABELS)
-        counter.add_metric(self.labels, value)
-        return counter
+    _gauge, _counter = partialmethod(_one, GaugeMetricFamily), partialmethod(_one, CounterMetricFamily)

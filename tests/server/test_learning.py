@@ -172,7 +172,7 @@ def candidates(target_folder: Path, head_folder: Path) -> list[Message]:
     other = copy.deepcopy(head)
     with torch.no_grad():
         dict(other.named_parameters())["fc.weight"].neg_()
-    facts = {"number": "1", "tau_before": "1.2", "tau_after": "1.5"}
+    facts = {"number": "1", "tau_before": "1.2", "tau_after": "1.5", "replay_before": "1.4", "replay_after": "1.3"}
     return [Message("candidate", checkpoint_tensors(each), facts) for each in (head, other)]
 
 
@@ -234,7 +234,7 @@ def test_weights_that_change_within_requests_change_no_token(
     loop.learning.close()
     assert responses == expected
     assert loop.learning.status.taken_over == steps > 20
-    assert loop.learning.status.tau_after == 1.5
+    assert (loop.learning.status.tau_after, loop.learning.status.replay_after) == (1.5, 1.3)
     assert loop.learning.status.examples == len(REQUESTS)
     assert engine.stats.speculation.accepted > 0
     assert torch.equal(engine.target.embedding_weight, embedding)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -25,6 +26,7 @@ NAMES = {
     "seconds_total": "seconds",
     "buffered_tokens": "buffered",
     "acceptance_length": "tau",
+    "replay_acceptance_length": "replay_after",
     "running": "running",
 }
 
@@ -46,6 +48,10 @@ def learnt(make_server: MakeServer) -> Iterator[Server]:
         os.kill(learning_of(server)._trainer.pid, signal.SIGTERM)
         wait_until(lambda: not status_of(server).running)
         assert status_of(server).taken_over > 0
+        loop = learning_of(server)
+        assert "headway_learning_replay_acceptance_length" not in server.metrics()
+        assert patient.get(f"{server.url}/learning").json()["replay_after"] is None
+        loop.status = replace(loop.status, replay_before=2.0, replay_after=2.25)  # as with learning.replay
         yield server
 
 
@@ -68,9 +74,9 @@ def test_the_page_shows_them_beside_a_line(learnt: Server, browser: Browser, siz
     line = rf"^Learnt, its process has ended: τ {status.tau:.2f}, {status.taken_over} heads? taken over$"
     expect(page.locator("#learning summary")).to_have_text(re.compile(line))
     page.locator("#learning summary").click()
-    shown = {name: page.locator(f"#learning [data-is={name}]").text_content() for name in ("tau", "gain", "updates")}
     gain = f"{status.tau_before:.2f} → {status.tau_after:.2f}"
-    assert shown == {"tau": f"{status.tau:.2f}", "gain": gain, "updates": f"{status.updates:,}"}
+    expected = {"tau": f"{status.tau:.2f}", "gain": gain, "replay": "2.00 → 2.25", "updates": f"{status.updates:,}"}
+    assert {name: page.locator(f"#learning [data-is={name}]").text_content() for name in expected} == expected
     plot = page.locator("#learning svg")
     assert plot.locator("circle").count() == len({taken for *_, taken in status.history} - {0})
     words = rf"τ from [\d.]+ to {status.tau:.2f}, \d+ times a head was taken over"

@@ -15,8 +15,10 @@ function showLearning(status) {
   const box = $("learning");
   box.hidden = false;
   box.querySelector("summary").textContent = learningLine(status);
-  const gain = status.tau_after === null ? "–" : `${status.tau_before.toFixed(2)} → ${status.tau_after.toFixed(2)}`;
-  const shown = { ...status, gain, tau: status.tau?.toFixed(2) ?? "–" };
+  const change = (before, after) => (after === null ? "–" : `${before.toFixed(2)} → ${after.toFixed(2)}`);
+  const gain = change(status.tau_before, status.tau_after);
+  const replay = change(status.replay_before, status.replay_after);
+  const shown = { ...status, gain, replay, tau: status.tau?.toFixed(2) ?? "–" };
   for (const node of box.querySelectorAll("[data-is]")) node.textContent = shown[node.dataset.is].toLocaleString();
   tauOverTime(box.querySelector("svg"), status.history);
 }
