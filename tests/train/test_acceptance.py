@@ -15,7 +15,7 @@ from models.targets.llama import LlamaTarget
 from tests import heads
 from tests.train.conftest import STEPS, make_head
 from train.data.sequences import Sequences
-from train.evaluation import Sampling, count_ranks, draft_matches, simulate, walk
+from train.evaluation import RANKS, Sampling, count_ranks, draft_matches, rank_accuracies, simulate, walk
 from train.features.online import compute_features
 from train.objectives import alignment
 
@@ -149,3 +149,9 @@ def test_ranks_count_what_matches_and_more(
     for step in range(STEPS):
         predicted = alignment.predicted_tokens(batch.ids, step)[masks[step]]
         assert int(ranks[step].sum()) == int(torch.isin(predicted, trained_head.target_ids).sum()) <= int(slots[step])
+    shares = (ranks[:, :RANKS].double() / slots[:, None]).round(decimals=4).tolist()
+    pairs = [
+        (part, compute_features(engine.target, part, trained_head.config.aux_layers))
+        for part in (responses.batch([row]) for row in range(len(responses)))
+    ]
+    assert rank_accuracies(trained_head, pairs, STEPS) == shares  # over all slots, not a mean of batches
