@@ -288,7 +288,7 @@ def test_what_was_taken_over_is_kept_if_it_is_asked_for(
     assert tensors.keys() == candidate.tensors.keys()
     assert all(torch.equal(value, candidate.tensors[name]) for name, value in tensors.items())
     examples = held_back_of(traffic, saved)
-    pairs = [batch_of([example], len(example.ids), saved.config.aux_layers) for example in examples]
+    pairs = [batch_of([example], saved.config.aux_layers) for example in examples]
     assert rank_accuracy(place / "8") == rank_accuracies(saved, pairs, STEPS)  # for proposer.tree=measured
 
 
@@ -434,7 +434,7 @@ def test_of_a_long_example_the_end_is_kept() -> None:
 
 def test_batches_hold_each_example_once() -> None:
     examples = [plain_example(length, number, prompt=2) for number, length in enumerate((20, 30, 12, 9))]
-    batch, features = batch_of(examples, 32, (0, 2, 2, 5))
+    batch, features = batch_of(examples, (0, 2, 2, 5), 32)
     assert batch.ids.shape == (3, 32)
     assert len(features.aux) == 4
     for index, place in zip(batch.rows, batch.places, strict=True):

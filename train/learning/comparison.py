@@ -41,7 +41,7 @@ def accepted(head: Head, examples: Iterable[Example], steps: int) -> list[Specul
     """Return what the engine would accept of each example, sampled or not, with chains of `steps` tokens."""
     counts = []
     for example in examples:
-        batch, features = batch_of([example], len(example.ids), head.config.aux_layers)
+        batch, features = batch_of([example], head.config.aux_layers)
         sampling = Sampling(example.temperature, [example.seed], example.first) if example.temperature else None
         counts.append(simulate(head, batch, features, steps, sampling))
     return counts

@@ -137,10 +137,10 @@ def rooms(config: LearningConfig, state_bytes: int) -> tuple[int, int]:
     return tokens, int(tokens * share)
 
 
-def batch_of(examples: Sequence[Example], room: int, aux_layers: Sequence[int]) -> tuple[Batch, Features]:
-    """Return examples in rows of up to `room` tokens, with a head's features and the target's likeliest tokens."""
+def batch_of(examples: Sequence[Example], aux_layers: Sequence[int], room: int = 0) -> tuple[Batch, Features]:
+    """Return examples in rows of up to `room` tokens, or of the longest's, with a head's features and top tokens."""
     sequences = Sequences.joined([(example.ids, example.assistant) for example in examples])
-    batch = sequences.packed(best_fit(sequences.lengths.tolist(), room))
+    batch = sequences.packed(best_fit(lengths := sequences.lengths.tolist(), room or max(lengths)))
     likeliest = min(example.top_ids.shape[1] for example in examples)
 
     def placed(values: list[Tensor]) -> Tensor:

@@ -85,7 +85,7 @@ class Learner:
         self.due, self.done = self.due - taken, self.done + taken
         if self.replay:
             examples += self.replay.beside(examples)
-        batch, features = batch_of(examples, self.config.batch_tokens, head.config.aux_layers)
+        batch, features = batch_of(examples, head.config.aux_layers, self.config.batch_tokens)
         assert features.top is not None
         teacher = recall(features.top, batch, head.target_ids, head.config.vocab_size)
         denominators = self.objective.denominators(batch)

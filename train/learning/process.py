@@ -61,7 +61,7 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
     def save(candidate: Head, facts: dict[str, str]) -> int:
         numbers = sorted(int(path.name) for path in place.glob("*") if path.name.isdigit())
         number = max(first, *numbers, 0) + 1
-        pairs = (batch_of([each], len(each.ids), head.config.aux_layers) for each in learner.judged.examples)
+        pairs = (batch_of([each], head.config.aux_layers) for each in learner.judged.examples)
         record = {"learned": facts, RANK_ACCURACY: rank_accuracies(candidate, pairs, learner.steps)}
         write_head(candidate, place / str(number), config, target, record)
         for old in [*numbers, number][: -kept.keep]:
