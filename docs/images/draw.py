@@ -18,6 +18,8 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -39,6 +41,7 @@ BARS = (
 LABEL, PANEL, BAR, GAP, TOP = 150, 210, 18, 10, 44  # pixels
 COLUMNS, LINES = 92, 60  # of the terminal
 LEFT, RIGHT, UPPER, LOWER = 60, 620, 44, 224  # pixels: the edges of a plot over time
+WINDOWS = 8  # of a result of `bench.py traffic`, in one point
 PLOT, APART, LINE = 300, 170, 15  # pixels: a plot over tokens, from one to the next, and between labels
 COLORS = ("#1a7f37", "#0969da", "#bc4c00", "#8250df", "#24292f")
 STYLE = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="13" fill="#24292f"'
@@ -73,12 +76,19 @@ def terminal(printed: str) -> str:
     return re.sub(r"@font-face {.*?}\s*", "", svg, flags=re.DOTALL)  # fonts of another host
 
 
+def averaged(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the means of a number of every `WINDOWS` windows of a kind, the last of them of fewer."""
+    kinds = [[row[key] for row in some] for _, some in groupby(rows, itemgetter("kind"))]
+    return [mean(some[place : place + WINDOWS]) for some in kinds for place in range(0, len(some), WINDOWS)]
+
+
 def learning(learns: Sequence[Mapping[str, Any]], stays: Sequence[Mapping[str, Any]]) -> str:
     """Return an SVG of τ over hours: of two results of `bench.py traffic`, the second of the first one's requests."""
-    curves = {"learns": [row["tau"] for row in learns], "stays as it was": [row["tau"] for row in stays]}
+    curves = {"learns": averaged(learns, "tau"), "stays as it was": averaged(stays, "tau")}
     hours, colors = [row["minute"] / 60 for row in learns], ("#1a7f37", "#6e7781")
     low, high = math.floor(2 * min(map(min, curves.values()))) / 2, math.ceil(2 * max(map(max, curves.values()))) / 2
     x_scale, y_scale = (RIGHT - LEFT) / hours[-1], (LOWER - UPPER) / (high - low)
+    xs = [LEFT + x_scale * minute / 60 for minute in averaged(learns, "minute")]
     parts = [
         *sheet(RIGHT + 120, LOWER + 40),
         f'<text x="{LEFT}" y="22" font-weight="bold">tokens emitted per verify (τ)</text>',
@@ -91,10 +101,10 @@ def learning(learns: Sequence[Mapping[str, Any]], stays: Sequence[Mapping[str, A
         parts.append(f'<path d="M{x:.1f} {UPPER}V{LOWER}" stroke="#afb8c1"/>')
         parts.append(f'<text x="{x + 6:.1f}" y="{LOWER + 18}">{kind}</text>')
     for (label, taus), color in zip(curves.items(), colors, strict=True):
-        places = [(LEFT + x_scale * hour, LOWER - y_scale * (tau - low)) for hour, tau in zip(hours, taus, strict=True)]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        ys = [LOWER - y_scale * (tau - low) for tau in taus]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        parts.append(f'<text x="{RIGHT + 8}" y="{places[-1][1] + 4:.1f}" fill="{color}">{label}</text>')
+        parts.append(f'<text x="{RIGHT + 8}" y="{ys[-1] + 4:.1f}" fill="{color}">{label}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 

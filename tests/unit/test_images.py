@@ -29,12 +29,15 @@ def test_learning(draw: ModuleType) -> None:
 
 
 def test_a_point_stands_at_its_hour_and_its_value(draw: ModuleType) -> None:
-    learns = [row(30, 2.0, "edits"), row(60, 3.0, "edits"), row(120, 2.5, "notes")]
-    svg = draw.learning(learns, [row(9, 2.0, kind) for kind in ("edits", "edits", "notes")])
-    quarter, middle = draw.LEFT + (draw.RIGHT - draw.LEFT) / 4, (draw.UPPER + draw.LOWER) / 2
-    half = (draw.LEFT + draw.RIGHT) / 2
-    points = f"{quarter:.1f},{draw.LOWER:.1f} {half:.1f},{draw.UPPER:.1f} {draw.RIGHT:.1f},{middle:.1f}"
-    assert f'<polyline points="{points}"' in svg
+    # a point is the mean of eight windows, or of what is left of a kind
+    learns = [row(minute, minute / 30, "edits") for minute in (26, 34) * 4]
+    learns += [row(60, 2.0, "edits"), row(118, 1.2, "notes"), row(120, 1.8, "notes")]
+    svg = draw.learning(learns, [row(9, 1.0, line["kind"]) for line in learns])
+    wide, high = draw.RIGHT - draw.LEFT, draw.LOWER - draw.UPPER
+    points = [(draw.LEFT + wide / 4, draw.LOWER), (draw.LEFT + wide / 2, draw.UPPER)]
+    points.append((draw.LEFT + wide * 119 / 120, draw.LOWER - high / 2))
+    assert f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"' in svg
+    assert f'<path d="M{draw.LEFT + wide / 2:.1f} {draw.UPPER}V' in svg  # the shift, where the last of edits ended
     assert svg.count("<polyline") == 2
     assert ">edits<" in svg
     assert ">notes<" in svg
