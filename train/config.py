@@ -16,7 +16,7 @@ from infer.options.exported_heads import export_folder
 from models.checks import MISSING, at_least, bounded, check_fields, choice, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
-from models.heads.objectives import JointObjectiveConfig, ObjectiveConfig
+from models.heads.objectives import ObjectiveConfig
 
 COLUMNS = (  # columns of a row, see train/data/examples.py
     "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",
@@ -331,17 +331,8 @@ class TrainConfig:
         return None if HEADS[self.head.name].is_target else self.objective.steps or self.head.max_depth
 
     @property
-    def published_model(self) -> str:
-        """The name of the target that the head is exported for; an objective that trains the target makes a new one."""
-        return f"{self.model.name}-{self.objective.name}" if self.trains_target else self.model.name
-
-    @property
-    def trains_target(self) -> bool:
-        return isinstance(self.objective, JointObjectiveConfig)
-
-    @property
     def export_folder(self) -> Path:
-        return export_folder(self.head, self.output_dir, self.published_model)
+        return export_folder(self.head, self.output_dir, self.model.name)
 
     @property
     def room(self) -> int | None:
@@ -358,8 +349,6 @@ class TrainConfig:
             raise ValueError(f"{start} in its own dtype; use engine.weights=same, or features.target=whole")
         if self.engine.graphs == "on":
             raise ValueError(f"{start} which the host leads; use engine.graphs=auto")
-        if self.trains_target:
-            raise ValueError(f"{start} and objective={self.objective.name} trains them; use features.target=whole")
 
     def _check_on_policy(self) -> None:
         start = f"objective.on_policy={self.objective.on_policy}: runs the target on drafts, which"
@@ -383,7 +372,7 @@ class TrainConfig:
                 f"objective={objective.name}: is for head={' or '.join(suitable)}, not for head={head.name}; without "
                 f"objective= it gets {default_objective(head.name)}"
             )
-        if objective.checkpointing and kind.separate_depths and not self.trains_target:
+        if objective.checkpointing and kind.separate_depths:
             raise ValueError(
                 f"objective.checkpointing=true: drops activations of decoder layers, of which head={head.name} has none"
             )
@@ -394,18 +383,8 @@ class TrainConfig:
                 f"features.top_k={top_k}: saves the last hidden state, which head={head.name} reads itself; it is for "
                 f"head={' or '.join(suitable)}"
             )
-        if self.trains_target and (self.engine.tensor_parallel > 1 or self.engine.weight_format != "same"):
-            raise ValueError(
-                f"objective={objective.name}: trains the target too, which must be whole and in its own dtype; use "
-                "engine.tensor_parallel=1 engine.weights=same"
-            )
         if objective.on_policy:
             self._check_on_policy()
-        if self.trains_target and self.parallel.name not in ("single", "ddp"):
-            raise ValueError(
-                f"parallel={self.parallel.name}: divides a head, and objective={objective.name} trains the target too; "
-                "use parallel=ddp"
-            )
         if max_depth is not None:
             for key, value in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
                 if value is not None and value > max_depth:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -211,7 +211,6 @@ class Evaluator:
     held_out: Sequences
     features: FeatureSource
     check: Callable[[], None] = lambda: None
-    about_target: Mapping[str, float] = field(default_factory=dict)  # metrics reported along with the losses
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -311,7 +310,7 @@ class Evaluator:
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))
         assert sums is not None
         covered = {"eval/coverage": self._coverage(objective.head)}
-        return {**step_metrics("eval", sums, objective.step_weight), **covered, **self.about_target}
+        return {**step_metrics("eval", sums, objective.step_weight), **covered}
 
     def _coverage(self, head: Head) -> float:
         return coverage(self.held_out.ids[self.held_out.assistant], head.target_ids)

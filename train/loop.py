@@ -309,7 +309,7 @@ class Run:
         if path is None:
             return
         placement = self.prepared.placement
-        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained))
+        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.head))
         state = loaded.state
         if state["data_hash"] != self.prepared.data_hash:
             raise ValueError(
@@ -344,7 +344,7 @@ class Run:
         return broadcast(self.accelerator, taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
-        evaluator = self.prepared.served.evaluator()
+        evaluator = self.prepared.evaluator
         metrics = evaluator.losses(self.prepared.placement.measured) | acceptance_metrics(
             evaluator.measure(self.prepared.head)
         )

@@ -5,10 +5,10 @@ The keys of a loss that trains one head alone are in that head's config.py. Impo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from models.checks import MISSING, bounded, check_fields, choice, number
+from models.checks import MISSING, check_fields, choice, number
 
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
 
@@ -27,8 +27,7 @@ class ObjectiveConfig:
     # slots, chunked if there are many | null: on a GPU like true, on a CPU one kernel for LM head and loss
     # (kernels/vocabulary.py) if the loss is kl, ce or label; only if the head's parameters are not sharded
     fused: bool | None = None
-    # activation checkpointing: recompute those of the head's MLPs in backward; of a joint objective the target's layers
-    checkpointing: bool = False
+    checkpointing: bool = False  # activation checkpointing: recompute those of the head's MLPs in backward
 
     loss: ClassVar[str] = "kl"  # of the logits; one of LOSSES
     drop_out_of_vocab: ClassVar[bool] = False  # no loss where the target's argmax is outside the draft vocabulary
@@ -42,25 +41,6 @@ class ObjectiveConfig:
     def slot_share(self, depth: int) -> float:
         """Return the share of the slots that this depth is trained on."""
         return 1.0
-
-
-@dataclass
-class JointObjectiveConfig(ObjectiveConfig):
-    """Keys of objectives that first train the heads alone, then heads and target together, which makes a new target.
-
-    Loss of the second stage: KL(original target || adapted target) + heads_weight * the heads' loss.
-    """
-
-    # share of the run in which the target is frozen
-    heads_first: float = bounded(0.5, "is a share, must be 0 to below 1", lambda share: 0 <= share < 1)
-    heads_weight: float = number(0.2, above=0)
-    lora_rank: int = number(32, low=1)
-    lora_on: list[str] = field(default_factory=lambda: ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.lora_on:
-            raise ValueError("objective.lora_on=[]: names no layer of the target to train")
 
 
 @dataclass

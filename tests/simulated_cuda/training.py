@@ -16,7 +16,6 @@ from train.config import OptimConfig
 from train.data.sequences import Sequences
 from train.distributed.strategies import make_optimizers
 from train.features.online import compute_features, features_in_context
-from train.objectives.joint import JointObjective
 
 # by objective: which head of tests/heads.py
 OBJECTIVES = {
@@ -25,7 +24,6 @@ OBJECTIVES = {
     "eagle": "eagle",
     "mtp": "mtp",
     "medusa": "medusa",
-    "medusa-2": "medusa",
     "mlp": "mlp",
     "p-eagle": "p-eagle, one layer",
     "dflash": "dflash, one layer",
@@ -45,8 +43,6 @@ def step_waits(folder: Path, machine: Machine, name: str, device: str = "cuda:0"
     borrow(head, target)
     kind, _, on_drafts = name.partition(", ")
     objective = make_objective(head.to(device), kind, **({"on_policy": 1.0} if on_drafts else {}))
-    if isinstance(objective, JointObjective):
-        objective.adapt_target(target)
     optimizers = make_optimizers(objective, OptimConfig(), 1e-3, fused=True)
     batch = Sequences.of(ROWS).batch(range(len(ROWS))).to(torch.device(device))
     parts: dict[str, Counter[Wait]] = {}

@@ -57,7 +57,6 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_was_never_updated_is_restored_as_such(tmp_path: Path) -> None:
-    """As Medusa-2's adapters while only the heads are trained."""
     module, optimizer = make(0)
     module[2](torch.randn(5, 3)).square().sum().backward()
     optimizer.step()

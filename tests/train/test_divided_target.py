@@ -104,5 +104,3 @@ def test_features_are_those_of_the_rounded_weights(
 def test_what_does_not_go_with_a_divided_or_rounded_target_is_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.tensor_parallel=2: divides the target .*; use parallel=single"):
         compose("train", TrainConfig, ["engine.tensor_parallel=2", "parallel=ddp"])
-    with pytest.raises(ValueError, match=r"objective=medusa-2: trains the target too"):
-        compose("train", TrainConfig, ["head=medusa", "objective=medusa-2", "engine.weights=int8"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from infer.engine import Engine
-from infer.options.cli import compose
 from models.attention import CausalAttention, repeat_kv
 from models.heads.base import Head
 from models.heads.weights import checkpoint_tensors
-from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
-from train.config import SCHEMAS, TrainConfig
 from train.data.sequences import Batch, Sequences
-from train.features.online import Features, compute_features, target_features
+from train.features.online import Features, compute_features
 from train.objectives import alignment
 from train.objectives.base import Objective
 from train.objectives.draft_states import draft_states
-from train.objectives.joint import JointObjective
 from train.objectives.losses import overlap, slot_losses
 from train.objectives.teacher import Teacher, teach
 
@@ -128,41 +123,6 @@ def test_medusa(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant:
         return float((p * (p.log() - log_q)).sum())
 
     assert run(objective, engine, batch)[0].item() == pytest.approx(loss_of(objective, cost, batch), rel=1e-4)
-
-
-def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch) -> None:
-    """First the heads alone, then KL(target before || after) + λ Σ_h 0.8^h L_h, with the target before as teacher."""
-    head = make_head(tiny_target, "medusa, truncated", num_heads=K)
-    alone = make_objective(head, "medusa", steps=K)
-    config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", steps=K, heads_first=0.25, heads_weight=0.3, lora_rank=4)
-    objective = JointObjective(head, config)
-    objective.adapt_target(load_target(str(tiny_target_folder)), seed=3)
-    features = features_of(head, engine, batch)
-    teacher = teach(engine.target, features.hidden, batch, head.target_ids)
-    args = (batch, features, teacher, objective.denominators(batch), True, None)
-    assert torch.equal(objective(*args, 0.25)[0], alone(*args)[0])
-    # A new adapter changes nothing: no drift yet, the heads' loss as before.
-    assert objective(*args, 0.3)[0].item() == pytest.approx(0.3 * alone(*args)[0].item(), rel=1e-4)
-
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in objective.target.named_parameters():
-        if name.endswith("lora_b"):
-            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
-    loss, _ = objective(*args, 1.0)
-    after = target_features(objective.target, batch, head.config.aux_layers)
-    assert not torch.allclose(after.hidden, features.hidden, atol=1e-3)
-    slots, drift = served_slots(batch, 0), 0.0
-    for row, slot in slots:
-        p = tiny_target.logits(features.hidden[row, slot + 1]).log_softmax(-1)
-        q = tiny_target.logits(after.hidden[row, slot + 1].detach()).log_softmax(-1)
-        drift += float((p.exp() * (p - q)).sum()) / len(slots)
-    heads = alone(batch, after, *args[2:])[0].item()
-    assert loss.item() == pytest.approx(drift + 0.3 * heads, rel=1e-4)
-
-    loss.backward()
-    learnt = {name for name, parameter in objective.named_parameters() if parameter.grad is not None}
-    assert learnt == {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
-    assert {name.rpartition(".")[2] for name in learnt if name.startswith("target.")} == {"lora_a", "lora_b"}
 
 
 @torch.no_grad()
@@ -426,29 +386,6 @@ def test_checkpointing_keeps_less_and_changes_nothing(
         module = make_objective(head, name, steps=K, checkpointing=checkpointing)
         results.append(learnt(module, lambda module=module: run(module, engine, batch)[0]))
     compare_learnt(*results, share=0.85)
-
-
-def test_checkpointing_medusa_2_is_of_the_targets_layers(
-    engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch
-) -> None:
-    results = []
-    for checkpointing in (False, True):
-        head = make_head(tiny_target, "medusa, truncated", num_heads=K)
-        overrides = ["head=medusa", f"head.num_heads={K}", "eval_draft_tokens=1", "objective=medusa-2"]
-        config = compose("train", TrainConfig, [*overrides, f"objective.checkpointing={checkpointing}"]).objective
-        module = JointObjective(head, config)
-        module.adapt_target(load_target(str(tiny_target_folder)))
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in module.target.named_parameters():
-            if name.endswith("lora_b"):
-                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
-        features = features_of(head, engine, batch)
-        teacher = teach(engine.target, features.hidden, batch, head.target_ids)
-        args = (batch, features, teacher, module.denominators(batch), True, None, 1.0)
-        results.append(learnt(module, lambda module=module, args=args: module(*args)[0]))
-        assert "forward" not in vars(module.target.layers[0])
-    assert any("lora_a" in name for name in results[0][1])
-    compare_learnt(*results, share=0.5)
 
 
 Learnt = tuple[Tensor, dict[str, Tensor], int]

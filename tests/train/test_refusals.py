@@ -23,7 +23,6 @@ CASES = [
     ("head=eagle head.start_from={head}", r"head\.start_from=.*a head of another kind; say head=eagle3"),
     ("tracker=tensorboard", r"tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker="),
     ("tracker=wandb tracker.mode=online", r"tracker\.mode=online: wandb is not installed; pip install wandb, or"),
-    ("head=medusa objective=medusa-2 objective.lora_on=[nope]", r"objective\.lora_on: nope: this target's layers have"),
     ("features=offline features.path={store}", r"features\.path=.*; layers is \[-1, 1\], this run has .* Give another"),
     ("features=offline features.path={other}", r"features\.path=.*; target is 0ther, this run has \w+;.* Give another"),
     ("features=offline features.path={head}", r"features\.path=.*: holds something else than a store of features"),

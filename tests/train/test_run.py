@@ -24,7 +24,6 @@ from infer.engine import Engine
 from infer.graphs.cuda_graph import Graph
 from infer.options.cli import compose
 from infer.request import SamplingParams
-from models.config import LAST
 from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
@@ -32,10 +31,9 @@ from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import assert_equal, run, tensors
 from train import schedule
 from train.config import TrainConfig
-from train.data.sequences import Batch, Sequences
+from train.data.sequences import Sequences
 from train.distributed.collectives import refuse_other_launch
 from train.distributed.strategies import Replicated
-from train.features.online import compute_features
 from train.loop import Run, train
 from train.publishing.trackers import read_metrics
 from train.schedule import LEAST_UPDATES
@@ -227,61 +225,6 @@ def test_a_speculator_is_trained_in_two_stages(head: str, other: str, settings: 
         torch.testing.assert_close(value, stage_1[name], rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"head.start_from=.*give the keys of head= that it was trained with"):
         run([*more, f"head.start_from={first['export']}", f"head.{other}"], "run=other")
-
-
-def test_medusa_2_publishes_a_target_and_its_head(
-    settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = [item for item in settings if not item.startswith(EAGLE3_KEYS)]
-    overrides = [*base, "head=medusa", "head.num_heads=3", "objective=medusa-2", "steps=8", "eval_every=6"]
-    overrides += ["checkpoint_every=6", "eval_draft_tokens=3", "objective.lora_rank=4", "optim.lr=0.01"]
-    result = run(overrides, "run=whole")
-    assert result["gap"] == 0.0
-    head, folder = Path(result["export"]), tmp_path / "models" / "demo-medusa-2"
-    assert head == tmp_path / "heads" / "demo-medusa-2" / "medusa"
-
-    first, *_, last = read_metrics(tmp_path / "whole")
-    assert (first["eval/target_kl"], first["eval/target_same_tokens"]) == (pytest.approx(0, abs=1e-6), 1.0)
-    assert last["eval/target_kl"] > 1e-5
-    card = (head / "README.md").read_text()
-    assert f"'model={TARGET_FOLDER}' model.name=demo-medusa-2 model.dtype=float32" in card
-    assert f"KL {last['eval/target_kl']:.4f} nats" in card
-    assert f"KL {last['eval/target_kl']:.4f} nats" in (folder / "README.md").read_text()
-
-    # The published folder is a target like any other: another library computes the same from it.
-    from transformers import AutoModelForCausalLM
-
-    ids = torch.arange(20)[None]
-    target, before = load_target(str(folder)), load_target(str(tiny_target_folder))
-    logits, old = (t.logits(compute_features(t, Batch(ids, ids > 0, (0,)), (LAST,)).hidden) for t in (target, before))
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(logits, old, atol=1e-3)
-
-    options = [f"model={folder}", "model.name=demo-medusa-2", f"output_dir={tmp_path}", "head=medusa"]
-    config = compose("generate", GenerateConfig, options)
-    engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
-    assert engine.proposer_name == "head"
-    with pytest.raises(ValueError, match="another target"):
-        load_head(head, name="medusa", target=before)
-
-    real = Run._between_steps
-
-    def stop(self: Run) -> None:
-        real(self)
-        if self.step == 6:
-            raise Interrupted
-
-    torn = [*overrides, "run=torn", f"output_dir={tmp_path / 'torn'}"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "_between_steps", stop)
-        assert train(compose("train", TrainConfig, torn), torn) is None
-    run(torn)
-    for path in (head, folder):
-        straight, resumed = (
-            load_file(p / "model.safetensors") for p in (path, tmp_path / "torn" / path.relative_to(tmp_path))
-        )
-        assert_equal(straight, resumed)
 
 
 def test_updates_that_are_not_finite_are_left_out_and_end_the_run(settings: list[str], tmp_path: Path) -> None:
@@ -478,12 +421,11 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
     "head",
     [
         ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process would draw anew
-        ["head=medusa", "head.num_heads=4", "objective=medusa-2", "objective.lora_rank=4"],
     ],
     ids=lambda value: value[0],
 )
 def test_two_processes_train_a_head_like_one(head: list[str], settings: list[str], tmp_path: Path) -> None:
-    """As tests/train/test_parallel_modes.py, for a head with an extra parameter and one whose target is trained too."""
+    """As tests/train/test_parallel_modes.py, for a head with an extra parameter."""
     args = [*(item for item in settings if not item.startswith(EAGLE3_KEYS)), "steps=4", "eval_draft_tokens=3", *head]
     run(args, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
     double = [*args, "parallel=ddp", "run=double", "batch_size=4"]

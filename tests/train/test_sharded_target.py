@@ -119,10 +119,6 @@ def test_a_head_trained_on_what_it_recorded_is_nearly_the_same(outputs: Path) ->
         ([], r"features\.target=sharded: .* parallel=single has one; use parallel=ddp"),
         (["parallel=ddp", "engine.weights=int8"], r"features\.target=sharded: .*; use engine\.weights=same"),
         (["parallel=ddp", "engine.graphs=on"], r"features\.target=sharded: .*; use engine\.graphs=auto"),
-        (
-            ["parallel=ddp", "head=medusa", "objective=medusa-2"],
-            r"features\.target=sharded: .* objective=medusa-2 trains them",
-        ),
     ],
 )
 def test_what_does_not_go_with_a_sharded_target_is_refused(overrides: list[str], message: str) -> None:

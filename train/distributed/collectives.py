@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
 from train.config import TrainConfig
@@ -55,12 +55,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     # without an explicit backend accelerate sees a single process under DeepSpeed on a CPU
     gloo = on_cpu or shares_gpus(config, torch.cuda.device_count())
     group = InitProcessGroupKwargs(backend="gloo" if gloo else None, timeout=PATIENCE)
-    # While a joint objective trains only the heads, its adapters get no gradient.
-    wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.trains_target)
     accelerator = Accelerator(
         cpu=on_cpu and not zero,
         mixed_precision="bf16" if config.precision == "bf16" and not zero else "no",
-        kwargs_handlers=[group, wrapper] if world > 1 else None,
+        kwargs_handlers=[group] if world > 1 else None,
         deepspeed_plugin=zero_plugin(config) if zero else None,
     )
     try:

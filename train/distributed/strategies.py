@@ -145,11 +145,6 @@ class Replicated:
         return self.plain.head
 
     @property
-    def trained(self) -> nn.Module:
-        """The module that checkpoints save: the head, or whatever the objective trains."""
-        return self.measured.trained
-
-    @property
     def measured(self) -> Objective:
         """The objective around `head`, for evaluation on one process."""
         return self.plain
@@ -192,11 +187,11 @@ class Replicated:
 
     def state(self) -> Trained:
         """Return the full state. Call it on every process."""
-        return checkpoint.gather_trained(self.plain.trained, self.optimizers)
+        return checkpoint.gather_trained(self.plain.head, self.optimizers)
 
     def load(self, state: Trained) -> None:
         """Load the full state. Call it on every process."""
-        checkpoint.load_trained(self.plain.trained, self.optimizers, state)
+        checkpoint.load_trained(self.plain.head, self.optimizers, state)
 
     def close(self, *, together: bool) -> None:
         """Release resources after the last use. `together`: every process calls this, at the same point."""
@@ -212,7 +207,7 @@ class Replicated:
 
     def _set_rate(self, rate: float) -> None:
         for group in self._groups():
-            group["lr"] = rate * group.get("scale", 1.0)
+            group["lr"] = rate
 
 
 class Sharded(Replicated):

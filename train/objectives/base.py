@@ -80,14 +80,9 @@ class Objective(nn.Module):
                 if isinstance(module, GatedMLP):  # attention caches keys of earlier steps: no recomputation
                     module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
-    @property
-    def trained(self) -> nn.Module:
-        """The module that holds every trained parameter and is saved."""
-        return self.head
-
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the trained parameters, in the order of `trained`; `scale` multiplies a group's learning rate."""
-        return [{"params": [p for p in self.head.parameters() if p.requires_grad], "scale": 1.0}]
+        """Return the trained parameters, in the head's order."""
+        return [{"params": [p for p in self.head.parameters() if p.requires_grad]}]
 
     @property
     def fused(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from train.objectives.base import Objective
 from train.objectives.block import BlockObjective, DFlash2Objective, DSparkObjective
 from train.objectives.eagle import FeatureRegression
-from train.objectives.joint import JointObjective
 from train.objectives.mtp import MtpObjective
 from train.objectives.on_policy import TttObjective
 
@@ -14,7 +13,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "eagle": FeatureRegression,
     "mtp": MtpObjective,
     "medusa": Objective,
-    "medusa-2": JointObjective,
     "mlp": Objective,
     "p-eagle": Objective,
     "dflash": BlockObjective,

@@ -24,9 +24,7 @@ from kernels.quantize import narrow_bytes
 from kernels.vocabulary import BLOCK_ELEMENTS, TeacherLogits
 from models.heads.base import Head
 from models.heads.borrowing import borrow, borrowed_by
-from models.heads.objectives import JointObjectiveConfig
 from models.layers import Linear
-from models.lora import linear_layers
 from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.zero3 import shared_elements
@@ -63,13 +61,11 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     features = cached + feature_bytes(target, head.config.aux_layers, batch)
     if config.objective.on_policy:  # also the target's keys and values, which drafts continue
         features += batch * sizes.cached_numbers(1) * sizes.num_layers * target.norm.weight.element_size()
-    # of a target that is trained too, unpacked in training and merged in evaluation
-    copies = 2 * sum(p.nbytes for p in target.parameters()) if config.trains_target else 0
     # unpacked, of what the head uses in place; one if they are tied
     lm_head, embedding = target.lend()
     borrowed = {lm_head.weight, embedding} if any(borrowed_by(head)) else ()
     return {
-        "target": target_bytes(target, config) + copies,
+        "target": target_bytes(target, config),
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token,
         "head and optimiser": state_bytes(config, target, head) + sum(weight.nbytes for weight in borrowed),
         "features": features,
@@ -81,9 +77,6 @@ def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
     """Return the bytes of head, gradients and optimiser, sharded as `parallel` says, and of copies of the head."""
     trained, frozen = parameters(head)
     name, total = config.parallel.name, trained + frozen
-    if isinstance(objective := config.objective, JointObjectiveConfig):
-        adapted = [layer for _, name, layer in linear_layers(target.layers) if name in objective.lora_on]
-        trained += sum(objective.lora_rank * (layer.in_features + layer.out_features) for layer in adapted)
     num_bytes = trained * STATE + frozen * VALUE
     if isinstance(config.optim, MuonConfig):  # one moment, not two
         num_bytes -= VALUE * sum(matrix.numel() for matrix in hidden_matrices(head))
@@ -115,8 +108,6 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     learning = rehearse(config, target, rows, length)
     if on_gpu:  # its kernel stores no attention scores, the only part quadratic in length
         learning = min(learning, 2 * rehearse(config, target, 2 * rows, max(1, length // 2)) - learning)
-    if config.trains_target:
-        learning += sizes.num_layers * layer + chunk  # the target's activations, through which gradients flow
     return max(layer, teaching, learning)
 
 
@@ -189,7 +180,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
-    """Return the objective around a head on the meta device, like `target`; a joint objective does not adapt it."""
+    """Return the objective around a head on the meta device, like `target`."""
     with torch.device("meta"):
         head = make_head(config.head, target.config)
         borrow(head, target)
@@ -200,7 +191,7 @@ def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
 def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -> int:
     """Return the peak bytes beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
 
-    `target` is on the meta device too. Of a joint objective only the heads are profiled.
+    `target` is on the meta device too.
     """
     objective = meta_objective(config, target)
     head, ids = objective.head, torch.zeros(rows, length, dtype=torch.int64)

@@ -30,7 +30,6 @@ from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.files import read_head
 from models.heads.weights import checkpoint_layout
-from models.lora import refuse_unknown_layers
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train.checkpoint import find_checkpoint, read_state
@@ -325,7 +324,6 @@ def refusals(config: TrainConfig, meta_shapes: Shapes, overrides: Sequence[str] 
         lambda: head_can_be_divided(config),
         lambda: start_fits(config, target, head),
         lambda: check_tracker(config.tracker),
-        lambda: refuse_unknown_layers(target.layers, getattr(config.objective, "lora_on", ())),
         lambda: store_fits(config, target, head, checkpoint),
         lambda: processes_are_the_runs(config),
     ]
@@ -408,7 +406,7 @@ def processes_are_the_runs(config: TrainConfig) -> None:
 
 
 def outputs_have_room(config: TrainConfig, meta_shapes: Shapes) -> None:
-    """Check that the run and its export can be written: the head and, beside it, a target that is trained too."""
+    """Check that the run and the head that it exports can be written."""
     try:
         free_disk(resolve_path(config.output_dir) / (config.run or ""))
     except ValueError as error:
@@ -417,7 +415,6 @@ def outputs_have_room(config: TrainConfig, meta_shapes: Shapes) -> None:
         return
     target, head = meta_shapes.target, meta_shapes.head
     exported = [head.state_dict()[name] for name in checkpoint_layout(head)]
-    exported += target.parameters() if config.trains_target else ()
     size = sum(value.numel() for value in exported) * target.norm.weight.element_size()
     _, free = free_disk(config.export_folder)
     if free < size:

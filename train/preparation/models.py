@@ -31,9 +31,6 @@ from models.targets.zero3 import Exchange
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab
 from train.config import DemoDataConfig, RowsDataConfig, TrainConfig
-from train.objectives.base import Objective
-from train.objectives.joint import JointObjective
-from train.objectives.registry import OBJECTIVES
 
 
 def open_engine(config: TrainConfig, device: torch.device, exchange: Exchange | None = None) -> Engine:
@@ -88,14 +85,6 @@ def make_head(config: HeadConfig, target: TargetConfig) -> Head:
     """Make a head of the target's sizes, without vocabulary. Raises ValueError if settings do not fit the target."""
     assert isinstance(config, NewHeadConfig)
     return config.make(target)
-
-
-def make_objective(config: TrainConfig, head: Head) -> Objective:
-    """Make the objective of a head with its vocabulary. Raises ValueError for `lora_on` layers the target lacks."""
-    objective = OBJECTIVES[config.objective.name](head, config.objective)
-    if isinstance(objective, JointObjective):
-        objective.adapt_target(unpacked_target(config, head), config.seed)
-    return objective
 
 
 def give_vocabulary(head: Head, config: TrainConfig, target: LlamaTarget, counts: Tensor, tokenizer: Tokenizer) -> None:

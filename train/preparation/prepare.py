@@ -40,10 +40,9 @@ from train.features.store import (
     refuse_small_disk,
     wider_layout,
 )
-from train.objectives.joint import JointObjective
-from train.preparation.models import give_vocabulary, make_head, make_objective, open_engine, pool_for
+from train.objectives.registry import OBJECTIVES
+from train.preparation.models import give_vocabulary, make_head, open_engine
 from train.preparation.threads import work_threads
-from train.publishing.target_view import AdaptedTarget, ServedTarget
 from train.publishing.trackers import warn
 from train.schedule import peak_rate
 from train.signals import StopRequest
@@ -56,7 +55,7 @@ class Prepared:
     sequences: Sequences  # cut to sequence_length
     packs: list[list[int]]  # indices of the sequences that share a row
     placement: Replicated  # head, objective and optimiser
-    served: ServedTarget | AdaptedTarget
+    evaluator: Evaluator
     data_source: str
     data_hash: str
     data_counts: dict[str, Any]  # of rows and conversations
@@ -178,17 +177,12 @@ def prepare(
         )
     give_vocabulary(head, config, target, sequences.counts(target.config.vocab_size), tokenizer)
     head.to(accelerator.device)
-    objective = make_objective(config, head)
+    objective = OBJECTIVES[config.objective.name](head, config.objective)
     rate = peak_rate(config.optim, head.config.hidden_size)
     placement = PLACEMENTS[config.parallel.name](accelerator, objective, config.optim, rate)
     # an error, of which other processes need not know, leaves the block of `resources`; an end or a stop is of all
     resources.push(lambda error, *_: placement.close(together=error is None))
-    served: ServedTarget | AdaptedTarget
-    if isinstance(objective, JointObjective):
-        served = AdaptedTarget(config, objective, tokenizer, pool_for(config), data.held_out, stop.check)
-    else:
-        features_of = online_features(target, head.config.aux_layers)
-        served = ServedTarget(config, target, Evaluator(config, engine, data.held_out, features_of, stop.check))
+    features_of = online_features(target, head.config.aux_layers)
     counts = {
         "sequences": len(sequences),
         "tokens": int(sequences.offsets[-1]),
@@ -216,7 +210,7 @@ def prepare(
         sequences=sequences,
         packs=packs,
         placement=placement,
-        served=served,
+        evaluator=Evaluator(config, engine, data.held_out, features_of, stop.check),
         data_source=data.source,
         data_counts={**data.counts, "learnt": counts},
         data_hash=uncut.content_hash(),

@@ -23,10 +23,10 @@ SPEED = (
 )
 
 
-def card(record: Mapping[str, Any], arguments: str, placeholders: str = "", note: str = "") -> str:
+def card(record: Mapping[str, Any], arguments: str, placeholders: str = "") -> str:
     """Return the card's text. `record`: provenance.json, with all that `export_head` adds to it.
 
-    `arguments` are those of a serving command, `placeholders` names what to fill in there; `note` is about the target.
+    `arguments` are those of a serving command, `placeholders` names what to fill in there.
     """
     config = record["config"]
     model, head = config["model"]["name"], config["head"]["name"]
@@ -43,7 +43,7 @@ Drafts tokens for one target, `{record["target"]}` with fingerprint `{record["ta
 another is refused unless `head.allow_mismatch=true`. Speculation changes no token: the head decides how many come per
 step, never which. Trained by Headway. {HEADS[head].files}
 
-{note}## Acceptance
+## Acceptance
 
 {acceptance(record)}
 

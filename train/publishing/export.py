@@ -83,14 +83,12 @@ def export_head(
     config: TrainConfig,
     provenance: Mapping[str, Any],
     measure: Callable[[Head], Measured],
-    *,
-    note: str = "",
 ) -> tuple[Path, Measured]:
     """Export the head in the target's dtype. `measure` gets the head as serving will load it.
 
-    No written file contains a path of this machine. `note` about the target goes on the card.
+    No written file contains a path of this machine.
     """
-    folder = export_folder(config.head, config.output_dir, config.model.name)  # of the published target
+    folder = export_folder(config.head, config.output_dir, config.model.name)
     dtype = target.norm.weight.dtype
     atomic.sweep(folder.parent)
     with atomic.replace_folder(folder) as staging:
@@ -117,7 +115,7 @@ def export_head(
         measured = measure(loaded)
         record |= measured.record()
         write(record)
-        (staging / README).write_text(card(record, *serving_arguments(config), note), encoding="utf-8")
+        (staging / README).write_text(card(record, *serving_arguments(config)), encoding="utf-8")
     return folder, measured
 
 

@@ -27,7 +27,6 @@ from train.publishing.card import data_lines, table
 from train.publishing.export import Acceptance, Measured, drafting_words, export_head, stated, tau
 from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
-from train.publishing.target_view import ServedTarget
 from train.publishing.trackers import Results, Sample, Trackers, read_metrics
 from train.step_clock import PARTS
 from train.storage import atomic
@@ -50,19 +49,19 @@ def publish_run(
     returns a line for an acceptance length that means nothing.
     """
     record = record_of(config, prepared, progress)
-    target, head_folder, measured = export(prepared, record)
-    metrics = target.measure.losses(prepared.placement.measured)
+    head_folder, measured = export(config, prepared, record)
+    metrics = prepared.evaluator.losses(prepared.placement.measured)
     tracker.log(record["steps"], metrics | acceptance_metrics(measured.greedy))
     if config.export == "best" and best > measured.greedy.engine.acceptance_length:
         state = load_best(folder, prepared)
         log(f"exporting the head of step {state['step']}, τ {best:.3f} in the engine: the last is worse")
         exact = {"steps": state["step"], "tokens": state["tokens"], "seconds": round(state["seconds"], 1)}
         record = {**record, **exact}
-        target, head_folder, measured = export(prepared, record)
-    samples = target.measure.samples(prepared.head, how_many(config.tracker))
+        head_folder, measured = export(config, prepared, record)
+    samples = prepared.evaluator.samples(prepared.head, how_many(config.tracker))
     speeds = dict[int, float]()
     if config.eval_concurrency:
-        speeds = target.measure.speeds(prepared.head, config.eval_concurrency)
+        speeds = prepared.evaluator.speeds(prepared.head, config.eval_concurrency)
         ratios = {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()}
         tracker.log(progress["steps"], ratios)
     plots = draw_plots(folder, measured, speeds)
@@ -77,7 +76,7 @@ def publish_run(
         log(note)
     log(f"exported to {head_folder}; report in {report}")
     place = portable_path(str(head_folder)) or str(head_folder)
-    arguments = [*model_overrides(target.config.model), *drafting_words(config.head, config.output_dir, place)]
+    arguments = [*model_overrides(config.model), *drafting_words(config.head, config.output_dir, place)]
     log(f"serve it: {python_command('infer/serve.py', *arguments)}")
     summary = {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
     return summary if note is None else {**summary, "note": note}
@@ -91,7 +90,7 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
         run=config.run,
         steps=progress["steps"],
         tokens=progress["tokens"],
-        trained_parameters=sum(p.numel() for p in checkpoint.trainable(placement.trained).values()),
+        trained_parameters=sum(p.numel() for p in checkpoint.trainable(placement.head).values()),
         seconds=round(progress["seconds"], 1),
         data_source=prepared.data_source,
         data_hash=prepared.data_hash,
@@ -101,18 +100,16 @@ def record_of(config: TrainConfig, prepared: Prepared, progress: Mapping[str, An
     )
 
 
-def export(prepared: Prepared, record: Mapping[str, Any]) -> tuple[ServedTarget, Path, Measured]:
-    """Publish target and head. Returns the target, the head's folder, and what was measured of its files."""
-    target = prepared.served.publish()
-    measure = target.measure.measure_fully
-    return target, *export_head(prepared.head, target.target, target.config, record, measure, note=target.note)
+def export(config: TrainConfig, prepared: Prepared, record: Mapping[str, Any]) -> tuple[Path, Measured]:
+    """Publish the head. Returns its folder, and what was measured of its files."""
+    return export_head(prepared.head, prepared.target, config, record, prepared.evaluator.measure_fully)
 
 
 def load_best(folder: Path, prepared: Prepared) -> Mapping[str, Any]:
     """Load the parameters with the highest acceptance length, to be exported; return the state of their checkpoint."""
     path = checkpoint.find_checkpoint(folder / "checkpoints", checkpoint.BEST)
     assert path is not None, "the best state was saved when it was found"
-    module = prepared.placement.trained
+    module = prepared.placement.head
     loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(module))
     checkpoint.load_module(module, loaded.trained.module)
     return loaded.state

@@ -9,7 +9,7 @@ from models.checks import choice, number
 from models.config import LAST, TargetConfig
 from models.heads.config import Facts, HeadShape, NewHeadConfig
 from models.heads.layer_config import check_draft_vocabulary, draft_vocabulary
-from models.heads.objectives import JointObjectiveConfig, ObjectiveConfig
+from models.heads.objectives import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,8 @@ class MedusaObjectiveConfig(ObjectiveConfig):
 
 
 @dataclass
-class Medusa2ObjectiveConfig(MedusaObjectiveConfig, JointObjectiveConfig):
-    """Medusa-2: the second stage trains the target too."""
-
-
-@dataclass
 class MedusaOptions(NewHeadConfig):
-    objectives: ClassVar = {"medusa": MedusaObjectiveConfig, "medusa-2": Medusa2ObjectiveConfig}
+    objectives: ClassVar = {"medusa": MedusaObjectiveConfig}
     separate_depths: ClassVar = True
     files: ClassVar = "The files follow vLLM's layout of Medusa heads."
 
