@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import ids_digest
+from tests import ids_digest
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Computes digests of emitted token ids and draft counts for every proposer, to compare before and after a refactoring.
 
-    python scripts/ids_digest.py --save before.json
-    python scripts/ids_digest.py --compare before.json
-    python scripts/ids_digest.py --model demo --head outputs/heads/demo/eagle3
+    python -m tests.ids_digest --save before.json
+    python -m tests.ids_digest --compare before.json
+    python -m tests.ids_digest --model demo --head outputs/heads/demo/eagle3
 
 A cell is a combination of proposer (none, n-gram, suffix, chain and tree of the head, draft model, combined),
 temperature (0 or 1), concurrency (one or eight requests) and dtype (fp32 or bf16). Its `ids` is the SHA-256 of all
@@ -12,17 +12,11 @@ With --compare the exit code is 1 if any digest differs. Within one dtype and te
 speculation changed a token: the exit code is then 1 as well.
 """
 
-import os
-import sys
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-import infer.options.environment  # noqa: F401
-
-# isort: split
+from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,7 +112,8 @@ def differing(before: Mapping[str, Mapping[str, str]], after: Mapping[str, Mappi
 def main(argv: list[str]) -> int:
     from tqdm import tqdm
 
-    parser = command_line("ids_digest.py", __doc__)
+    parser = command_line("", __doc__)
+    parser.prog = "python -m tests.ids_digest"
     parser.add_argument("--model", default="smollm2-135m", help="as in model= (default: %(default)s)")
     parser.add_argument("--head", default=DEFAULT_HEAD, help="as in head=, or a folder (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=24, help="of every answer (default: %(default)s)")
