@@ -3,8 +3,7 @@
 A block stands for a draft that starts after a slot of the sequence, its anchor slot. Each of its N rows sees the
 context keys of the anchor slot and of earlier slots in its document, and the keys of its own block: all of them, or
 with `causal` those up to its own. It never sees another block. With `window` a row sees only the last `window` of these
-keys, which is what the paged kernels do in serving (kernels/attention.py). A target's branches, which continue its
-sequence by drafted tokens, are causal blocks too (train/features/online.py).
+keys, which is what the paged kernels do in serving (kernels/attention.py).
 
 Contract: one fp32 softmax runs over both kinds of keys. Gradients of keys are summed over all rows that see them in a
 fixed order.
@@ -30,7 +29,7 @@ CHUNK_ELEMENTS = 2**24  # scores in memory at a time: 64 MB in fp32
 
 def block_attention(
     q: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor], slots: Tensor,
-    starts: Tensor | None = None, *, causal: bool = False, window: int | None = None, sinks: Tensor | None = None,
+    starts: Tensor | None = None, *, causal: bool = False, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention for q `[B, M, N, nh, D]`, the N rows of M blocks per sequence -> `[B, M, N, nh, D]`.
 
@@ -38,18 +37,16 @@ def block_attention(
 
     context: keys and values of the sequence's slots, `[B, T, nkv, D]` each; block: those of the rows, `[B, M, N, nkv,
     D]`. slots `[B, M]`: each block's anchor slot, in any order. starts `[B, T]`: the slot at which each slot's document
-    begins; None: each sequence is one document. sinks `[nh]`: scores as of a key whose value is zero. With these, and
-    with values of another size, which the result then has, torch runs.
+    begins; None: each sequence is one document.
     """
-    alike = sinks is None and context[1].shape[-1] == q.shape[-1]
-    if alike and (dtype := kernel_dtype(q)) is not None:
+    if (dtype := kernel_dtype(q)) is not None:
         from kernels.triton.block_attention import RangesAttention
 
         lined_up = [x.to(dtype).flatten(1, 2) for x in (q, *block)]
         bounds = key_bounds(q.shape[2], slots, first_slots(slots, starts), causal=causal, window=window)
         out = RangesAttention.apply(lined_up[0], *[x.to(dtype) for x in context], *lined_up[1:], *bounds)
         return out.view(q.shape)
-    return dense_block_attention(q, context, block, slots, starts, causal=causal, window=window, sinks=sinks)
+    return dense_block_attention(q, context, block, slots, starts, causal=causal, window=window)
 
 
 def dense_block_attention(
@@ -86,7 +83,6 @@ def _attend(
     *,
     causal: bool = False,
     window: int | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     length, kv_heads, rows = context_k.shape[1], context_k.shape[2], q.shape[2]
     q = q.unflatten(3, (kv_heads, -1)).permute(0, 3, 1, 4, 2, 5)  # [B, nkv, M, G, N, D]
@@ -96,13 +92,9 @@ def _attend(
     # one product for the rows of all blocks, for each of which torch would copy the context's keys
     context_scores = (q.flatten(2, 4) @ keys.transpose(-1, -2)).unflatten(2, q.shape[2:5])
     scores = torch.cat([context_scores, q @ row_keys.transpose(-1, -2)], dim=-1) * q.shape[-1] ** -0.5
-    scores = scores.float().masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(kv_heads, 1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    weights = scores.softmax(-1).to(q.dtype)
+    weights = scores.float().masked_fill(~mask, -torch.inf).softmax(-1).to(q.dtype)
     seen = (weights[..., :length].flatten(2, 4) @ values).unflatten(2, q.shape[2:5])
-    out = seen + weights[..., length : length + rows] @ row_values
+    out = seen + weights[..., length:] @ row_values
     return out.permute(0, 2, 4, 1, 3, 5).flatten(3, 4)
 
 

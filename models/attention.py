@@ -152,9 +152,7 @@ class TrainingTimeTestAttention:
 
 
 class BlockAttention:
-    """Attention of blocks of rows in training (kernels/block_attention.py): context keys and their own block's.
-
-    The blocks are a block drafter's, or continue a target's sequence.
+    """Attention of a block drafter's rows in training (kernels/block_attention.py): context keys and their own block's.
 
     slots `[B, M]`: the anchor slot of each block; starts `[B, T]` as above. `write` takes the context's keys and values
     of a layer, `[B, T, nkv, D]`, before the layer's rows attend; `attend(causal)` is the attention of a mask kind.
@@ -172,8 +170,9 @@ class BlockAttention:
             layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
             sinks: Tensor | None = None,
         ) -> Tensor:  # fmt: skip
-            q = q if scale is None else q * (scale * q.shape[-1] ** 0.5)  # the kernels scale by the keys' size
+            assert sinks is None, "heads have no sinks"
+            assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
             rows = q, self._context[layer], (k, v), self._slots, self._starts
-            return block_attention(*rows, causal=causal, window=window, sinks=sinks).flatten(3)
+            return block_attention(*rows, causal=causal, window=window).flatten(3)
 
         return attention

@@ -350,15 +350,6 @@ class TrainConfig:
         if self.engine.graphs == "on":
             raise ValueError(f"{start} which the host leads; use engine.graphs=auto")
 
-    def _check_on_policy(self) -> None:
-        start = f"objective.on_policy={self.objective.on_policy}: runs the target on drafts, which"
-        if self.features.target == "sharded":
-            raise ValueError(f"{start} must be whole in every process; use features.target=whole")
-        if self.engine.tensor_parallel > 1:
-            raise ValueError(f"{start} must be in one process; use engine.tensor_parallel=1")
-        if self.parallel.name not in WHOLE:
-            raise ValueError(f"{start} a whole head makes; use parallel={' or '.join(WHOLE)}")
-
     def _check_objective(self) -> None:
         objective, head, max_depth = self.objective, self.head, self.head.max_depth
         kind = HEADS[head.name]
@@ -383,8 +374,6 @@ class TrainConfig:
                 f"features.top_k={top_k}: saves the last hidden state, which head={head.name} reads itself; it is for "
                 f"head={' or '.join(suitable)}"
             )
-        if objective.on_policy:
-            self._check_on_policy()
         if max_depth is not None:
             for key, value in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
                 if value is not None and value > max_depth:

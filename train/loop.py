@@ -38,7 +38,6 @@ from train.distributed.collectives import (
 )
 from train.distributed.liveness import OtherProcesses
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
-from train.features.online import features_in_context
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
 from train.planning.plan import check_plan, describe_plan, refuse
@@ -151,7 +150,6 @@ class Run:
 
     def _optimise(self) -> None:
         config, show = self.config, self.accelerator.is_main_process
-        on_policy = config.objective.on_policy
         peak = schedule.peak_rate(config.optim, self.prepared.head.config.hidden_size)
         with tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not show) as bar:
             self._catch_up()
@@ -161,11 +159,9 @@ class Run:
                     self.threads.look(self._trial)
                 self.clock.start()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak, self.warmup)
-                drafts = on_policy > 0 and self.step >= schedule.last_part(self.steps, on_policy)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
                 with cpu_threads(self.threads.count):
-                    progress = (self.step + 1) / self.steps
-                    result = self._forward_backward(metrics=logged, progress=progress, drafts=drafts)
+                    result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
                     with self.clock.part("optimizer"):
                         norm = self._update(result.loss, rate)
                 self.step += 1
@@ -222,10 +218,10 @@ class Run:
         self.best, self.evaluated = max(tau, self.best), self.step
         return better
 
-    def _forward_backward(self, *, metrics: bool, progress: float, drafts: bool) -> StepResult:
+    def _forward_backward(self, *, metrics: bool, progress: float) -> StepResult:
         """Compute the gradients of one optimiser step, over its accumulated batches and all processes.
 
-        `progress`: the share of the run that is done after this step; `drafts`: whether it trains on the head's too.
+        `progress`: the share of the run that is done after this step.
         """
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
         with self.clock.part("data"):
@@ -237,10 +233,8 @@ class Run:
         for micro, batch in enumerate(batches):
             with self.clock.part("target"):
                 assert prepared.features is not None, "opened if steps are left"
-                if drafts:  # the objective computes the teacher, which is one of drafts too
-                    layers, teacher = prepared.head.config.aux_layers, None
-                    features = features_in_context(prepared.target, batch, layers)
-                elif (features := prepared.features(batch)).top is None:
+                features = prepared.features(batch)
+                if features.top is None:
                     teacher = placement.plain.teach(prepared.target, features.hidden, batch)
                 else:
                     teacher = recall(features.top, batch, prepared.head.target_ids, prepared.target.config.vocab_size)
@@ -428,18 +422,15 @@ class Run:
         return schedule.steps_in(60 * self.config.minutes, self._trial_seconds(), 0.0, self.config.eval_every)
 
     def _trial_seconds(self) -> float:
-        """Return the mean seconds of a step, with as many threads as are fastest."""
+        """Return the seconds of one step, with as many threads as are fastest."""
         self._trial()  # warm-up
-        seconds, late = self.threads.look(self._trial), self.config.objective.on_policy
-        if not 0 < late < 1:
-            return seconds
-        return late * seconds + (1 - late) * self.threads.look(partial(self._trial, late=False))
+        return self.threads.look(self._trial)
 
-    def _trial(self, *, late: bool = True) -> None:
-        """Compute the next step, of a later one its gradients, as `late` in the run as can be; no state changes."""
+    def _trial(self) -> None:
+        """Compute the next step, of a later one its gradients, as at the end of the run; no state changes."""
         with stopping_together(self.accelerator):
             self.stop.check()
-        self._forward_backward(metrics=False, progress=1.0, drafts=late and self.config.objective.on_policy > 0)
+        self._forward_backward(metrics=False, progress=1.0)
         placement = self.prepared.placement
         (placement.drop if self.step else placement.rehearse)()
 

@@ -28,14 +28,9 @@ def warmup_steps(steps: int, config: OptimConfig) -> int:
     return round(config.warmup * steps) if config.warmup_steps is None else config.warmup_steps
 
 
-def last_part(steps: int, share: float) -> int:
-    """Return the first step, 0-based, of the last `share` of the steps, which is one step at least."""
-    return steps - max(1, round(share * steps))
-
-
 def decay_start(steps: int, config: OptimConfig) -> int:
     """Return the first step, 0-based, at which schedule=wsd lowers the rate: the last `decay` share begins there."""
-    return last_part(steps, config.decay)
+    return steps - max(1, round(config.decay * steps))
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig, peak: float, warmup: int | None = None) -> float:

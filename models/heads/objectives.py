@@ -31,8 +31,6 @@ class ObjectiveConfig:
 
     loss: ClassVar[str] = "kl"  # of the logits; one of LOSSES
     drop_out_of_vocab: ClassVar[bool] = False  # no loss where the target's argmax is outside the draft vocabulary
-    on_policy: ClassVar[float] = 0.0  # share of the run, at its end, that trains on drafts of the head too
-    on_policy_slots: ClassVar[int] = 0  # of a row, at most, whose drafts these are
     sampled: ClassVar[bool] = False  # a depth is trained on a sample of the slots of the depth before: `slot_share`
 
     def __post_init__(self) -> None:
@@ -63,28 +61,15 @@ class BlockObjectiveConfig(ObjectiveConfig):
 class TttConfig(ObjectiveConfig):
     """Training-time test (EAGLE-3, arXiv 2503.01840): the head runs K steps on its own states, as in serving.
 
-    Only tokens are teacher-forced; every step is compared with the target's distribution at the same position. With
-    on_policy some slots read what the head drafts, and are compared with the target after that (as in Draft-OPD, arXiv
-    2605.29343, but from random slots, not from those at which a draft was rejected).
+    Only tokens are teacher-forced; every step is compared with the target's distribution at the same position.
     """
 
     steps: int | None = number(3, low=1)
     step_weight: float = number(0.8, above=0, high=1)
     loss: str = choice("kl", *LOSSES)  # kl: target's distribution | ce: its argmax | label: the text
     drop_out_of_vocab: bool = True  # no loss where the target's argmax is outside the draft vocabulary
-    on_policy: float = number(0.0, low=0, high=1)  # share of the run, at its end, that trains on drafts of the head too
-    on_policy_slots: int = number(64, low=1)  # of a row, at most, whose drafts these are, steps - 1 tokens each
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps is None:
             raise ValueError("objective.steps=null: training-time test needs a number of steps")
-        if self.on_policy and self.steps == 1:
-            raise ValueError(
-                f"objective.on_policy={self.on_policy}: no draft is read with objective.steps=1; give more"
-            )
-        if self.on_policy and self.loss == "label":
-            raise ValueError(
-                f"objective.on_policy={self.on_policy}: no text says what follows a draft; use another objective.loss "
-                "than label"
-            )

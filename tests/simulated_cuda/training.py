@@ -15,12 +15,11 @@ from tests.simulated_cuda.matrix import EAGLE3
 from train.config import OptimConfig
 from train.data.sequences import Sequences
 from train.distributed.strategies import make_optimizers
-from train.features.online import compute_features, features_in_context
+from train.features.online import compute_features
 
 # by objective: which head of tests/heads.py
 OBJECTIVES = {
     "ttt": EAGLE3,
-    "ttt, on drafts": EAGLE3,
     "eagle": "eagle",
     "mtp": "mtp",
     "medusa": "medusa",
@@ -41,16 +40,14 @@ def step_waits(folder: Path, machine: Machine, name: str, device: str = "cuda:0"
     target = load_target(str(folder), device=device)
     head = make_head(load_target(str(folder)), OBJECTIVES[name])
     borrow(head, target)
-    kind, _, on_drafts = name.partition(", ")
-    objective = make_objective(head.to(device), kind, **({"on_policy": 1.0} if on_drafts else {}))
+    objective = make_objective(head.to(device), name)
     optimizers = make_optimizers(objective, OptimConfig(), 1e-3, fused=True)
     batch = Sequences.of(ROWS).batch(range(len(ROWS))).to(torch.device(device))
     parts: dict[str, Counter[Wait]] = {}
     for _ in range(2):
         with machine.counting() as parts["features"]:
-            source = features_in_context if on_drafts else compute_features
-            features = source(target, batch, head.config.aux_layers)
-            teacher = None if on_drafts else objective.teach(target, features.hidden, batch)
+            features = compute_features(target, batch, head.config.aux_layers)
+            teacher = objective.teach(target, features.hidden, batch)
         generator = torch.Generator(device).manual_seed(1)
         with machine.counting() as parts["forward"]:
             loss, _ = objective(batch, features, teacher, objective.denominators(batch), True, generator, 0.5)

@@ -1,7 +1,7 @@
 """One of two processes that train in every parallel mode in turn: `modes_worker.py MODE,... SETTING ...`
 
 Each mode has an uninterrupted run of a block drafter, one that stops after its third step and is resumed, and one of
-EAGLE-3 with bad steps; where the head is whole, also the first two of EAGLE-3 that trains on its drafts.
+EAGLE-3 with bad steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from train.signals import Interrupted
 
 # its confidence bias, of one element, no two processes can divide
 BLOCK = ["head=dspark", "head.num_layers=1", "head.block_size=4"]
-ON_DRAFTS = ["objective.on_policy=0.8", "objective.on_policy_slots=4"]
 REAL, REAL_PASS, REAL_CLOSE = Run._between_steps, Run._forward_backward, Zero.close
 
 
@@ -72,13 +71,12 @@ def main() -> None:
     modes, *settings = sys.argv[1:]
     for mode in modes.split(","):
         common = [*settings, f"parallel={mode}"]
-        for name, more in {"block": BLOCK, **({"drafts": ON_DRAFTS} if mode == "ddp" else {})}.items():
-            assert run(compose("train", TrainConfig, [*common, *more, f"run={name}-{mode}"])) is not None
-            torn = [*common, *more, f"run={name}-{mode}-torn"]
-            Run._between_steps = stopping
-            assert run(compose("train", TrainConfig, torn)) is None
-            Run._between_steps = REAL
-            assert run(compose("train", TrainConfig, torn)) is not None
+        assert run(compose("train", TrainConfig, [*common, *BLOCK, f"run=block-{mode}"])) is not None
+        torn = [*common, *BLOCK, f"run=block-{mode}-torn"]
+        Run._between_steps = stopping
+        assert run(compose("train", TrainConfig, torn)) is None
+        Run._between_steps = REAL
+        assert run(compose("train", TrainConfig, torn)) is not None
         Run._forward_backward = poisoned
         assert run(compose("train", TrainConfig, [*common, f"run=eagle3-{mode}-bad", "steps=4"])) is not None
         Run._forward_backward = REAL_PASS

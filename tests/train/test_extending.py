@@ -49,11 +49,7 @@ def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
 def test_an_extended_run_equals_one_of_the_larger_budget(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Extended after its end and in the middle of its decay; stopped just after its return to the stable checkpoint.
-
-    The updates on drafts of the head are those of the decay.
-    """
-    overrides = [*overrides, "objective.on_policy=0.25"]
+    """Extended after its end and in the middle of its decay; stopped just after its return to the stable checkpoint."""
     run(overrides, "run=whole", "steps=16", f"head.path={tmp_path / 'whole-head'}")
 
     run(overrides, "run=one", "steps=8")

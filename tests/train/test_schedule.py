@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from train.config import OptimConfig
-from train.schedule import Budget, decay_start, extension, last_part, learning_rate, steps_in
+from train.schedule import Budget, decay_start, extension, learning_rate, steps_in
 
 CONFIG = OptimConfig(name="adamw", lr=1.0, warmup=0.1, final_lr=0.05)
 WSD = replace(CONFIG, schedule="wsd", decay=0.25)
@@ -34,8 +34,7 @@ def test_warm_up_stable_decay() -> None:
 def test_a_larger_budget_changes_no_rate_before_the_decay() -> None:
     short, long = ([learning_rate(step, steps, WSD, 1.0, 10) for step in range(75)] for steps in (100, 1000))
     assert short == long
-    assert decay_start(100, WSD) == last_part(100, 0.25) == 75
-    assert (last_part(7, 0.2), last_part(7, 0.01), last_part(7, 1.0)) == (6, 6, 0)
+    assert decay_start(100, WSD) == 75
 
 
 def test_warm_up_in_steps() -> None:

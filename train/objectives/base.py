@@ -103,11 +103,8 @@ class Objective(nn.Module):
             and all(is_plain(self.head.readout(depth).lm_head) for depth in range(self.steps))
         )
 
-    def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch | None) -> Teacher:
-        """Return the teacher for this objective, from the target's last hidden states `[B, T, H]`.
-
-        Without a batch these are `[R, H]`, the teacher's rows, and no token of a text follows them.
-        """
+    def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch) -> Teacher:
+        """Return the teacher for this objective, from the target's last hidden states `[B, T, H]`."""
         if self.native and hidden.dtype in KINDS:
             return teaching.teach_logits(target, hidden, batch, self.head.target_ids)
         return teaching.teach(target, hidden, batch, self.head.target_ids, keep=not self.fused)

@@ -7,7 +7,7 @@ by the head: this equals the engine drafting these tokens, which tests assert fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from models.heads.block import BlockHead, block_inputs
 from models.heads.weights import dtype_of
 from train.objectives import alignment
 
-# states [B, M, S] of the depth before, tokens [B, M] of the sequence, depth -> tokens that are read there
-Redraft = Callable[[Tensor, Tensor, int], Tensor]
-
 
 def draft_states(
     head: Head,
@@ -30,14 +27,12 @@ def draft_states(
     first: int = 0,
     slots: Sequence[Tensor] | None = None,
     starts: Tensor | None = None,
-    redraft: Redraft | None = None,
 ) -> Iterator[Tensor]:
     """Yield the states of depths 0 .. K-1 for slots `first ..`, `[B, T - first, S]` each, as input of `head.logits`.
 
     ids `[B, T]`, aux one `[B, T, Ht]` per feature. With `slots` depth k yields only `slots[k]`, `[M]` or `[B, M]`, a
     subset of those of the depth before, as a parallel head is trained (arXiv 2602.01469). All others only contribute
     keys and values at depth 0. starts `[B, T]`: where each slot's document begins, if several are packed into a row.
-    `redraft` returns what a recurrent head reads at a depth past 0 in place of the sequence's tokens.
     """
     if isinstance(head, BlockHead):
         yield from block_draft_states(head, ids, aux, steps, first, slots, starts)
@@ -66,7 +61,6 @@ def draft_states(
                 tokens = alignment.at(alignment.draft_tokens(ids, step), step_slots)
                 fewer = step_slots.shape[-1] < previous_slots.shape[-1]
                 before = state[:, torch.searchsorted(previous_slots, step_slots)] if fewer else state
-                tokens = tokens if redraft is None else redraft(before, tokens, step)
             state = head.step(tokens, before, positions, attention, step)
         if step == 0 and (step_slots.ndim == 2 or step_slots.shape[-1] < length):
             state = alignment.at(state, step_slots)

@@ -6,10 +6,9 @@ from train.objectives.base import Objective
 from train.objectives.block import BlockObjective, DFlash2Objective, DSparkObjective
 from train.objectives.eagle import FeatureRegression
 from train.objectives.mtp import MtpObjective
-from train.objectives.on_policy import TttObjective
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    "ttt": TttObjective,
+    "ttt": Objective,
     "eagle": FeatureRegression,
     "mtp": MtpObjective,
     "medusa": Objective,

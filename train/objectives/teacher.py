@@ -59,10 +59,8 @@ def draft_ids_of(ids: Tensor, vocab_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def teach(target: LlamaTarget, hidden: Tensor, batch: Batch | None, ids: Tensor, *, keep: bool = True) -> Teacher:
+def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, keep: bool = True) -> Teacher:
     """Compute the teacher from `hidden [B, T, H]` after the target's final norm; `ids [Vd]` are the head's target ids.
-
-    Without a batch it has the R rows of `hidden [R, H]`, which no token of a text follows.
 
     Logits are computed only for teacher rows, one chunk at a time. With `keep` false the probabilities are dropped too
     and recomputed for the rows that are read (`Teacher.whole`).
@@ -86,21 +84,15 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch | None, ids: Tensor,
     return Teacher._make([*(torch.cat(column) for column in zip(*parts, strict=True)), make_probs, None])
 
 
-def rows_and_labels(
-    target: LlamaTarget, hidden: Tensor, batch: Batch | None, ids: Tensor
-) -> tuple[Tensor, Tensor, bool]:
+def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Return `hidden` `[R, H]` and label draft ids `[R]` of teacher rows, and whether `ids` is the full vocabulary."""
-    vocab_size = target.config.vocab_size
-    full_vocab = ids.numel() == vocab_size
-    if batch is None:
-        return hidden, ids.new_full((len(hidden),), -1), full_vocab
-    where = alignment.teacher_rows(batch.assistant)
+    where, vocab_size = alignment.teacher_rows(batch.assistant), target.config.vocab_size
     label = draft_ids_of(ids, vocab_size)[alignment.shift_left(batch.ids, 1)[where]]
-    return hidden[where], label, full_vocab
+    return hidden[where], label, ids.numel() == vocab_size
 
 
 @torch.no_grad()
-def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch | None, ids: Tensor) -> Teacher:
+def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> Teacher:
     """Like `teach`, but keep the target's logits over the draft vocabulary, in its dtype, instead of probabilities."""
     rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
     kept, parts = rows.new_empty(len(rows), ids.numel()), []

@@ -58,9 +58,6 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
     item = kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
     per_token = sizes.cached_numbers(config.engine.tensor_parallel) * sizes.num_layers * item
     cached = features_in_memory(config, target, head, tokens)
-    features = cached + feature_bytes(target, head.config.aux_layers, batch)
-    if config.objective.on_policy:  # also the target's keys and values, which drafts continue
-        features += batch * sizes.cached_numbers(1) * sizes.num_layers * target.norm.weight.element_size()
     # unpacked, of what the head uses in place; one if they are tied
     lm_head, embedding = target.lend()
     borrowed = {lm_head.weight, embedding} if any(borrowed_by(head)) else ()
@@ -68,7 +65,7 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
         "target": target_bytes(target, config),
         "KV": (pool_for(config).max_tokens_in_cache or 0) * per_token,
         "head and optimiser": state_bytes(config, target, head) + sum(weight.nbytes for weight in borrowed),
-        "features": features,
+        "features": cached + feature_bytes(target, head.config.aux_layers, batch),
         "activations": activation_bytes(config, target, head),
     }
 

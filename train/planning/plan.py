@@ -225,15 +225,11 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
         kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
-        forwards = target_forwards(config, kept=bool(kept))
-        flops = 6 * trained * uses_of_weights(config, head) + 2 * active * forwards  # per token
+        flops = 6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active)  # per token
         step = config.accumulate * batch * flops / speed.flops
         estimates["a step"] = step
         if config.steps is not None:
             estimates["all steps"] = step * config.steps
-        if share := config.objective.on_policy:
-            rows = f"batch and on {config.objective.on_policy_slots} drafts of each row"
-            plan.add("time", f"the last {share:.0%} of the steps run the target, whatever features= is, on the {rows}")
     text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
     rate = f"{speed.flops / 1e9:.{0 if speed.flops > 1e10 else 2}f} GFLOP/s in {precision.name}"
@@ -264,13 +260,6 @@ def uses_of_weights(config: TrainConfig, head: Head) -> float:
     """Return how often a training step multiplies by each weight of the head, per token."""
     depths = config.objective.steps or head.config.max_depth or 1
     return 1 if HEADS[head.config.name].separate_depths else sum(map(config.objective.slot_share, range(depths)))
-
-
-def target_forwards(config: TrainConfig, *, kept: bool) -> float:
-    """Return how many rows the target computes per token of a step, on average; `kept`: its features are stored."""
-    objective, always = config.objective, 0.0 if kept else 1.0
-    drafted = objective.on_policy_slots * ((objective.steps or 1) - 1)
-    return always + objective.on_policy * (1 - always + drafted / config.sequence_length)
 
 
 def active_parameters(target: LlamaTarget) -> int:
