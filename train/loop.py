@@ -161,7 +161,7 @@ class Run:
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak, self.warmup)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
                 with cpu_threads(self.threads.count):
-                    result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
+                    result = self._forward_backward(metrics=logged)
                     with self.clock.part("optimizer"):
                         norm = self._update(result.loss, rate)
                 self.step += 1
@@ -218,11 +218,8 @@ class Run:
         self.best, self.evaluated = max(tau, self.best), self.step
         return better
 
-    def _forward_backward(self, *, metrics: bool, progress: float) -> StepResult:
-        """Compute the gradients of one optimiser step, over its accumulated batches and all processes.
-
-        `progress`: the share of the run that is done after this step.
-        """
+    def _forward_backward(self, *, metrics: bool) -> StepResult:
+        """Compute the gradients of one optimiser step, over its accumulated batches and all processes."""
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
         with self.clock.part("data"):
             batches = [self._batch(micro) for micro in range(config.accumulate)]
@@ -239,7 +236,7 @@ class Run:
                 else:
                     teacher = recall(features.top, batch, prepared.head.target_ids, prepared.target.config.vocab_size)
             generator = torch.Generator(accelerator.device).manual_seed(seed_of(config.seed, self._number(micro)))
-            inputs = (batch, features, teacher, denominators, metrics, generator, progress)
+            inputs = (batch, features, teacher, denominators, metrics, generator)
             last = micro + 1 == len(batches)
             with self.clock.part("head"), placement.accumulating(last):
                 loss, part = placement.objective(*inputs)
@@ -427,10 +424,10 @@ class Run:
         return self.threads.look(self._trial)
 
     def _trial(self) -> None:
-        """Compute the next step, of a later one its gradients, as at the end of the run; no state changes."""
+        """Compute the next step, of a later one its gradients; no state changes."""
         with stopping_together(self.accelerator):
             self.stop.check()
-        self._forward_backward(metrics=False, progress=1.0)
+        self._forward_backward(metrics=False)
         placement = self.prepared.placement
         (placement.drop if self.step else placement.rehearse)()
 

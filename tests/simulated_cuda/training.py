@@ -50,7 +50,7 @@ def step_waits(folder: Path, machine: Machine, name: str, device: str = "cuda:0"
             teacher = objective.teach(target, features.hidden, batch)
         generator = torch.Generator(device).manual_seed(1)
         with machine.counting() as parts["forward"]:
-            loss, _ = objective(batch, features, teacher, objective.denominators(batch), True, generator, 0.5)
+            loss, _ = objective(batch, features, teacher, objective.denominators(batch), True, generator)
         with machine.counting() as parts["backward"]:
             loss.backward()
         trained = [p for group in objective.parameter_groups() for p in group["params"]]

@@ -111,10 +111,10 @@ def test_no_slot_reaches_into_another_document(documents: Sequences) -> None:
     assert together.sum() == apart.sum() > 0
 
 
-def losses(objective: Objective, target: LlamaTarget, batch: Batch, progress: float) -> tuple[torch.Tensor, ...]:
+def losses(objective: Objective, target: LlamaTarget, batch: Batch) -> tuple[torch.Tensor, ...]:
     features = compute_features(target, batch, objective.head.config.aux_layers)
     teacher = teach(target, features.hidden, batch, objective.head.target_ids)
-    loss, sums = objective(batch, features, teacher, objective.denominators(batch), True, None, progress)
+    loss, sums = objective(batch, features, teacher, objective.denominators(batch), True, None)
     objective.zero_grad()
     loss.backward()
     gradients = torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
@@ -137,8 +137,8 @@ def test_losses_are_those_of_the_documents_unpacked(
     head = make_head(tiny_target, variant)
     options = {} if head.config.max_depth else {"steps": K}
     objective = make_objective(head, name, reduction=reduction, **options)
-    packed = losses(objective, tiny_target, documents.packed(PACKS), 0.0)
-    padded = losses(objective, tiny_target, documents.batch(range(len(documents))), 0.0)
+    packed = losses(objective, tiny_target, documents.packed(PACKS))
+    padded = losses(objective, tiny_target, documents.batch(range(len(documents))))
     for actual, expected in zip(packed, padded, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert padded[0] > 0

@@ -159,13 +159,11 @@ class Objective(nn.Module):
         denominators: Tensor,
         metrics: bool = True,
         generator: torch.Generator | None = None,
-        progress: float = 0.0,
     ) -> tuple[Tensor, StepSums]:
         """Return the loss Σ_k w^k · Σ cost_k / denominators[k], and sums to log; `correct`, `overlap` need `metrics`.
 
         `denominators [K]` are totals over all batches of one optimiser step. `generator` draws the randomness of
-        training; without one, as in evaluation, nothing is random. `progress` is the completed share of the run, for
-        objectives that train in stages; 0 selects the loss of the head alone.
+        training; without one, as in evaluation, nothing is random.
         """
         aux = features.aux if generator is None else self._noisy(features.aux, generator)
         first, slots = self.slots(batch, generator)
