@@ -325,17 +325,8 @@ class TrackerConfig:
 
 
 @dataclass
-class ProjectConfig(TrackerConfig):
+class WandbConfig(TrackerConfig):
     project: str = "headway"
-
-
-@dataclass
-class MlflowConfig(ProjectConfig):
-    """`project` is the name of an experiment."""
-
-
-@dataclass
-class WandbConfig(ProjectConfig):
     entity: str | None = None
     mode: str = choice("auto", "auto", "online", "offline")  # auto: online with credentials, else offline
     # number of held-out texts sent as a table, accepted drafts marked; they may be private
@@ -346,13 +337,7 @@ class WandbConfig(ProjectConfig):
         check_fields(self, "tracker.")
 
 
-TRACKERS = {
-    "wandb": WandbConfig,
-    "mlflow": MlflowConfig,
-    "trackio": ProjectConfig,
-    "tensorboard": TrackerConfig,
-    "none": TrackerConfig,
-}
+TRACKERS = {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig}
 
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:

@@ -22,24 +22,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from infer.config import MlflowConfig, ProjectConfig, TrackerConfig, WandbConfig
+from infer.config import TrackerConfig, WandbConfig
 from train.storage import atomic
 
 if TYPE_CHECKING:  # importing accelerate takes a second
     from accelerate.tracking import GeneralTracker
 
-METRICS, WANDB_ID, WANDB_SENT, MLFLOW_ID = "metrics.jsonl", "wandb-id", "wandb-sent", "mlflow-id"
+METRICS, WANDB_ID, WANDB_SENT = "metrics.jsonl", "wandb-id", "wandb-sent"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 INIT_SECONDS = 20  # timeout of W&B's initialization, after which the run is tracked offline
 FINISH_SECONDS = 60  # timeout of W&B's upload at the end
 # By tracker: a module of its package and a name in it. A folder `wandb` left by runs imports too, without that name.
-MODULES = {
-    "wandb": ("wandb", "init"),
-    "mlflow": ("mlflow", "start_run"),
-    "trackio": ("trackio", "init"),
-    "tensorboard": ("torch.utils.tensorboard", "SummaryWriter"),
-}
+MODULES = {"wandb": ("wandb", "init"), "tensorboard": ("torch.utils.tensorboard", "SummaryWriter")}
 
 
 class Sample(NamedTuple):
@@ -108,7 +103,7 @@ class Trackers:
     def finish(self) -> None:
         """Release resources. W&B's upload is waited for up to FINISH_SECONDS; the rest stays for `wandb sync`."""
         if not isinstance(self._config, WandbConfig):
-            self._try(finish_tracker)
+            self._try(lambda remote: remote.finish())
             return
         ending = threading.Thread(target=self._try, args=(lambda remote: remote.finish(),), daemon=True)
         ending.start()
@@ -125,15 +120,6 @@ class Trackers:
         except Exception as error:
             warn(f"tracker={self._remote.name} fails and gets nothing more ({type(error).__name__}: {error})")
             self._remote = None
-
-
-def finish_tracker(remote: Any) -> None:
-    """Finish a tracker that is not W&B's. Trackio prints, and again when the process ends unless it is told itself."""
-    with redirect_stdout(sys.stderr):
-        if remote.name == "trackio":
-            importlib.import_module("trackio").finish()
-        else:
-            remote.finish()
 
 
 def json_line(row: Mapping[str, float]) -> str:
@@ -183,20 +169,15 @@ def start_tracker(
     config: TrackerConfig, folder: Path, run: str, settings: dict[str, Any], resume_step: int
 ) -> GeneralTracker:
     """Start a tracker. Its files are in the run's folder, as is the id by which a resumed run goes on there."""
-    from accelerate import PartialState, tracking
+    from accelerate import PartialState
+    from accelerate.tracking import TensorBoardTracker
     from accelerate.utils import clear_environment
 
     with clear_environment():  # accelerate's trackers need a state: a trainer has it, any other command is alone
         PartialState()
     if isinstance(config, WandbConfig):
         return start_wandb(config, folder, run, settings)
-    if isinstance(config, MlflowConfig):
-        return start_mlflow(config, folder, run, settings)
-    tracker: GeneralTracker
-    if isinstance(config, ProjectConfig):
-        tracker = tracking.TrackioTracker(config.project, name=run, config=settings, resume="allow")
-    else:
-        tracker = tracking.TensorBoardTracker("tensorboard", folder, purge_step=resume_step + 1)
+    tracker = TensorBoardTracker("tensorboard", folder, purge_step=resume_step + 1)
     tracker.start()
     return tracker
 
@@ -224,25 +205,6 @@ def start_wandb(config: WandbConfig, folder: Path, run: str, settings: dict[str,
         warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
         wandb.teardown()  # otherwise the id is still in use
         return start("offline")
-
-
-def start_mlflow(config: ProjectConfig, folder: Path, run: str, settings: dict[str, Any]) -> GeneralTracker:
-    """Start accelerate's tracker for MLflow, in the run's folder unless MLFLOW_TRACKING_URI names a server."""
-    import mlflow  # pyright: ignore[reportMissingImports]
-    from accelerate.tracking import MLflowTracker
-
-    from train.storage.run_folder import flatten
-
-    if not os.environ.get("MLFLOW_TRACKING_URI"):
-        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-    file = folder / MLFLOW_ID
-    run_id = file.read_text(encoding="utf-8").strip() if file.is_file() else None
-    tracker = MLflowTracker(config.project, logging_dir=str(folder / "mlruns"), run_id=run_id, run_name=run)
-    tracker.start()
-    if run_id is None:  # of a resumed run MLflow would refuse other parameters
-        tracker.store_init_configuration(flatten(settings))
-        atomic.write_text(file, tracker.tracker.info.run_id + "\n")
-    return tracker
 
 
 def check_tracker(config: TrackerConfig) -> None:
