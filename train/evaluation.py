@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from infer.config import TrackerConfig, WandbConfig
 from infer.console.compare import Comparison, compare
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
@@ -40,7 +39,6 @@ from train.publishing.export import Acceptance, Measured, stated, tau
 from train.publishing.trackers import Sample, warn
 
 SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
-SHOWN_TEXTS = 2  # in a report
 RANKS = 10  # of drafts whose accuracy is measured
 WALKED_ROWS = 512  # of which the candidates' rows of a corrector's table are in memory at a time
 
@@ -314,11 +312,6 @@ class Evaluator:
 
     def _coverage(self, head: Head) -> float:
         return coverage(self.held_out.ids[self.held_out.assistant], head.target_ids)
-
-
-def how_many(tracker: TrackerConfig) -> int:
-    """Return the number of samples needed: for the report, or for the tracker if that is more."""
-    return max(SHOWN_TEXTS, tracker.samples if isinstance(tracker, WandbConfig) else 0)
 
 
 def marked_responses(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:

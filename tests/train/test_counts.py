@@ -32,4 +32,4 @@ def test_sequences_that_the_length_leaves_out_are_counted(
     assert counts["learnt"]["sequences"] + left_out == counts["answers"]["done"] == 11
     assert 0 < left_out <= 3
     assert f"dropped {left_out} sequences with no token left to train on" in capsys.readouterr().err
-    assert f"{left_out} more were left out" in (tmp_path / "one" / "report.md").read_text()
+    assert f"{left_out} more were left out" in (Path(result["export"]) / "README.md").read_text()

@@ -129,8 +129,7 @@ def test_a_run_trains_on_what_there_was_time_for(
     assert record[LIMITED] == {"minutes": 0.0001}
     assert record["counts"]["no_time"] == 24 - 8
     assert len(Sequences.load(data / TRAIN)) == 8, "one update's"
-    report = (tmp_path / "slow" / "report.md").read_text()
-    assert "there was no time for 16 more" in report
+    assert "there was no time for 16 more" in (tmp_path / "heads" / "demo" / "eagle3" / "README.md").read_text()
     run(settings, "run=slow", *words, "steps=3")  # resumed on the same data
     assert "of 24 conversations" not in capsys.readouterr().err
     run(settings, "run=patient", "steps=1")

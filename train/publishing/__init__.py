@@ -1,1 +1,1 @@
-"""Exported heads, cards, reports and trackers."""
+"""Exported heads, cards, plots and trackers."""
