@@ -188,7 +188,7 @@ class Begun:
             max_rows * hidden * size * (1 if parts.joined is None else 2),
             2 * max_rows * native.arguments.dim * size,
             max_next * hidden * size,
-            max_next * parts.lm_head.out_features * size,
+            max_next * parts.lm_head.out_features * parts.lm_head.out_dtype.itemsize,
             4 * max(native.lm_head.room(max_next), native.joined.room(max_rows) if native.joined else 0),
             0 if parts.decoder.final_norm is None else max_rows * hidden * size,
         )

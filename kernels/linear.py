@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from kernels.groups import GroupedMatrix, grouped_segments, in_groups
 from kernels.quantize import NARROW_FORMATS, WeightFormat, quantize, widen
 
 ROW_BLOCK = 64
+WIDENED = 2**24  # weights that are widened to fp32 at a time
 # formats that linear_integer.c multiplies: the weights of a sum of integers, a divisor of their groups
 INTEGERS = {"int4": 32, "uint4": 32, "int5": 32, "uint5": 32, "int6": 16, "int8": 32}
 QUANTIZED = 32  # inputs of a row that share a scale there
@@ -46,6 +48,9 @@ class PackedLinear:
 
     A GgmlMatrix stays in its blocks (kernels/ggml.py); `reads_ggml` must be true of its parts. So does a
     GroupedMatrix (kernels/groups.py), of whose parts `why_unread` must be None.
+
+    `out_dtype` fp32: the outputs are the sums themselves, without a rounding, as of an LM head; by default they have
+    the dtype of the rows. Not with `add` and `gated`.
 
     `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantize.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
@@ -60,8 +65,10 @@ class PackedLinear:
         *,
         exact: bool = True,
         weight_format: WeightFormat = "same",
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         self.out_features, self.in_features = weight.shape
+        self.dtype, self.out_dtype = weight.dtype, out_dtype or weight.dtype
         self._bias, self._exact = bias, exact
         self.narrow = weight_format != "same" or not isinstance(weight, Tensor)  # the weight is in fewer bits
         self.native: NativeLinear | None = None
@@ -90,13 +97,13 @@ class PackedLinear:
             else:
                 assert scale is not None
                 segment = quantized_segment(weight, scale, narrow)
-            self._pack_native([segment], bias, dtype)
+            self._pack_native([segment], bias)
             return
-        self.dtype, self._onednn = dtype, False
+        self._onednn = False
         if self._triton:
             self._weight = weight.contiguous()
         elif device.type == "cpu":
-            weight = weight.to(product_dtype(dtype))
+            weight = weight.to(product_dtype(dtype) if self.out_dtype is dtype else self.out_dtype)
             self._onednn = onednn_multiplies(weight.dtype)
             self._weight = prepack(weight) if self._onednn else weight
         else:
@@ -106,14 +113,14 @@ class PackedLinear:
     def _pack_stored(self, weight: GgmlMatrix | GroupedMatrix, bias: Tensor | None) -> None:
         grouped = isinstance(weight, GroupedMatrix)
         if self._triton:
-            self.dtype, self._tiles = weight.dtype, pack_group_tiles(weight) if grouped else pack_tiles(weight)
+            self._tiles = pack_group_tiles(weight) if grouped else pack_tiles(weight)
             self.bytes = sum(tiles.bytes for tiles in self._tiles)
         else:
             segments = grouped_segments(weight) if grouped else ggml_segments(weight)
-            self._pack_native(segments, bias, weight.dtype)
+            self._pack_native(segments, bias)
 
-    def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.dtype, self.native = dtype, NativeLinear(segments, self.in_features, bias, dtype)
+    def _pack_native(self, segments: Sequence[Segment], bias: Tensor | None) -> None:
+        self.native = NativeLinear(segments, self.in_features, bias, self.dtype, self.out_dtype)
         self.bytes = self.native.bytes
 
     def quantize_rows(self) -> bool:
@@ -214,30 +221,54 @@ class PackedLinear:
         if self._tiles:
             from kernels.triton.ggml import ggml_linear
 
-            return ggml_linear(adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate)
+            return ggml_linear(
+                adjacent(rows), self._tiles, self._bias, residual=residual, gate=gate, out_dtype=self.out_dtype
+            )
         from kernels.triton.linear import linear
 
-        return linear(adjacent(rows), self._weight, self._bias, residual=residual, gate=gate)
+        return linear(adjacent(rows), self._weight, self._bias, residual=residual, gate=gate, out_dtype=self.out_dtype)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:
         count, dtype = rows.shape[0], self._weight.dtype
         if count == 1:
             rows = rows.expand(2, -1)
-        return multiply(rows.to(dtype), self._weight, self._wide_bias(dtype))[:count].to(self.dtype)
+        return multiply(rows.to(dtype), self._weight, self._wide_bias(dtype))[:count].to(self.out_dtype)
 
     def _rows_blocked(self, rows: Tensor) -> Tensor:
         count, dtype = rows.shape[0], self._weight.dtype
         rows, bias = rows.to(dtype), self._wide_bias(dtype)
-        if not self._exact:
-            return F.linear(rows, self._weight, bias).to(self.dtype)
-        padded = F.pad(rows, (0, 0, 0, -count % ROW_BLOCK))
-        return torch.cat([F.linear(block, self._weight, bias) for block in padded.split(ROW_BLOCK)])[:count].to(
-            self.dtype
-        )
+        blocks = F.pad(rows, (0, 0, 0, -count % ROW_BLOCK)).split(ROW_BLOCK) if self._exact else (rows,)
+        product = F.linear if self.out_dtype.itemsize <= dtype.itemsize else wide_linear
+        return torch.cat([product(block, self._weight, bias) for block in blocks])[:count].to(self.out_dtype)
 
     def _wide_bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the bias, which is the caller's tensor and may change, in the dtype of the product."""
         return None if self._bias is None else self._bias.to(dtype)
+
+
+def wide_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows `[R, K]` times Wᵀ, + b, in fp32 of weights `[N, K]` in 16 bits, whose products fp32 holds exactly."""
+    out = WideProduct.apply(rows.to(weight.dtype), weight)
+    return out if bias is None else out + bias.float()
+
+
+class WideProduct(torch.autograd.Function):
+    """The sums of `wide_linear`. Gradients are products in the dtype of the weights, as those of F.linear."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows, weight)
+        if rows.is_cuda:
+            return torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        with torch.autocast(rows.device.type, enabled=False):  # no library of a CPU keeps these sums: widen a part
+            parts = weight.split(max(1, WIDENED // weight.shape[1]))
+            return torch.cat([F.linear(rows.float(), part.float()) for part in parts], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        rows, weight = ctx.saved_tensors
+        grad, (for_rows, for_weight) = grad.to(weight.dtype), ctx.needs_input_grad
+        return grad @ weight if for_rows else None, grad.t() @ rows if for_weight else None
 
 
 def adjacent(rows: Tensor) -> Tensor:
@@ -273,13 +304,23 @@ def runs_in_c(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class NativeLinear:
-    """A linear layer of `inputs` for rows of `dtype`, whose outputs are those of its segments in order."""
+    """A linear layer of `inputs` for rows of `dtype`, whose outputs are those of its segments in order.
 
-    def __init__(self, segments: Sequence[Segment], inputs: int, bias: Tensor | None, dtype: torch.dtype) -> None:
+    `out_dtype`: as of a PackedLinear.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        inputs: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
         lib = library()
         assert lib is not None
         self._call = lib.linear
-        self.segments, self.dtype, self._inputs = segments, dtype, inputs
+        self.segments, self.dtype, self.out_dtype, self._inputs = segments, dtype, out_dtype or dtype, inputs
         self._outputs = sum(segment.outputs for segment in segments)
         narrow = segments[0].weight_format != "same"
         ends = list(accumulate((segment.outputs for segment in segments), initial=0))
@@ -303,7 +344,7 @@ class NativeLinear:
                 "format": FORMATS.get(segment.weight_format, WIDE[dtype]),
                 "scales": SCALES[segment.scales],
                 "x_kind": KINDS[dtype],
-                "out_kind": KINDS[dtype],
+                "out_kind": KINDS[self.out_dtype],
                 "stride": self._outputs,
                 "column": column,
                 "scratch_words": self.scratch,
@@ -374,7 +415,7 @@ class NativeLinear:
         """Apply the layer: `[R, K]` -> `[R, N]`."""
         rows = rows.to(self.dtype).contiguous()
         count = rows.shape[0]
-        out = torch.empty(count, self._outputs, dtype=self.dtype)
+        out = torch.empty(count, self._outputs, dtype=self.out_dtype)
         team, args = self.threads(count), self._arguments
         scratch = torch.empty(team * scratch_rows(count) * self.scratch, dtype=torch.int32)
         args.x, args.out, args.rows, args.threads = rows.data_ptr(), out.data_ptr(), count, team

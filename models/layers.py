@@ -7,6 +7,7 @@ serving, after which the bits of its output do not depend on the number of rows 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,29 @@ from torch import Tensor, nn
 from kernels.elementwise import Activation, Gate, activate, add_rms_norm, gate_mul, layer_norm, rms_norm
 from kernels.ggml import GgmlMatrix
 from kernels.groups import GroupedMatrix
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, wide_linear
 from kernels.quantize import WeightFormat
 from models.config import RopeConfig
 
 
 class Linear(nn.Linear):
-    """`y = x Wᵀ + b`; plain torch for training, the packed form after `pack()` for serving."""
+    """`y = x Wᵀ + b`; plain torch for training, the packed form after `pack()` for serving.
+
+    `out_dtype`: of y, by default x's (kernels/linear.py).
+    """
 
     packed: PackedLinear | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device)
+        self.out_dtype = out_dtype
 
     def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False) -> None:
         """Replace the weight by its packed form. Irreversible: the unpacked weight is freed.
@@ -31,14 +46,17 @@ class Linear(nn.Linear):
         `quantize_rows`: round the input to 8 bits too, where the weights are integers that a CPU kernel multiplies.
         """
         bias = None if self.bias is None else self.bias.detach()
-        self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
+        self.packed = PackedLinear(
+            self.weight.detach(), bias, exact=exact, weight_format=weight_format, out_dtype=self.out_dtype
+        )
         if quantize_rows:
             self.packed.quantize_rows()
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def pack_ggml(self, matrix: GgmlMatrix | GroupedMatrix) -> None:
         """Take a weight `[N, K]` that is stored in blocks or groups, and stays so. Raises ValueError if damaged."""
-        self.packed = PackedLinear(matrix, None if self.bias is None else self.bias.detach())
+        bias = None if self.bias is None else self.bias.detach()
+        self.packed = PackedLinear(matrix, bias, out_dtype=self.out_dtype)
         self.weight = nn.Parameter(torch.empty(0, dtype=matrix.dtype, device=matrix.device), requires_grad=False)
 
     def unpacked_weight(self) -> Tensor | None:
@@ -46,9 +64,14 @@ class Linear(nn.Linear):
         return self.weight.detach() if self.packed is None else self.packed.unpacked_weight()
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.packed is None:
+        if self.packed is not None:
+            return self.packed(input)
+        if self.out_dtype is None:
             return F.linear(input, self.weight, self.bias)
-        return self.packed(input)
+        if self.weight.dtype.itemsize < self.out_dtype.itemsize:
+            rows = input.reshape(-1, self.in_features)
+            return wide_linear(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
+        return F.linear(input, self.weight, self.bias).to(self.out_dtype)  # of what autocast has rounded, if it has
 
     @property
     def fusible(self) -> PackedLinear | None:
@@ -64,6 +87,11 @@ class Linear(nn.Linear):
         """Return the activated first half of y, times its second half."""
         packed = self.fusible
         return gate_mul(self(input), gate) if packed is None else packed.gated(input, gate)
+
+
+def make_lm_head(inputs: int, outputs: int, device: Any = None) -> Linear:
+    """Return an LM head. Its logits are in fp32, the dtype of their sums, whatever the model's: 16 bits make ties."""
+    return Linear(inputs, outputs, False, device, torch.float32)
 
 
 class Embedding(nn.Embedding):

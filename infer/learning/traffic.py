@@ -50,7 +50,7 @@ class TrafficRecorder:
     def take_logits(self, spans: Sequence[Span], logits: Tensor) -> None:
         wanted = self._wanted(spans)
         if wanted:
-            rows = logits[[row for span in wanted for row in span.rows]].float()
+            rows = logits[[row for span in wanted for row in span.rows]]
             top = rows.topk(min(TOP_K, rows.shape[-1]))
             log_probs = (top.values - rows.logsumexp(-1, keepdim=True)).half()
             self._pieces.add(wanted, {"top_ids": top.indices.int().cpu(), "top_log_probs": log_probs.cpu()})

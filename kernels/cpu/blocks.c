@@ -187,7 +187,7 @@ void blocks_gather(const linear_args *a, const int64_t *ids, int64_t count, void
             }
             for (int64_t k = 0; k < a->group; k += LANES) {
                 int64_t to = r * a->inputs + g * a->group + k;
-                if (a->out_kind == FLOAT32)
+                if (a->x_kind == FLOAT32)
                     store(out, to, load_f32(row + k), FLOAT32);
                 else
                     store(out, to, load_f32(row + k), BFLOAT16);

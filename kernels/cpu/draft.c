@@ -28,7 +28,7 @@ typedef struct {
     const float *temperature;  /* [chains] */
     void *tokens;              /* [rows, hidden] embeddings; with `joined` [rows, 2 * hidden], with the states */
     void *turned;              /* [2, rows, dim] cos and sin of the rows */
-    void *normed, *logits;     /* [chains, hidden | outputs] */
+    void *normed, *logits;     /* [chains, hidden | outputs], the latter of the LM head's `out_kind` */
     int64_t *columns;          /* [chains, count] the best of each, like keys and masses as in choose_best */
     float *keys, *masses;
     uint32_t *scratch;         /* as in linear.h, for `joined` and the LM head */
@@ -107,18 +107,18 @@ void draft_read(const draft_args *a) {
 /* Sample the tokens that follow the states drafted from. */
 static void choices(const draft_args *a) {
     const decoder_args *d = a->decoder;
-    int64_t size = d->hidden_size, outputs = a->lm_head->outputs;
+    int64_t size = d->hidden_size, outputs = a->lm_head->outputs, kind = a->lm_head->out_kind;
     if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind, d->centered);
     apply(a, a->lm_head, a->norm ? a->normed : d->x, a->logits, a->chains, a->threads);
     if (a->count)
         choose_best(
             a->logits, a->temperature, a->low, a->high, a->positions, a->draft_ids, a->columns, a->keys, a->masses, a->count,
-            a->chains, outputs, outputs, d->kind
+            a->chains, outputs, outputs, kind
         );
     else
         choose(
             a->logits, a->temperature, a->low, a->high, a->positions, a->draft_ids, a->columns, a->chains, outputs, outputs,
-            d->kind
+            kind
         );
 }
 

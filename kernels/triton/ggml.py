@@ -63,17 +63,18 @@ def ggml_linear(
     *,
     residual: Tensor | None = None,
     gate: Gate | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x `[M, K]` with any row stride, in fp32, fp16 or bf16, weights `[N, K]` of parts below one another -> `[M, N]`.
 
-    bias, residual and gate as in kernels.triton.linear.linear. A launch for each part, and with a gate another one if
-    there are several.
+    The others as in kernels.triton.linear.linear. A launch for each part, and with a gate another one if there are
+    several.
     """
     assert residual is None or gate is None, "no layer does both"
     if gate is not None and len(parts) > 1:
         return gate_mul(ggml_linear(x, parts, bias), gelu=gate == "gelu")
     outputs = sum(part.outputs for part in parts) // (2 if gate else 1)
-    out, first = x.new_empty(x.shape[0], outputs), 0
+    out, first = x.new_empty(x.shape[0], outputs, dtype=out_dtype), 0
     for part in parts:
         last = first + part.outputs
         columns = None if bias is None else bias[first:last]

@@ -194,19 +194,25 @@ def linear_kernel(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None, gate: Gate | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    gate: Gate | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x `[M, K]` with any row stride, weight `[N, K]`, bias `[N]` -> `[M, N]` in x's dtype: fp32, fp16 or bf16.
+    """x `[M, K]` with any row stride, weight `[N, K]`, bias `[N]` -> `[M, N]`. x's dtype: fp32, fp16 or bf16.
 
     residual `[M, N]`, with any row stride, is added. With `gate` the first half of the N outputs, activated, is
-    multiplied by the second: `[M, N / 2]`.
+    multiplied by the second: `[M, N / 2]`. `out_dtype`: of the output, by default x's; fp32 leaves the sums unrounded.
     """
     assert residual is None or gate is None, "no layer does both"
     rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
     flags = bias is not None, residual is not None, gate, overlaps(x.device)
     variant, grid = _variant(rows, inputs, outputs, x.dtype, limits(x.device), *flags)
     columns = outputs // 2 if gate else outputs
-    out = x.new_empty(rows, columns)
+    out = x.new_empty(rows, columns, dtype=out_dtype)
     stride = 0 if residual is None else residual.stride(0)
     variant.launch(grid, x, weight, bias, residual, out, rows, x.stride(0), stride, inputs, columns)
     return out

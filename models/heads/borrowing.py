@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.quantize import WeightFormat
-from models.layers import Linear, PackedEmbedding
+from models.layers import Linear, PackedEmbedding, make_lm_head
 from models.targets.llama import LlamaTarget
 
 
@@ -67,7 +67,7 @@ class Borrowed(nn.Module):
         served = weight_format == "same" and lm_head.packed is not None
         if served or type(lm_head) is not Linear or (weight := lm_head.unpacked_weight()) is None:
             return
-        narrow = Linear(*reversed(weight.shape), bias=False, device="meta")
+        narrow = make_lm_head(*reversed(weight.shape), device="meta")
         narrow.weight = nn.Parameter(weight, requires_grad=False)
         narrow.pack(exact=exact, weight_format=weight_format, quantize_rows=True)
         self.narrow_lm_head = narrow
@@ -86,7 +86,7 @@ class Borrowed(nn.Module):
         if changed is not embedding:
             assert lm_head.packed is None, "a packed LM head stays as it is"
             weight = changed if lm_head.weight is embedding else fn(lm_head.weight)
-            other = Linear(*reversed(lm_head.weight.shape), bias=False, device="meta")
+            other = make_lm_head(*reversed(lm_head.weight.shape), device="meta")
             other.weight = nn.Parameter(weight.detach(), requires_grad=False)
             self.lent = other, other.weight if lm_head.weight is embedding else changed
         return self

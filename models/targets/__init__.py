@@ -288,7 +288,7 @@ def pack_ggml(target: LlamaTarget, stored: Mapping[str, GgmlMatrix | GroupedMatr
             module.pack_ggml(matrix)
             continue
         assert module is target.embed_tokens
-        target.embed_tokens = PackedEmbedding(PackedLinear(matrix))
+        target.embed_tokens = PackedEmbedding(PackedLinear(matrix, out_dtype=target.lm_head.out_dtype))
         if target.config.tie_word_embeddings:
             target.lm_head.packed = target.embed_tokens.packed
     target.ggml_formats = tuple(sorted({part.ggml_format for matrix in stored.values() for part in matrix.parts}))

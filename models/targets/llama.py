@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.attention import Attention
 from models.config import LAST, UNNORMED, TargetConfig
 from models.decoder import DecoderLayer, FusedDecoder
-from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding, make_lm_head
 from models.targets.experts import MixtureOfExperts
 from models.targets.zero3 import ShardedLayers
 from models.weights import merged_parts
@@ -52,7 +52,7 @@ class LlamaTarget(nn.Module):
         self.rotaries = [RotaryEmbedding(rope, rotated, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = make_lm_head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
 

@@ -16,7 +16,7 @@ from kernels.decoder import LayerParts
 from models.attention import Attention
 from models.config import TargetConfig
 from models.decoder import DecoderLayer
-from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm
+from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, make_lm_head
 from models.targets.learned import LearnedLayer, LearnedTarget, read_learned
 
 # transformers' defaults for keys that a config.json may omit
@@ -62,7 +62,7 @@ class OPTTarget(LearnedTarget):
         super().__init__(config)
         self.project_in = self.project_out = None
         if (size := config.embedding_size) is not None:
-            self.embed_tokens, self.lm_head = Embedding(config.vocab_size, size), Linear(size, config.vocab_size, False)
+            self.embed_tokens, self.lm_head = Embedding(config.vocab_size, size), make_lm_head(size, config.vocab_size)
             self.project_in = Linear(size, config.hidden_size, bias=False)
             self.project_out = Linear(config.hidden_size, size, bias=False)
             if config.tie_word_embeddings:
@@ -105,7 +105,7 @@ class OPTTarget(LearnedTarget):
                 "engine.tensor_parallel= divides, or a quantization rounds; use neither, or another proposer"
             )
         rows, out, into = parts
-        lm_head = Linear(self.config.hidden_size, len(rows), bias=False, device="meta")
+        lm_head = make_lm_head(self.config.hidden_size, len(rows), device="meta")
         lm_head.weight = nn.Parameter((rows @ out).to(table.dtype), requires_grad=False)
         return lm_head, (table.float() @ into.T).to(table.dtype)
 

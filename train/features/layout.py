@@ -80,7 +80,7 @@ class Layout:
         if self.top_k is None:
             return {}
         size = max(1, teacher.CHUNK_ELEMENTS // self.vocab_size)
-        chunks = [logits(chunk).float().log_softmax(-1).topk(self.top_k) for chunk in rows.split(size)]
+        chunks = [logits(chunk).log_softmax(-1).topk(self.top_k) for chunk in rows.split(size)]
         values, ids = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         return {"top_log_probs": values.half().cpu(), "top_ids": ids.int().cpu()}
 

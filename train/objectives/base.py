@@ -134,7 +134,7 @@ class Objective(nn.Module):
 
     def slot_costs(self, states: Tensor, teacher: Teacher, depth: int) -> tuple[Tensor, Tensor]:
         """Return the logits `[N, Vd]` that the head drafts from, fp32, and the total loss per slot `[N]`."""
-        logits = self.head.logits(states, depth).float()
+        logits = self.head.logits(states, depth)
         with in_fp32(logits.device.type):
             return logits, self.costs(logits, states.float(), teacher)
 

@@ -55,7 +55,7 @@ class BlockObjective(Objective):
         for step, (state, pair) in enumerate(zip(states, pairs, strict=True)):
             rows, labels = state.flatten(0, 1)[pair.slots], teacher.label[pair.rows]
             parts = [
-                label_probabilities(self.head.logits(chunk, step).float(), label)
+                label_probabilities(self.head.logits(chunk, step), label)
                 for chunk, label in zip(rows.split(LABEL_ROWS), labels.split(LABEL_ROWS), strict=True)
             ]
             if parts:
@@ -126,7 +126,7 @@ class DFlash2Objective(BlockObjective):
         """The text's token takes the place of the last candidate where it is none; without a draft id it costs 0."""
         head = cast(DFlash2Head, self.head)
         selector = head.candidate_selector
-        base = base_logits(head, states).float()
+        base = base_logits(head, states)
         with in_fp32(base.device.type):
             costs = self.costs(base, states.float(), teacher)
             candidates = base.detach().topk(head.config.selector_top_k, dim=-1).indices
@@ -139,4 +139,4 @@ class DFlash2Objective(BlockObjective):
             place = torch.where(teacher.label < 0, -1, place)
             selected = F.cross_entropy(scores, place, reduction="none", ignore_index=-1)
         costs = costs + self.config.selector_weight * selected
-        return selector.corrected(base.detach(), states.detach()).float(), costs
+        return selector.corrected(base.detach(), states.detach()), costs

@@ -70,7 +70,7 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
     size = max(1, CHUNK_ELEMENTS // vocab_size)
     parts = []
     for chunk, labels in zip(rows.split(size), label.split(size), strict=True):
-        logits = target.logits(chunk).float()
+        logits = target.logits(chunk)
         drafted = logits if full_vocab else logits[:, ids]
         log_mass = drafted.logsumexp(-1, keepdim=True)
         mass = (log_mass - logits.logsumexp(-1, keepdim=True)).exp().squeeze(-1)
@@ -93,9 +93,9 @@ def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tens
 
 @torch.no_grad()
 def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> Teacher:
-    """Like `teach`, but keep the target's logits over the draft vocabulary, in its dtype, instead of probabilities."""
+    """Like `teach`, but keep the target's logits over the draft vocabulary instead of probabilities."""
     rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
-    kept, parts = rows.new_empty(len(rows), ids.numel()), []
+    kept, parts = rows.new_empty(len(rows), ids.numel(), dtype=torch.float32), []
     for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):
         logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if full_vocab else ids)
         kept[block] = logits.logits
@@ -117,7 +117,7 @@ def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor)
 @torch.no_grad()
 def draft_probs(target: LlamaTarget, ids: Tensor | None, hidden: Tensor) -> Tensor:
     """Return probabilities `[R, Vd]` over the draft vocabulary `ids` (None for all), renormalized, from `[R, H]`."""
-    logits = target.logits(hidden).float()
+    logits = target.logits(hidden)
     return (logits if ids is None else logits[:, ids]).softmax(-1)
 
 

@@ -22,7 +22,7 @@ from models.heads.block import Attend, BlockHead
 from models.heads.borrowing import Borrowed
 from models.heads.dflash.config import DFlashConfig
 from models.heads.weights import HeadModule, draw_matrices, pack_layers
-from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, make_lm_head
 from models.targets.llama import LlamaTarget
 
 Rotary = tuple[Tensor, Tensor]  # cos and sin
@@ -53,7 +53,7 @@ class DFlashHead(BlockHead):
         self.borrowed = Borrowed()
         self.reduced = config.draft_vocab_size < layer.vocab_size
         if self.reduced:
-            self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+            self.lm_head = make_lm_head(layer.hidden_size, config.draft_vocab_size)
             self.lm_head.weight.requires_grad_(False)
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
             t2d = torch.zeros(layer.vocab_size, dtype=torch.bool)

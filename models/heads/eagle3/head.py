@@ -22,7 +22,7 @@ from models.heads.base import Head, Readout, RecurrentHead
 from models.heads.config import EMBEDDING
 from models.heads.eagle3.config import Eagle3Config
 from models.heads.weights import HeadModule, draw_matrices
-from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding, make_lm_head
 from models.targets.llama import LlamaTarget
 
 
@@ -82,7 +82,7 @@ class Eagle3Layers(Head):
         rest = (DecoderLayer(layer, index) for index in range(1, layer.num_layers))
         self.layers = nn.ModuleList([Eagle3FirstLayer(config), *rest])
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
-        self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = make_lm_head(layer.hidden_size, config.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         t2d = torch.zeros(layer.vocab_size, dtype=torch.bool)
         t2d[: config.draft_vocab_size].fill_(True)

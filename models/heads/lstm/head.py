@@ -19,7 +19,7 @@ from models.heads.base import Head, Readout
 from models.heads.lstm.config import LstmConfig
 from models.heads.mlp.head import ShiftedRMSNorm, SpeculatorHead, input_sizes
 from models.heads.weights import HeadModule, Layout
-from models.layers import Embedding, Linear
+from models.layers import Embedding, Linear, make_lm_head
 from models.targets.llama import LlamaTarget
 
 GATES = ("forget", "input", "output", "cell")  # the last one's activation is another
@@ -53,7 +53,7 @@ class LstmHead(SpeculatorHead):
                 for width in input_sizes(config)
             )
             self.ln = nn.ModuleList(nn.Sequential(*norms(config.inner_dim)) for _ in depths)
-        self.head = nn.ModuleList(Linear(config.hidden_size, config.vocab_size, bias=False) for _ in depths)
+        self.head = nn.ModuleList(make_lm_head(config.hidden_size, config.vocab_size) for _ in depths)
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         index, scale = self.index(depth), self.embedding_scale

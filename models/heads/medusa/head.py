@@ -20,7 +20,7 @@ from models.attention import Attention
 from models.heads.base import MaskHead, Readout
 from models.heads.medusa.config import MedusaConfig
 from models.heads.weights import HeadModule, pack_layers
-from models.layers import Linear
+from models.layers import Linear, make_lm_head
 from models.targets.llama import LlamaTarget
 
 
@@ -53,10 +53,10 @@ class MedusaHead(MaskHead):
             MedusaBlock(size, config.num_layers, bias=config.bias) for _ in range(config.num_heads)
         )
         if config.shared:
-            self.lm_head = Linear(size, vocabulary, bias=False)
+            self.lm_head = make_lm_head(size, vocabulary)
             self.lm_head.weight.requires_grad_(False)
         else:
-            self.lm_heads = nn.ModuleList(Linear(size, vocabulary, bias=False) for _ in range(config.num_heads))
+            self.lm_heads = nn.ModuleList(make_lm_head(size, vocabulary) for _ in range(config.num_heads))
         if vocabulary < config.vocab_size:
             self.register_buffer("token_map", torch.arange(vocabulary))
         self.stacks: list[tuple[Tensor, Tensor | None]] = []  # per residual layer: weights [D, H, H], biases [D, H]

@@ -18,7 +18,7 @@ from models.attention import Attention
 from models.heads.base import Head, Readout, RecurrentHead
 from models.heads.mlp.config import MlpConfig, SpeculatorShape
 from models.heads.weights import HeadModule
-from models.layers import Embedding, Linear
+from models.layers import Embedding, Linear, make_lm_head
 from models.targets.llama import LlamaTarget
 
 EPS = 1e-6
@@ -85,7 +85,7 @@ class MlpHead(SpeculatorHead):
         self.emb = nn.ModuleList(Embedding(config.vocab_size, inner) for _ in depths)
         self.proj = nn.ModuleList(Linear(size, inner, bias=False) for size in input_sizes(config))
         self.ln = nn.ModuleList(ShiftedRMSNorm(inner) for _ in depths)
-        self.head = nn.ModuleList(Linear(inner, config.vocab_size, bias=False) for _ in depths)
+        self.head = nn.ModuleList(make_lm_head(inner, config.vocab_size) for _ in depths)
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         index, projected = self.index(depth), self.projected(state, depth)

@@ -48,7 +48,7 @@ from kernels.triton.rotary import rotate_and_write
 from kernels.triton.ttt_attention import TttAttention
 
 META = torch.device("meta")
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 SLOTS = 2**20
 LATENT = {"dim": 576, "value": 512, "heads": 128, "kv_heads": 1}
 INT4 = Storage(4, 0, True, 128, "half_zero")  # in groups of 128 with zero points, as AWQ stores weights
@@ -120,22 +120,23 @@ def norms(rows, width):
 
 def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
     """Choose from a vocabulary of `size`; `drafting`: a head's draft vocabulary, with log-probabilities."""
-    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     parameters = ChoiceParameters(number, index, number, number, index, index) if sampled else None
     ids = empty(size, dtype=torch.int64) if drafting else None
     thresholds = number if restricted else None
     choose.best_columns(
-        empty(rows, size), parameters, index, ids, count, thresholds, mass=drafting, noise=True, block=choose.BLOCK
-    )
+        empty(rows, size, dtype=FP32), parameters, index, ids, count, thresholds, mass=drafting, noise=True,
+        block=choose.BLOCK,
+    )  # fmt: skip
 
 
 def stroll(rows, width, levels, count, *, sampled=True, given=False, size=64, rank=256):
     """Walk over the candidates of blocks of `levels` slots; `given`: the nodes' queries are."""
     ids = empty(rows, levels, size, dtype=torch.int64)
-    lattice = Lattice(ids, ids, empty(rows, levels, size, dtype=torch.float32))
+    lattice = Lattice(ids, ids, empty(rows, levels, size, dtype=FP32))
     table, before = empty(32000, rank), empty(rows, width, dtype=torch.int64)
     transition = Transition(table, None if given else table, None if given else empty(rows, levels, rank))
-    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     parameters = ChoiceParameters(number, index, number, number, index, index, NO_LIMITS) if sampled else None
     query = empty(rows, width, rank) if given else None
     walk.walk(
@@ -145,21 +146,21 @@ def stroll(rows, width, levels, count, *, sampled=True, given=False, size=64, ra
 
 def pick_among(rows, size):
     """Choose from candidates of each row."""
-    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     parameters = ChoiceParameters(number, index, number, number, index, index, NO_LIMITS)
     ids = empty(rows, size, dtype=torch.int64)
-    choose.best(empty(rows, size, dtype=torch.float32), parameters, index, ids, 1, mass=True)
+    choose.best(empty(rows, size, dtype=FP32), parameters, index, ids, 1, mass=True)
 
 
-def thresholds(limits, dtype=BF16):
-    number, index = empty(4, dtype=torch.float32), empty(4, dtype=torch.int64)
+def thresholds(limits, dtype=FP32):
+    number, index = empty(4, dtype=FP32), empty(4, dtype=torch.int64)
     parameters = ChoiceParameters(number, index, number, number, index, index, limits)
     choose.find_thresholds(empty(4, 128256, dtype=dtype), parameters)
 
 
 def shape_all():
     """All fields of `Shaping` at once."""
-    counts, index = empty(262144, dtype=torch.float32), empty(4, 5, dtype=torch.int64)
+    counts, index = empty(262144, dtype=FP32), empty(4, 5, dtype=torch.int64)
     prompt, allowed = empty(262144, dtype=torch.bool), empty(4, 8192, dtype=torch.int32)
     shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, allowed))
 
@@ -185,20 +186,20 @@ def move_on(batch, width, *, branching=False):
 
 def grow(batch, nodes, fan_out):
     """A level of trees, and the best nodes of its candidates."""
-    wide, number = empty(batch, nodes, dtype=torch.int64), empty(batch, nodes, dtype=torch.float32)
-    token, value = empty(batch, nodes, fan_out, dtype=torch.int64), empty(batch, nodes, fan_out, dtype=torch.float32)
+    wide, number = empty(batch, nodes, dtype=torch.int64), empty(batch, nodes, dtype=FP32)
+    token, value = empty(batch, nodes, fan_out, dtype=torch.int64), empty(batch, nodes, fan_out, dtype=FP32)
     index, frontier = empty(batch, dtype=torch.int64), Frontier(number, wide, wide)
     level = tree.grow_level(frontier, token, value, None, fan_out, first=4, ran=4)
-    fixed = empty(nodes * fan_out, dtype=torch.float32), empty(2, dtype=torch.int64)
+    fixed = empty(nodes * fan_out, dtype=FP32), empty(2, dtype=torch.int64)
     tree.grow_level(frontier, token, value, fixed, fan_out, first=4, ran=4)
     depth = empty(nodes * fan_out, dtype=torch.int64)
     tree.best_nodes(index, Candidates(level.token, level.parent, depth, level.score), index, index, 16)
 
 
 def leave_early(batch):
-    number, index = empty(batch, dtype=torch.float32), empty(batch, dtype=torch.int64)
+    number, index = empty(batch, dtype=FP32), empty(batch, dtype=torch.int64)
     chains = Drafting(empty(batch, dtype=torch.bool), index, number)
-    early_exit.exit_level(chains, empty(batch, SHARED + 10, dtype=torch.float32), index, number, 0, 1e-3)
+    early_exit.exit_level(chains, empty(batch, SHARED + 10, dtype=FP32), index, number, 0, 1e-3)
 
 
 def accept(typical_mask=None):
@@ -209,7 +210,7 @@ def accept(typical_mask=None):
 def verify_blocks():
     """Chains of five sampled tokens, and of one token, where every argument that can be 1 is."""
     numbers = dict.fromkeys(("rows", "ids", "counts", "places", "seeds", "roots", "out"), empty(4, dtype=torch.int64))
-    probs = empty(24, 128256, dtype=torch.float32)
+    probs = empty(24, 128256, dtype=FP32)
     for width in (5, 1):
         acceptance.launch(probs, probs, **numbers, width=width, block=acceptance.BLOCK)
 
@@ -248,11 +249,11 @@ CASES = {
     "convolution": lambda: convolution.two_taps(empty(40, 4096), empty(2, 2, 4096), empty(40, 1024), 0, 8),
     "convolution, 1 row": lambda: convolution.two_taps(empty(1, 16), empty(2, 2, 16), empty(1, 64), 1, 1),
     "top-k and top-p": partial(thresholds, Limits()),
-    "top-p, fp32": partial(thresholds, NO_LIMITS._replace(top_p=True), torch.float32),
+    "top-p, bf16": partial(thresholds, NO_LIMITS._replace(top_p=True), BF16),
     "min-p": partial(thresholds, NO_LIMITS._replace(min_p=True)),
-    "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
+    "log-probabilities": lambda: choose.logprobs(empty(4, 128256, dtype=FP32), empty(4, dtype=torch.int64), 20),
     "log-probabilities, other counts": lambda: [
-        choose.logprobs(empty(1, 128256), empty(1, dtype=torch.int64), top) for top in range(9, 33)
+        choose.logprobs(empty(1, 128256, dtype=FP32), empty(1, dtype=torch.int64), top) for top in range(9, 33)
     ],
     "shape": shape_all,
     "shape, a mask alone": lambda: shape.shape(empty(4, 262144), Shaping(allowed=empty(4, 8192, dtype=torch.int32))),
@@ -269,8 +270,8 @@ CASES = {
     "early exit, 1 row": partial(leave_early, 1),
     "accept": accept,
     "typical acceptance": lambda: accept(empty(8, 64, dtype=torch.bool)),
-    "entropies": lambda: acceptance.entropy(empty(24, 128256, dtype=torch.float32)),
-    "entropies, 1 row": lambda: acceptance.entropy(empty(1, 128256, dtype=torch.float32)),
+    "entropies": lambda: acceptance.entropy(empty(24, 128256, dtype=FP32)),
+    "entropies, 1 row": lambda: acceptance.entropy(empty(1, 128256, dtype=FP32)),
     "block verification": verify_blocks,
     "verify, head size 128": partial(attend, 128, whole=False),
     "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
@@ -303,19 +304,21 @@ CASES = {
     "verify a tree, latents in an fp8 cache": partial(
         attend, **LATENT, whole=False, tree=True, cache_dtype=torch.float8_e4m3fn
     ),
-    "verify a tree, latents, fp32": partial(attend, **LATENT, whole=False, tree=True, dtype=torch.float32),
+    "verify a tree, latents, fp32": partial(attend, **LATENT, whole=False, tree=True, dtype=FP32),
     "one page": partial(attend, 128, whole=False, short=True, window=1),
     "one page, tree": partial(attend, 128, whole=False, tree=True, short=True),
     "one page, tree, by many programs": partial(attend, 128, whole=True, tree=True, short=True),
     "one page, prefill": partial(attend, 128, whole=True, short=True),
-    "verify, fp32": partial(attend, 64, whole=False, dtype=torch.float32),
-    "verify a tree, fp32, head size 128": partial(attend, 128, whole=False, tree=True, dtype=torch.float32),
+    "verify, fp32": partial(attend, 64, whole=False, dtype=FP32),
+    "verify a tree, fp32, head size 128": partial(attend, 128, whole=False, tree=True, dtype=FP32),
     "verify, fp32, head size 256, window": partial(attend, 256, whole=False, dtype=torch.float32, window=512),
     "linear, 1 row": partial(multiply, 1),
     "linear, 1 row, odd sizes": lambda: linear(empty(1, 100), empty(77, 100), empty(77)),
     "linear, 64 rows": partial(multiply, 64),
     "linear, 512 rows": partial(multiply, 512),
     "linear, 100 rows": partial(multiply, 100),
+    "LM head, 64 rows": partial(multiply, 64, outputs=128256, out_dtype=FP32),
+    "LM head, 1 row, Q6_K": partial(multiply_blocks, 1, "Q6_K", 128256, out_dtype=FP32),
     "linear, 200 rows": partial(multiply, 200),
     "linear, 200 rows, activated": partial(multiply, 200, outputs=28672, gate="silu"),
     "linear, 16 rows, int8": partial(multiply_blocks, 16, "int8", storage=INT8),
@@ -353,12 +356,12 @@ CASES = {
     "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
     "training-time test, head size 128": partial(unrolled, 128),
     "training-time test, head size 256": partial(unrolled, 256),
-    "training-time test, head size 128, single precision": partial(unrolled, 128, dtype=torch.float32),
+    "training-time test, head size 128, single precision": partial(unrolled, 128, dtype=FP32),
     "training-time test, one slot": partial(unrolled, 128, short=True),
     "block drafter, head size 64": partial(draft_blocks, 64, dtype=torch.float16),
     "block drafter, head size 128": partial(draft_blocks, 128),
     "block drafter, head size 256": partial(draft_blocks, 256),
-    "block drafter, head size 128, single precision": partial(draft_blocks, 128, dtype=torch.float32),
+    "block drafter, head size 128, single precision": partial(draft_blocks, 128, dtype=FP32),
     "block drafter, one row": partial(draft_blocks, 128, short=True),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)

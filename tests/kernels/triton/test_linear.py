@@ -50,6 +50,27 @@ def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
 
 
 FORMATS = ("same", *ERROR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", [*FORMATS, "q8_0", "q4_0"])
+def test_logits_are_sums_that_nothing_has_rounded(in_triton, dtype, weight_format):
+    """In fp16 they round to the layer's usual output; the interpreter truncates to bf16."""
+    weight, _, lm_head = make(160, 200, dtype, bias=False, weight_format=weight_format, out_dtype=torch.float32)
+    layer = PackedLinear(weight, weight_format=weight_format)
+    x = torch.randn(70, 160, device=DEVICE).to(dtype)
+    logits = lm_head(x)
+    assert logits.dtype is torch.float32
+    if weight_format in FORMATS:
+        stored = weight if weight_format == "same" else widen(*quantize(weight, weight_format))
+        expected = x.double() @ stored.double().T
+        assert (logits.double() - expected).abs().max() < 2e-6 * expected.abs().max()
+    if dtype is torch.float16:
+        assert torch.equal(layer(x), logits.to(dtype))
+    for count in (1, 17):
+        assert torch.equal(lm_head(x[-count:]), logits[-count:])
+
+
 ROWS = sized((1, 17, 65), (1, 2, 15, 16, 17, 33, 64, 65, 80, 128, 200, 256))  # on both sides of every change of tile
 LAYERS = {  # of Llama-3.1-8B: inputs and outputs
     "qkv": (4096, 6144),
