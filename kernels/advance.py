@@ -18,6 +18,7 @@ def advance(
 ) -> Accepted:
     """Accept by the exact rule and advance the requests; `choice` `[B, N]`: the target's choice at every node.
 
+    Where no token could be chosen the result is -1, and what goes on from there any token: the host will end it.
     `width` <= W bounds the length of a path. For trees also returns the slots `[B * width]` from and to which the
     accepted KV moves; those of other nodes stay where they are. The host does not wait for the device.
     """
@@ -43,7 +44,7 @@ def advance(
     results[:, 1] = depth.masked_fill(~inside, 0).amax(1)
     results[:, 2] = accepted.depth
     tokens = (results.shape[1] - LEADING) // 2
-    results[:, LEADING : LEADING + width] = ids[:, :width] = accepted.token
+    results[:, LEADING : LEADING + width], ids[:, :width] = accepted.token, accepted.token.clamp(min=0)
     results[:, LEADING + tokens : LEADING + tokens + width] = accepted.path
     first.copy_(roots + 1)
     last.copy_(accepted.depth)

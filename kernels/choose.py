@@ -3,7 +3,8 @@
 p' is the distribution after temperature, min-p, top-k and top-p; g is Gumbel noise from a counter-based hash of (seed,
 position, token id), so the choice depends on the row's logits, parameters and seed alone - never on the batch, on the
 drafted tokens, or on a generator's state (arXiv 2408.07978, 2506.05632). At temperature 0 there is no noise. Ties go to
-the lowest token id.
+the lowest token id. Logits with a NaN among them have no choice: -1 takes the place of a token, which ends the request
+(infer/sampling/emission.py); a draft is then any token.
 
 The noise, the division by the temperature and all restrictions have the same bits everywhere (kernels/noise.py,
 kernels/fixed_point.py), so a GPU and a CPU choose the same token from the same logits.
@@ -70,7 +71,9 @@ def choose(
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
     if (native := _native_arguments(logits, parameters, positions, token_ids)) is None:
-        columns = choice_keys(logits, parameters, positions, token_ids).argmax(-1)
+        keys = choice_keys(logits, parameters, positions, token_ids)
+        columns = keys.argmax(-1)  # the first NaN, if there is one
+        columns = columns.masked_fill(keys.gather(1, columns[:, None])[:, 0].isnan(), -1)
     else:
         lib, leading, trailing = native
         columns = torch.empty(len(logits), dtype=torch.int64)
@@ -82,6 +85,7 @@ def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
     """Return the target ids of columns `[R, C]`."""
     if token_ids is None:
         return columns
+    columns = columns.clamp(min=0)
     return token_ids[columns] if token_ids.ndim == 1 else token_ids.gather(1, columns)
 
 

@@ -13,6 +13,10 @@ from infer.sampling.logits_processors import allowed_words, banned
 from infer.speculation.tree import DraftTree
 from kernels.shape import FORBIDDEN, unpacked
 
+NAN = (
+    "the model's logits are NaN here, so that no token can be chosen: its weights are damaged, or its numbers exceed "
+    "the range of model.dtype"
+)
 MASKS = ("allowed_token_ids", "bad_words", "min_tokens", "grammar")  # fields that forbid tokens
 
 
@@ -87,7 +91,8 @@ def cut(tokens: Sequence[int], request: Request, *, room: int) -> Cut:
     """Return the tokens of `tokens` to emit, the finish reason or None, and the stop id or stop string that matched.
     For the stop id `eos_id`, and for a grammar after which nothing may follow, the latter is None, as in vLLM.
 
-    Tokens after a stop, or beyond `room`, are cut.
+    Tokens after a stop, or beyond `room`, are cut. A token of -1 stands for NaN logits (kernels/choose.py), which end
+    the request with an error, its `error`.
     """
     if request.constraint is not None or request.stop_text is not None or request.params.shapes_logits:
         with isolated(request):
@@ -95,6 +100,9 @@ def cut(tokens: Sequence[int], request: Request, *, room: int) -> Cut:
         return [], None, None
     emitted = list(tokens[:room])
     for index, token in enumerate(emitted):
+        if token < 0:
+            request.error = NAN
+            return emitted[:index], "error", None
         if token in request.stop_ids:
             return emitted[: index + 1], "stop", None if token == request.eos_id else token
     return emitted, "length" if len(emitted) == room else None, None
@@ -110,7 +118,9 @@ def checked(tokens: Sequence[int], request: Request, *, room: int) -> Cut:
     emitted: list[int] = []
     for token in tokens[:room]:
         ended = False
-        if request.rule != "synthetic" and is_forbidden(request, emitted, token):
+        if token < 0:
+            request.error = NAN
+        elif request.rule != "synthetic" and is_forbidden(request, emitted, token):
             request.error = f"no token can follow: {masks_of(request)} together allow none"
         elif request.constraint is not None:
             ended = request.constraint.push(token)

@@ -48,7 +48,9 @@ def verify_by_rules(
     typical_mask, verified = together(requests, by_typical), together(requests, by_block)
     last = accept(tree.nodes, choice, typical_mask)
     for b, (accepted, bonus) in verified.items():
-        last[b], choice[b, accepted] = accepted, bonus
+        last[b] = accepted
+        if choice[b, accepted] >= 0:
+            choice[b, accepted] = bonus
     for b, request in enumerate(requests):
         if request.rule == "synthetic":
             last[b] = synthetic(rates, int(tree.length[b]) - 1, request.seed, request.computed)

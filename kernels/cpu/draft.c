@@ -128,8 +128,10 @@ void draft(const draft_args *a) {
     decoder(a->decoder);
     go_on(a);
     choices(a);
-    for (int64_t c = 0; c < a->chains; c++)
-        a->ids[c] = a->draft_ids[a->columns[c * (a->count ? a->count : 1)]];
+    for (int64_t c = 0; c < a->chains; c++) {
+        int64_t column = a->columns[c * (a->count ? a->count : 1)];
+        a->ids[c] = a->draft_ids[column < 0 ? 0 : column]; /* of NaN logits any draft will do */
+    }
 }
 
 void draft_branch(const branch_args *b) {

@@ -109,9 +109,10 @@ INLINE void choose_rows(
         uint32_t key = row_key(low[row], high[row], positions[row]);
         int sampled = temperature[row] > 0.0f;
         vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), bar = best;
-        ivec at = {0}, lane = lane_numbers();
+        ivec at = {0}, lane = lane_numbers(), wrong = {0};
         for (int64_t v = 0; v < size; v += LANES) {
             vec value = load(logits, row * stride + v, kind);
+            wrong |= value != value;
             if (sampled) {
                 uvec word = column_words(ids, v, key);
                 value /= divisor;
@@ -127,7 +128,7 @@ INLINE void choose_rows(
         int64_t chosen = size;
         for (int i = 0; i < LANES; i++)
             if (best[i] == most && at[i] < chosen) chosen = at[i];
-        out[row] = chosen;
+        out[row] = any_lane(wrong) ? -1 : chosen;
     }
 }
 
@@ -143,6 +144,7 @@ INLINE void best_rows(
         int64_t held = 0;
         for (int64_t v = 0; v < size; v += LANES) {
             vec value = load(logits, row * stride + v, kind);
+            value = pick(value == value, value, splat(-__builtin_inff())); /* a NaN ranks last */
             if (sampled) {
                 uvec word = column_words(ids, v, key);
                 value /= divisor;
@@ -175,7 +177,7 @@ void add_noise(
     }
 }
 
-/* Choose a column of each row by the rule of kernels/choose.py, without top-k, top-p and min-p: logits [rows, size],
+/* Choose a column of each row by the rule of kernels/choose.py, -1 if it has a NaN, without top-k, top-p and min-p: logits [rows, size],
  * size a multiple of 16, rows `stride` elements apart; temperature, halves of the seeds and positions [rows]; ids
  * [size] of the columns, or null. */
 void choose(

@@ -50,7 +50,7 @@ def advance_kernel(
     tl.store(result + 2, steps)
     after = (nodes > steps) & (nodes < width)  # the end of a row, past the path
     store_tokens(result + COLUMNS, rank, drafted, on_path, steps, bonus, nodes, after, N)
-    store_tokens(ids + row * ids_stride, rank, drafted, on_path, steps, bonus, nodes, after, N)
+    store_tokens(ids + row * ids_stride, rank, drafted, on_path, steps, tl.maximum(bonus, 0), nodes, after, N)
     path = result + COLUMNS + capacity
     tl.store(path + rank, nodes.to(tl.int64), mask=on_path)
     tl.store(path + nodes, tl.zeros([N], tl.int64), mask=after)

@@ -50,7 +50,8 @@ def best_of_block(
     """Find the M largest keys of each row and block and their columns, lowest column first among equals.
 
     With MASS also the block's largest key and the sum of exp(key - largest). IDS: 0 for columns that are token ids, 1
-    for ids that rows share, 2 for ids of each row.
+    for ids that rows share, 2 for ids of each row. A NaN ranks last; if a token is chosen, and not drafted, column -1
+    ranks first in its place.
     """
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * N + tl.arange(0, N)
@@ -72,6 +73,8 @@ def best_of_block(
                 ids = columns.to(tl.int64)
             keys = tl.where(temperature > 0, keys + gumbel_noise(key, ids), keys)
     index = row * blocks + block
+    broken = keys != keys
+    keys = tl.where(broken, MINUS_INFINITY, keys)
     if MASS:
         peak = tl.max(keys, axis=0)
         finite = tl.where(peak > MINUS_INFINITY, peak, 0.0)
@@ -82,6 +85,9 @@ def best_of_block(
         remaining = inside & ((keys < value) | ((keys == value) & (columns > column)))
         value = tl.max(tl.where(remaining, keys, MINUS_INFINITY), axis=0)
         column = tl.min(tl.where(remaining & (keys == value), columns, size), axis=0)
+        if M == 1 and IDS == 0 and not MASS:
+            refused = tl.max(broken.to(tl.int32), axis=0) > 0
+            value, column = tl.where(refused, float("inf"), value), tl.where(refused, -1, column)
         tl.store(block_keys + index * M + rank, value)
         tl.store(block_columns + index * M + rank, column)
 
@@ -105,7 +111,7 @@ def best_of_row(
     index = tl.arange(0, C)
     keys = tl.load(block_keys + row * candidates + index, mask=index < candidates, other=MINUS_INFINITY)
     columns = tl.load(block_columns + row * candidates + index, mask=index < candidates, other=size)
-    value, column = float("inf"), -1
+    value, column = float("inf"), -2
     for rank in range(M):
         remaining = (columns < size) & ((keys < value) | ((keys == value) & (columns > column)))
         value = tl.max(tl.where(remaining, keys, MINUS_INFINITY), axis=0)

@@ -16,6 +16,7 @@ from kernels.operands import NO_LIMITS, ChoiceParameters, Limits, Shaping
 from kernels.shape import packed, shape, shape_in_torch
 from kernels.triton import choose as gpu
 from tests.device import BF16, DEVICE, FP32, served, sized
+from tests.kernels import test_nan_logits
 from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked
 from tests.operations import counted
 
@@ -277,3 +278,11 @@ def test_rows_of_a_models_vocabulary(in_triton, compare, rows, size, dtype):
             columns, values = choose_best(logits, sampling, positions, None, 8)
             compare.same("draft top-m", case, columns, lambda best=best: best()[1])
             compare.close("draft top-m log-probabilities", case, values, lambda best=best: best()[0], 1e-5)
+
+
+@pytest.mark.gpu(seconds=1)
+@pytest.mark.parametrize("way", test_nan_logits.WAYS)
+@torch.no_grad()
+def test_logits_with_a_nan_have_no_choice(in_triton, way):
+    test_nan_logits.check_choices(way, torch.float32)
+    test_nan_logits.check_drafts(way)
