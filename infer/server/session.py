@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infer.request import FinishReason, SpeculationStats, StepOutput
+from infer.sampling.emission import NAN
 from infer.sampling.isolation import panics_as_errors
 from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.stopping import StopText
@@ -160,6 +161,8 @@ class Session:
             raise output.error
         if output.error is not None:
             self.metrics.finished("error")
+            if output.error == NAN:
+                raise ApiError(500, NAN, code="nan_logits")
             code = "grammar_failed" if output.error.startswith("the grammar") else "no_token_allowed"
             raise internal_error() if output.internal else ApiError(400, output.error, code=code)
         with panics_as_errors():
