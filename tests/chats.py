@@ -16,11 +16,14 @@ TEMPLATES: dict[str, dict[str, str]] = {
 }
 TEMPLATES["hermes"]["tool_use"] = (FOLDER / "hermes_tool_use.jinja").read_text(encoding="utf-8")
 # What each family's templates support.
-TAKES_PARTS = {"gemma3", "glm4moe", "minimax", "vision"}
+TAKES_PARTS = {"gemma3", "glm4moe", "minimax", "qwen3_5", "vision"}
 NEEDS_PARTS = {"vision"}
-SHOWS_DEVELOPER = {"gpt_oss", "hermes", "llama3", "llama3_1", "smollm2", "vision"}
-SHOWS_CALLS = {"deepseek", "glm4moe", "gpt_oss", "hermes", "llama3_1", "minimax", "mistral", "qwen2_5", "qwen3"}
-NEEDS_TEXT_ARGUMENTS = {"deepseek"}
+SHOWS_DEVELOPER = {"gpt_oss", "granite3_3", "hermes", "llama3", "llama3_1", "phi4_mini", "smollm2", "vision"}
+SHOWS_CALLS = {
+    *("deepseek", "deepseek_v3", "glm4moe", "gpt_oss", "hermes", "llama3_1", "minimax", "mistral"),
+    *("qwen2_5", "qwen3", "qwen3_5"),
+}
+NEEDS_TEXT_ARGUMENTS = {"deepseek", "deepseek_v3"}
 
 Conversation = dict[str, Any]  # messages and optionally tools, as fields of a request or of a dataset row
 

@@ -35,6 +35,22 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ("<|channel|>commentary to=functions.add json<|message|>[1]", "", "[1]", []),
     (f"{THOUGHT}<|channel|>analysis to=python code<|message|>1+2", "hm < 21+2", "", []),
     (f"{THOUGHT}<|channel|>fin", "hm < 2", "", []),
+    # a mark out of place is no text: it ends the header or the message in which it stands
+    (f"<|channel|>??<|end|><|start|>assistant{THOUGHT}<|channel|>final<|message|>It is 3.", "hm < 2", "It is 3.", []),
+    ("<|channel|>analysis<|start|>assistant<|channel|>final<|message|>It is 3.", "", "It is 3.", []),
+    ("<|channel|>??<|end|>It is 3.", "", "It is 3.", []),
+    ("<|start|><|start|>assistant<|return|><|channel|>final<|message|>It is 3.<|return|>", "", "It is 3.", []),
+    ("<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>3", "hm", "3", []),
+    ("<|channel|>analysis<|message|>hm<|channel|>final<|message|>3", "hm", "3", []),
+    ("<|channel|>musing<|message|>hm", "", "hm", []),
+    (
+        f"<|channel|>??<|call|>{THOUGHT}<|channel|>commentary to=functions.add"
+        f"<|constrain|>json<|message|>{SUM}<|call|>",
+        "hm < 2",
+        "",
+        [Call("add", SUM)],
+    ),
+    ("<|message|>It is 3.", "", "It is 3.", []),
     ("no header at all", "", "no header at all", []),
     ("", "", "", []),
 ]

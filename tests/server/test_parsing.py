@@ -68,6 +68,14 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ("llama3", '{"name": "add"}; then', "; then", [Call("add", "{}")]),
     ("llama3", '{"name": "add"}; {"a": 1}', '; {"a": 1}', [Call("add", "{}")]),
     ("llama3", '{"name": "add"} ; <|python_tag|>{"name": "add"};', "", [Call("add", "{}")] * 2),
+    (
+        "llama3",
+        '{"name": "add", "parameters": {}}\n{"name": "weather", "parameters": {}}',
+        "",
+        [Call("add", "{}"), Call("weather", "{}")],
+    ),
+    ("llama3", '{"name": "add"} {"a": 1}', ' {"a": 1}', [Call("add", "{}")]),
+    ("llama3", '{"name": "add"}\n<|python_tag|>{"name": "add"}\nDone.', "\nDone.", [Call("add", "{}")] * 2),
     ("llama3", 'The JSON is {"name": "add", "parameters": {}}', "=", []),
     ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments": {SUM.arguments}}}]', "", [SUM]),
     (
@@ -132,6 +140,15 @@ def test_reasoning_is_set_apart(text: str, inside: bool, reasoning: str, content
     parts = parse(ChatParser(None, [], thinking=True, inside=inside), pieces(text, cuts))
     assert (parts.reasoning, parts.content) == (reasoning, content)
     assert parse(ChatParser(None, []), pieces(text, cuts)).content == text
+
+
+@pytest.mark.parametrize("text", ["\n\nYes.", " ", "\n", "\t\n no"])
+def test_where_nothing_can_open_every_piece_is_shown_at_once(text: str) -> None:
+    """Neither tools nor reasoning: an answer that begins with white space is streamed from its first token."""
+    parser = ChatParser(None, [])
+    assert [parser.take(piece, None).content for piece in text] == list(text)
+    held = ChatParser(None, [], thinking=True, inside=True)
+    assert [held.take(piece, None).content for piece in ("Hm.</think>", "\n", "\n", " ", "a")] == ["", "", "", " ", "a"]
 
 
 def test_reasoning_before_a_call() -> None:

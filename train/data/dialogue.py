@@ -31,7 +31,8 @@ class Dialogue:
     """The state of one conversation: alternate `next_prompt` and `take` until there is no prompt; `rows` is the result.
 
     An assistant turn that calls a tool is kept as in the data and masked out of the loss, since the tool's result
-    belongs to that call. With `provided` the data's responses are used instead, by `take_provided`.
+    belongs to that call; so is one of weight 0. With `provided` the data's responses are used instead, by
+    `take_provided`.
     """
 
     def __init__(self, example: Example, tokenizer: Tokenizer, *, longest_prompt: int, provided: bool = False) -> None:
@@ -98,8 +99,8 @@ class Dialogue:
             return
         self._history.append(message)
         ids = self._tokenizer.encode(text, context=self._row.ids)
-        ends = [place for place, token in enumerate(ids) if token in self._tokenizer.eos_ids]
-        self._learn(ids[: ends[-1] + 1] if ends else ids)  # the target generates nothing after its end token
+        end = next((place for place, token in enumerate(ids, start=1) if token in self._tokenizer.eos_ids), len(ids))
+        self._learn(ids[:end], learnt=not is_skipped(message))  # the target generates nothing after its end token
 
     def _response_text(self, message: Message) -> str:
         """Return the text that follows the row so far. Raises ValueError if the template does not separate it.
@@ -127,17 +128,23 @@ class Dialogue:
         return self._tokenizer.render_chat(list(messages), tools=self.example.tools, generation_prompt=False)
 
     def _continue(self, prompt: Sequence[int]) -> None:
-        """Extend the row to the prompt, or begin a new row if the prompt does not start with the row's ids."""
+        """Extend the row to the prompt, or begin a new row if the prompt does not start with the row's ids.
+
+        A template without a mark after answers (GLM's) ends them by the next turn's, which is then the target's own.
+        """
         self._held = len(self._row.ids)
         if list(prompt[: self._held]) != self._row.ids:
             self._finished.append(self._row)
             self._row, self._held = Row([], []), 0
-        self._row.ids.extend(prompt[self._held :])
-        self._row.loss_mask.extend([False] * (len(prompt) - self._held))
+        (*_, last), eos_ids = self._row.ids or [None], self._tokenizer.eos_ids
+        is_open = self._provided and last is not None and self._row.loss_mask[-1] and last not in eos_ids
+        new = prompt[self._held :]
+        self._row.ids.extend(new)
+        self._row.loss_mask.extend([is_open and place == 0 and token in eos_ids for place, token in enumerate(new)])
 
-    def _learn(self, ids: Sequence[int]) -> None:
+    def _learn(self, ids: Sequence[int], *, learnt: bool = True) -> None:
         self._row.ids.extend(ids)
-        self._row.loss_mask.extend([True] * len(ids))
+        self._row.loss_mask.extend([learnt] * len(ids))
 
     def _advance(self) -> bool:
         """Move messages up to the target's next turn into the history. Return False if there is no such turn."""
@@ -158,13 +165,18 @@ class Dialogue:
         return awaits_response and not self._provided
 
     def _is_kept(self) -> bool:
-        """Return whether the next assistant turn must be kept: it calls a tool, or a tool's result follows it."""
-        following = self._left[1]["role"] if len(self._left) > 1 else None
-        return bool(self._left[0].get("tool_calls")) or following == "tool"
+        """Return whether the next assistant turn is kept: it calls a tool, a tool's result follows, its weight is 0."""
+        message, following = self._left[0], self._left[1]["role"] if len(self._left) > 1 else None
+        return bool(message.get("tool_calls")) or following == "tool" or is_skipped(message)
 
     def _end_early(self, reason: ValueError) -> None:
         self.cut = f"cut after message {len(self._history)} of {len(self.example.messages)}: {reason}"
         self._left.clear()
+
+
+def is_skipped(message: Message) -> bool:
+    """Return whether an assistant message is history only: OpenAI's fine-tuning format marks it by a weight of 0."""
+    return message.get("weight") == 0
 
 
 def refuse_length(prompt: Sequence[int], longest: int) -> None:

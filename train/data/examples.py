@@ -33,7 +33,13 @@ SHAREGPT = {
     "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")  # ShareGPT's turn in which the assistant calls a tool
-BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields that some files put beside `value`
+BESIDE = (
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "weight",
+)  # fields that some files put beside `value`
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,9 @@ def check_message(message: Mapping[str, Any]) -> dict[str, Any]:
     normal = normalize_message(without_legacy(message))
     if normal["role"] not in ROLES:
         raise ValueError(f"role {normal['role']!r}; must be one of {', '.join(ROLES)}")
+    weight = normal.get("weight", 0)  # of OpenAI's fine-tuning format
+    if isinstance(weight, bool) or weight not in (0, 1) or (weight and normal["role"] != "assistant"):
+        raise ValueError(f"weight {weight!r} of a message of role {normal['role']}; must be 0, or 1 for the assistant")
     silent = normal["role"] == "assistant" and ("tool_calls" in normal or "reasoning_content" in normal)
     if not isinstance(normal.get("content"), list) and not ("content" not in normal and silent):
         text_of("content", normal.get("content"))

@@ -6,7 +6,7 @@ turns out not to be a call is returned as content, unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,7 +99,9 @@ class ChatParser:
             self._buffer = self._buffer.lstrip("\n")
         text, style = self._buffer.lstrip(), self.style
         openings = ([THINK] if self.thinking else []) + ([style.begin] if style is not None else [])
-        if not text or (not last and any(mark.startswith(text) for mark in openings)):
+        if not self._buffer or (openings and not text):  # where nothing can open, white space is content
+            return False
+        if not last and any(mark.startswith(text) for mark in openings):
             return False
         if self.thinking and text.startswith(THINK):
             self._buffer, self._state = text.removeprefix(THINK), "reasoning"
@@ -148,12 +150,11 @@ class ChatParser:
         return calls
 
     def _in_reasoning(self, parts: Parts, last: bool) -> bool:
-        before, matched, after = split(self._buffer, END_THINK, last)
+        before, mark, self._buffer = split(self._buffer, (END_THINK,), last)
         self._reasoning(parts, before)
-        self._buffer = after
-        if matched:
+        if mark:
             self._state, self.thinking, self._after_reasoning = "start", False, True
-        return matched
+        return bool(mark)
 
     def _reasoning(self, parts: Parts, text: str) -> None:
         if text:
@@ -165,14 +166,14 @@ class ChatParser:
             self._content(parts, self._buffer)
             self._buffer = ""
             return False
-        before, matched, self._buffer = split(self._buffer, self.style.begin, last)
-        if not before.strip() and not matched and not last and self._after_call:
+        before, mark, self._buffer = split(self._buffer, (self.style.begin,), last)
+        if not before.strip() and not mark and not last and self._after_call:
             self._buffer = before + self._buffer
             return False
         self._content(parts, before)
-        if matched:
-            self._begin_call(self.style.begin, self._buffer)
-        return matched
+        if mark:
+            self._begin_call(mark, self._buffer)
+        return bool(mark)
 
     def _content(self, parts: Parts, text: str) -> None:
         if self.forced or (self._after_call and not text.strip()):
@@ -273,21 +274,20 @@ class ChatParser:
         self._after_call = True
 
     def _in_next(self, parts: Parts, last: bool) -> bool:
-        """State after a bare call: a semicolon and another call, or content."""
+        """State after a bare call: another one, after a semicolon or white space, or content."""
         assert self.style is not None
         text = self._buffer
         after = text.lstrip()
         if not after:
             return False
+        call = after.removeprefix(";").lstrip()
+        if not call or (not last and len(call) < len(self.style.begin) and self.style.begin.startswith(call)):
+            self._buffer = "" if last else text
+            return False
         self._state = "content"
-        if after.startswith(";"):
-            call = after[1:].lstrip()
-            if not call or (not last and len(call) < len(self.style.begin) and self.style.begin.startswith(call)):
-                self._state, self._buffer = "next", "" if last else text
-                return False
-            if call.startswith(("{", self.style.begin)):
-                rest = call.removeprefix(self.style.begin)
-                self._begin_call(text.removesuffix(rest), rest)
+        if call.startswith(("{", self.style.begin)):
+            rest = call.removeprefix(self.style.begin)
+            self._begin_call(text.removesuffix(rest), rest)
         return True
 
     def _no_call(self, parts: Parts, text: str) -> bool:
@@ -321,14 +321,17 @@ def after_name(text: str, place: int, name: str, separator: str, opening: str) -
     return place - len(opening)
 
 
-def split(text: str, mark: str, last: bool) -> tuple[str, bool, str]:
-    """Return the text before `mark`, whether it was found, and the text after it or held back as a possible prefix."""
-    place = text.find(mark)
-    if place >= 0:
-        return text[:place], True, text[place + len(mark) :]
-    if last:
-        return text, False, ""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return text[:-length], False, text[-length:]
-    return text, False, ""
+def split(text: str, marks: Sequence[str], last: bool) -> tuple[str, str, str]:
+    """Return the text before the first of `marks`, that mark, and the text after it.
+
+    Without a mark it is "", and the text after it is what is held back because a mark may begin there.
+    """
+    places = {mark: place for mark in marks if (place := text.find(mark)) >= 0}
+    if places:
+        mark = min(places, key=places.__getitem__)
+        return text[: places[mark]], mark, text[places[mark] + len(mark) :]
+    longest = 0 if last else min(max(map(len, marks)) - 1, len(text))
+    for length in range(longest, 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return text[:-length], "", text[-length:]
+    return text, "", ""
