@@ -28,6 +28,10 @@ BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, 
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 AUTO, PUBLISHED = "auto", "published"  # of `head=`: the newest one of the target; the first one on the model hub
+TOOL_STYLES = (  # rows of the table in infer/server/parsing/tool_styles.py
+    *("harmony", "qwen3_coder", "glm45", "minimax_m2", "hermes", "mistral_args", "mistral"),
+    *("phi4_mini", "granite", "deepseek_v3", "deepseek_v31", "llama3"),
+)
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
 LEAST_TOKENS = 8  # of an update of a head that learns
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
@@ -262,7 +266,7 @@ class ServerConfig(Schema):
     profile_first: bool = False  # measure step costs before serving; false: from then on while idle, if not known
     stall_s: float = number(120.0, low=0)  # an engine step that takes longer is logged with all stacks; 0: never
     # formats of the model's tool calls and of its reasoning; auto: by its chat template
-    tool_parser: str = choice("auto", "auto", "hermes", "llama3", "mistral", "harmony", "none")
+    tool_parser: str = choice("auto", "auto", *TOOL_STYLES, "none")
     reasoning_parser: str = choice("auto", "auto", "think", "harmony", "none")
 
     def __post_init__(self) -> None:

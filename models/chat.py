@@ -40,6 +40,18 @@ class Chat:
         return None if name is None else self._templates[name].text
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether the template for conversations with tools shows these to the model."""
+        name = self._template_name(tools=True)
+        return name is not None and self._templates[name].shows_tools
+
+    @property
+    def call_text(self) -> str:
+        """What that template renders for a call of CALL_NAME; empty if it shows none."""
+        name = self._template_name(tools=True)
+        return "" if name is None else self._templates[name].call_text
+
+    @property
     def turn_end(self) -> str:
         """What the template for conversations without tools writes after an assistant's content."""
         return self._templates[DEFAULT].turn_end if DEFAULT in self._templates else ""
@@ -63,8 +75,11 @@ class Chat:
         if name is None:
             raise ValueError(self._missing_template())
         template = self._templates[name]
+        shaped = [for_template(normalize_message(message), template) for message in messages]
+        if tools and template.tools_in_system:
+            shaped = with_tools(shaped, tools)
         return template.render(
-            [for_template(normalize_message(message), template) for message in messages],
+            shaped,
             tools=[normalize_tool(tool) for tool in tools] if tools else None,
             documents=list(documents) if documents else None,
             generation_prompt=generation_prompt,
@@ -220,6 +235,14 @@ def for_template(message: Mapping[str, Any], template: Template) -> dict[str, An
     if calls and template.call_form.arguments_as_text:
         shaped["tool_calls"] = [{**call, "function": with_text(call["function"])} for call in calls]
     return shaped
+
+
+def with_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages with the tools' functions as JSON text in the system message, added if there is none."""
+    text = dump([normalize_tool(tool).get("function", tool) for tool in tools])
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    system = messages[0] if has_system else {"role": "system", "content": ""}
+    return [{**system, "tools": text}, *messages[has_system:]]
 
 
 def with_text(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-PROBE, SECOND = "headway-probe", "headway-second"
+PROBE, SECOND, CALL_NAME = "headway-probe", "headway-second", "probe"
 QUESTION = {"role": "user", "content": "headway-question"}
 CALL_ID = "headway00"  # nine letters and digits: Mistral's templates refuse any other
 
@@ -128,6 +128,28 @@ class Template:
                 return CallForm(as_text, {"content": ""})
         return CallForm()
 
+    @property
+    def call_text(self) -> str:
+        """What is rendered after a question for a call of CALL_NAME; empty if the template shows no calls."""
+        form = self.call_form
+        text = self._probe(self._call_messages(form.without_content, form.arguments_as_text))
+        return (text or "").rpartition(QUESTION["content"])[2]
+
+    @cached_property
+    def tools_in_system(self) -> bool:
+        """Whether tools are read from a field of the system message (Phi-4-mini), as JSON text of their functions."""
+        return self._probe([{"role": "system", "content": SECOND, "tools": PROBE}, QUESTION]) is not None
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the prompt depends on the tools; True also if the template refuses the probe."""
+        parameters = {"type": "object", "properties": {"probe": {"type": "string"}}, "required": ["probe"]}
+        tool = {"type": "function", "function": {"name": PROBE, "description": SECOND, "parameters": parameters}}
+        try:
+            return self.tools_in_system or self.render([QUESTION], tools=[tool]) != self.render([QUESTION])
+        except ValueError:
+            return True
+
     def _call_messages(self, content: Mapping[str, Any], as_text: bool) -> list[dict[str, Any]]:
         return [QUESTION, {"role": "assistant", **content, "tool_calls": [self._probe_call(as_text)]}]
 
@@ -135,7 +157,7 @@ class Template:
         arguments: Any = {"probe": PROBE}
         if self.call_form.arguments_as_text if as_text is None else as_text:
             arguments = dump(arguments)
-        return {"id": CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        return {"id": CALL_ID, "type": "function", "function": {"name": CALL_NAME, "arguments": arguments}}
 
     def _probe(self, conversation: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text, or None where the template refuses the conversation or leaves out PROBE."""

@@ -184,10 +184,16 @@ FAMILIES: dict[str, tuple[tuple[tuple[str, bool], ...], str]] = {
             *(("<tool_call>", False), ("</tool_call>", False), ("<arg_key>", False), ("</arg_key>", False)),
             *THINKING,
         ),
-        "hermes",
+        "glm45",
     ),
 }
 MOST_ADDED = 16
+FAMILIES["qwen3_coder"] = ((*CHATML, *THINKING), "qwen3_coder")
+DEEPSEEK = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+FAMILIES["deepseek_v31"] = (
+    (("<｜end▁of▁sentence｜>", True), *((f"<｜tool▁{name}｜>", False) for name in DEEPSEEK)),
+    "deepseek_v31",
+)
 
 
 def write_family(family: str, folder: Path, *, source: Path) -> Path:

@@ -36,16 +36,17 @@ class Constraints:
         # `n_vocab` may exceed the number of the tokenizer's tokens (padding), but must not be smaller.
         size = max(vocab_size, tokenizer.vocab_size)
         self._tokenizer = make_tokenizer(tokenizer.backend.to_str(), size, list(eos_ids))
-        self._numbers = NumberLimit(tokenizer.token_bytes, vocab_size)
+        numbers, tagged = (NumberLimit(tokenizer.token_bytes, vocab_size, quoted=quoted) for quoted in (True, False))
+        self._numbers = {"json_object": numbers, "json_schema": numbers, "calls": numbers, "tagged_calls": tagged}
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Compile a grammar. Raises ValueError if it is invalid or too large."""
         matcher = compile_matcher(grammar, self._tokenizer)
-        return Constraint(matcher, self._vocab_size, self._numbers if grammar.is_json else None)
+        return Constraint(matcher, self._vocab_size, self._numbers.get(grammar.kind), after=grammar.after)
 
 
 class Constraint:
-    """The grammar of one request. `numbers` limits the numbers of JSON; None for other texts."""
+    """The grammar of one request. `numbers` limits the numbers of JSON, which begins `after` a mark; None: no JSON."""
 
     def __init__(
         self,
@@ -53,16 +54,18 @@ class Constraint:
         vocab_size: int,
         numbers: NumberLimit | None = None,
         *,
+        after: str = "",
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._matcher, self.vocab_size, self._numbers, self._clock = matcher, vocab_size, numbers, clock
         self._allow_all = packed(torch.ones(vocab_size, dtype=torch.bool))
-        self._place = Place()  # of the emitted tokens
+        self._place = Place(after=after.encode())  # of the emitted tokens
         self.error: str | None = None  # why the request cannot continue
 
     def copy(self) -> Constraint:
         """Return a copy for another completion of the same prompt. Call before any token is pushed."""
-        return Constraint(self._matcher.deep_copy(), self.vocab_size, self._numbers, clock=self._clock)
+        after = self._place.after.decode()
+        return Constraint(self._matcher.deep_copy(), self.vocab_size, self._numbers, after=after, clock=self._clock)
 
     def push(self, token: int) -> bool:
         """Advance by an emitted token; return whether the output ends: nothing may follow, or the grammar failed."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import llguidance
 
-KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "calls")
+KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "calls", "tagged_calls")
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "coerce_one_of": True}
 # Keywords whose numbers llguidance computes with as doubles.
 NUMBER_KEYWORDS = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -38,12 +38,14 @@ REASONS = {  # of llguidance's codes, which are errors without a sentence
 class Grammar:
     """A grammar whose `text` is a JSON schema, a regular expression, a JSON list of strings, or llguidance's Lark.
 
-    `calls` is Lark whose output is JSON between marks: tool calls. Raises ValueError naming the kind if `text` does not
-    have that form; `compile_matcher` finds all other errors.
+    `calls` is Lark whose output is JSON between marks: tool calls; in `tagged_calls` some values stand there without
+    quotes. `after`: the grammar applies behind this mark and line breaks, any text precedes it. Raises ValueError
+    naming the kind if `text` does not have that form; `compile_matcher` finds all other errors.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "calls"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "calls", "tagged_calls"]
     text: str = ""
+    after: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,11 +64,6 @@ class Grammar:
             raise ValueError(f"{self.kind}: is empty")
 
     @property
-    def is_json(self) -> bool:
-        """Whether quotes and numbers in the output are those of JSON."""
-        return self.kind in ("json_object", "json_schema", "calls")
-
-    @property
     def source(self) -> str:
         """The grammar in llguidance's format. Raises ValueError for a schema that it would not keep exactly."""
         from llguidance import LLMatcher
@@ -76,7 +73,7 @@ class Grammar:
         if self.kind == "choice":
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(self.text))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
-        if self.kind in ("lark", "calls"):
+        if self.kind in ("lark", "calls", "tagged_calls"):
             for schema in schemas_in(self.text):
                 check_numbers(schema, self.kind)
             return LLMatcher.grammar_from_lark(self.text)
@@ -181,10 +178,20 @@ def compile_matcher(grammar: Grammar, tokenizer: GrammarTokenizer) -> llguidance
     )
     if grammar.kind == "lark":
         grammar = replace(grammar, text=by_id(grammar.text, tokenizer.special_ids))
-    matcher = LLMatcher(tokenizer.tokenizer, grammar.source, log_level=0, limits=limits)
+    source = behind(grammar.after, grammar.source, tokenizer.special_ids) if grammar.after else grammar.source
+    matcher = LLMatcher(tokenizer.tokenizer, source, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(f"{grammar.kind}: {reason_of(matcher)}")
     return matcher
+
+
+def behind(mark: str, source: str, special_ids: dict[str, int]) -> str:
+    """Return a grammar of any text up to a mark, up to two line breaks, and what the grammar `source` allows."""
+    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
+    free = f"<[{special_ids[mark]}]>" if mark in special_ids else ""
+    free = f"free: /(?s:.*)/ {free}" if free else f"free[suffix={json.dumps(mark)}]: /(?s:.*)/"
+    first = {"lark_grammar": f"start: free /\\n{{0,2}}/ @body\n{free}"}
+    return json.dumps({"grammars": [first, {**grammars[0], "name": "body"}, *grammars[1:]]})
 
 
 def reason_of(matcher: llguidance.LLMatcher) -> str:

@@ -22,7 +22,7 @@ from infer.server.middleware import tenant_of
 from infer.server.parsing.grammar_check import GrammarCheck
 from infer.server.parsing.harmony import CHANNEL
 from infer.server.parsing.stream import THINK
-from infer.server.parsing.tool_styles import STYLES, ToolStyle, style_of
+from infer.server.parsing.style_choice import choose_style
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import ApiError, invalid_field
 from infer.server.protocol.fields import Strict, UnknownFields
@@ -59,8 +59,9 @@ class Service:
             "eos_ids": list(engine.end_tokens),
         }
         self.grammars = GrammarCheck(settings)
-        name, template = self.config.tool_parser, self.tokenizer.chat.text_for(tools=True)
-        self.tool_style: ToolStyle | None = style_of(template) if name == "auto" else STYLES.get(name)
+        self.tool_style, self.unread = choose_style(self.config.tool_parser, self.tokenizer.chat)
+        added = self.tokenizer.backend.get_added_tokens_decoder()
+        self.added_tokens = {token.content: index for index, token in added.items()}
         parser, templates = self.config.reasoning_parser, "\n".join(self.tokenizer.chat.texts.values())
         if parser == "auto":
             parser = "harmony" if CHANNEL in templates else "think" if THINK in templates else "none"
@@ -115,14 +116,14 @@ class Service:
         encode: Callable[[Any], Prompt],
         prompts: Sequence[Any],
         *,
-        structure: tuple[str, Grammar] | None,
+        structure: Callable[[], tuple[str, Grammar] | None],
         only_prompt: bool = False,
         with_special: bool = False,
     ) -> Session:
         """Validate, encode and submit a request, and return its session.
 
-        `structure`: the request field that sets the output's grammar, and the grammar. `with_special`: keep special
-        tokens in the text even if the request does not ask for them.
+        `structure`: returns, once the prompts are encoded, the request field that sets the output's grammar, and the
+        grammar. `with_special`: keep special tokens in the text even if the request does not ask for them.
         """
         arrival, param, max_tokens = time.monotonic(), body.prompt_field, body.limit
         self.runtime.check_room(len(prompts) * (body.n or 1))
@@ -133,10 +134,11 @@ class Service:
         if max_tokens is None:
             room = self.context - longest
             max_tokens = min(body.soft_limit or room, room)
-        params = self._params(body, max_tokens, tenant_of(request), structure and structure[1])
+        bound = structure()
+        params = self._params(body, max_tokens, tenant_of(request), bound and bound[1])
         params = replace(params, skip_special_tokens=params.skip_special_tokens and not with_special)
         assert params.seed is not None
-        constraint = await self._constraint(*structure) if structure is not None else None
+        constraint = await self._constraint(*bound) if bound is not None else None
         outputs: asyncio.Queue[Event] = asyncio.Queue()
         request_ids = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint, outputs)
         choices: list[Choice] = []

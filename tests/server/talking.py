@@ -17,6 +17,9 @@ SPECIAL = (
 # The text of a chat template from which the server recognises the style of tool calls or reasoning.
 MARKS = {
     "hermes": "<tool_call>",
+    "glm45": "<tool_call> <arg_key>",
+    "qwen3_coder": "<tool_call> <function=",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
     "mistral": "[AVAILABLE_TOOLS]",
     "llama3": "<|python_tag|>",
     "harmony": "<|channel|>",

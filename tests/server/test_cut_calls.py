@@ -70,15 +70,17 @@ def test_wherever_it_is_cut_no_markup_is_content(case: str, forced: bool) -> Non
     style = style_of(case)
     complete = parse(ChatParser(style, TOOLS), [text], cut=False).calls
     assert [call.name for call in complete] == ["add", "add_all"]
-    begins = [position for position in range(len(text)) if text.startswith(style.begin, position)] or [0]
+    begins = [position for position in range(len(text)) if text.startswith(style.begins[0], position)] or [0]
     prefixes = set()
     for end in range(len(text) + 1):
         parts = ChatParser(style, TOOLS, forced=forced).take(text[:end], "length")
         if forced:
             assert parts.content == ""
-        elif end < begins[0] + len(style.begin) and not style.bare:
+        elif end < begins[0] + len(style.begins[0]) and not style.bare:
             assert parts.content == text[:end]
-        elif all(not begin < end < begin + len(style.begin) for begin in begins):  # a partial marker is not a marker
+        elif all(
+            not begin < end < begin + len(style.begins[0]) for begin in begins
+        ):  # a partial marker is not a marker
             assert parts.content == content
         finished, (last,) = parts.calls[:-1], parts.calls[-1:] or [None]
         assert finished == complete[: len(finished)]

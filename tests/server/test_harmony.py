@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.server.parsing.harmony import HarmonyParser
-from infer.server.parsing.tool_styles import Call, style_of
+from infer.server.parsing.style_choice import style_of
+from infer.server.parsing.tool_styles import Call
 from tests.chats import TEMPLATES
 from tests.server.harness import MODEL, Server
 from tests.server.talking import ASKED

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.server.parsing.stream import ChatParser, Parts
-from infer.server.parsing.tool_styles import STYLES, Call, style_of
+from infer.server.parsing.style_choice import style_of
+from infer.server.parsing.tool_styles import STYLES, Call
 
 TOOLS = ["weather", "add"]
 PARIS = Call("weather", '{"city": "Paris </tool_call> {[\\"\\\\"}')

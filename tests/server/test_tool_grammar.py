@@ -14,6 +14,7 @@ import pydantic
 import pytest
 
 from infer.sampling.grammar import compile_matcher, make_tokenizer
+from infer.server.parsing.call_grammar import call_grammar
 from infer.server.parsing.harmony import HarmonyParser
 from infer.server.parsing.stream import ChatParser
 from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, STYLES, Call
@@ -108,11 +109,13 @@ def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
 
 
 def forced(style: str, tools: list[FunctionTool], max_calls: int | None) -> Any:
-    return STYLES[style].grammar(tools, most=max_calls or MAX_FORCED_CALLS, token_id=lambda _: None)
+    return call_grammar(STYLES[style], tools, most=max_calls or MAX_FORCED_CALLS, tokens={})
 
 
 def calls_of(style: str, text: str, names: list[str], *, cut: bool = False) -> list[Call]:
-    parser = ChatParser(STYLES[style], names, forced=True)
+    parser = ChatParser(
+        STYLES[style], names, forced=True, schemas={name.strip('"'): SCHEMAS.get(name) for name in SCHEMAS}
+    )
     if style == "harmony":
         parser = HarmonyParser(names, forced=True)
     parts = parser.take(text, "length" if cut else "stop")
@@ -193,6 +196,6 @@ def test_only_objects_can_be_arguments() -> None:
 
 def test_marks_that_are_tokens_are_forced_as_tokens() -> None:
     ids = {"<tool_call>": 7, "</tool_call>": 8}
-    grammar = STYLES["hermes"].grammar([tool("none")], most=2, token_id=ids.get)
-    assert 'call: <[7]> "\\n" object "\\n" <[8]>' in grammar.text
+    grammar = call_grammar(STYLES["hermes"], [tool("none")], most=2, tokens=ids)
+    assert 'call_0: <[7]> "\\n{\\"name\\": \\"none\\", \\"arguments\\": " arguments_0 "}\\n" <[8]>' in grammar.text
     assert llguidance.LLMatcher.grammar_from_lark(grammar.text)

@@ -51,7 +51,7 @@ def tokenizer_of(base: Tokenizer, family: str) -> Tokenizer:
     ends = ENDS[family][0]
     backend.add_special_tokens(list(ends))
     special = {"bos_token": EOS, "eos_token": EOS}
-    ids = [backend.token_to_id(end) for end in ends]
+    ids = [token for token in map(backend.token_to_id, ends) if token is not None]
     return Tokenizer(backend, eos_ids=ids, chat_template=TEMPLATES[family], special_tokens=special, source=family)
 
 

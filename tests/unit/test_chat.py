@@ -62,6 +62,12 @@ def for_transformers(conversation: Conversation, family: str) -> list[dict[str, 
         if role == "developer" and family not in SHOWS_DEVELOPER:
             message["role"] = "system"
         messages.append(message)
+    if family == "phi4_mini" and conversation.get(
+        "tools"
+    ):  # which reads them from its system message, as Microsoft says
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        messages[0]["tools"] = json.dumps([tool["function"] for tool in conversation["tools"]], ensure_ascii=False)
     return messages
 
 

@@ -49,6 +49,6 @@ def add_routes(routes: APIRouter, service: Service) -> None:
             return service.echo(ids, prompt, add_special_tokens=special) if body.echo else Prompt(ids)
 
         session = await service.start(
-            request, body, encode, body.prompts, structure=body.structure, only_prompt=body.only_prompt
+            request, body, encode, body.prompts, structure=lambda: body.structure, only_prompt=body.only_prompt
         )
         return await respond(request, session, CompletionAnswer(body, session, service.names), stream=body.stream)

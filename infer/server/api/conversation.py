@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from infer.sampling.grammar import Grammar
 from infer.server.api.rendering import Answer, respond
+from infer.server.parsing.call_grammar import call_grammar
 from infer.server.parsing.harmony import CHANNEL, FINAL, HarmonyParser
 from infer.server.parsing.schema_check import fits
 from infer.server.parsing.stream import END_THINK, THINK, ChatParser
@@ -62,7 +65,7 @@ class Conversation:
         structure = body.structure if isinstance(body, GenerationRequest) else body.form
         tools, style = tool_use.allowed, service.tool_style
         if tools and style is None:
-            why = "this model's chat template has no tools (or server.tool_parser=none)"
+            why = f"calls of this template are not read: {service.unread}; server.tool_parser= names their style"
             raise invalid_field("tools", why, "unsupported_parameter")
         for tool in tools:
             check_depth(tool.parameters, f"tools: the parameters of {tool.name}", "tools")
@@ -71,12 +74,13 @@ class Conversation:
         if tool_use.must_call and style is not None:
             most = tool_use.max_calls or MAX_FORCED_CALLS
             try:
-                structure = "tools", style.grammar(tools, most=most, token_id=service.tokenizer.backend.token_to_id)
+                structure = "tools", call_grammar(style, tools, most=most, tokens=service.added_tokens)
             except ValueError as error:
                 raise invalid_field("tools", str(error), "invalid_grammar") from error
         template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
         self._options = template_options(template, body.template_options, body.effort)
         self._service, self._messages, self._tools, self._structure = service, body.conversation, tools, structure
+        self._schemas = {t.name: NO_PARAMETERS if t.parameters is None else t.parameters for t in tools}
         self._forced, self._most_calls = tool_use.must_call, tool_use.max_calls
         self._bound_to_json = structure is not None and structure[1].kind in ("json_object", "json_schema")
         self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
@@ -88,9 +92,8 @@ class Conversation:
         marks = [] if service.tool_style is None or not self._tools else list(service.tool_style.marks)
         marks += [CHANNEL, THINK, END_THINK] if self.thinks else []
         special = any(service.special_id(mark) is not None for mark in marks)
-        messages = [self._messages]
         return await service.start(
-            request, body, self._encode, messages, structure=self._structure, with_special=special
+            request, body, self._encode, [self._messages], structure=lambda: self._constrained, with_special=special
         )
 
     async def count_tokens(self, param: str) -> int:
@@ -100,22 +103,30 @@ class Conversation:
 
     @property
     def _in_harmony(self) -> bool:
-        style = self._service.tool_style
-        return self._service.reasoning_parser == "harmony" or bool(self._tools and style is not None and style.route)
+        service = self._service
+        return "harmony" in (service.reasoning_parser, self._tools and service.tool_style and service.tool_style.name)
+
+    @property
+    def _constrained(self) -> tuple[str, Grammar] | None:
+        """The output's grammar and its field; it applies behind a reasoning span that the prompt has begun."""
+        if self._structure is None or not self._begun_thinking:
+            return self._structure
+        return self._structure[0], replace(self._structure[1], after=END_THINK)
 
     def parser(self) -> ChatParser:
-        """Return a parser for one choice. Output bound to a grammar has no reasoning span, and JSON no calls."""
-        names = [tool.name for tool in self._tools]
+        """Return a parser for one choice. Output bound to a grammar begins no reasoning span, and JSON no calls."""
+        names = list(self._schemas)
         if self._in_harmony:
             return HarmonyParser(names, inside=self._bound, forced=self._forced, max_calls=self._most_calls)
         return ChatParser(
             None if self._bound_to_json else self._service.tool_style,
             names,
-            thinking=self.thinks and self._structure is None,
+            thinking=self.thinks and (self._structure is None or self._begun_thinking),
             inside=self._begun_thinking,
             forced=self._forced,
             max_calls=self._most_calls,
             fits=None if self._forced else self._fits,
+            schemas=self._schemas,
         )
 
     @property
@@ -125,8 +136,7 @@ class Conversation:
 
     def _fits(self, call: Call) -> bool:
         """Return whether the arguments of a call fit the parameters of its tool."""
-        parameters = next(tool.parameters for tool in self._tools if tool.name == call.name)
-        return fits(read(call.arguments), NO_PARAMETERS if parameters is None else parameters)
+        return fits(read(call.arguments), self._schemas[call.name])
 
     def new_call_id(self) -> str:
         assert self._service.tool_style is not None
@@ -135,7 +145,7 @@ class Conversation:
     def _encode(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         tools = [tool.for_template() for tool in self._tools]
         text = self._service.render_chat(messages, tools=tools, **self._options)
-        self._begun_thinking = text.rstrip().endswith(THINK)
+        self._begun_thinking = self.thinks and text.rstrip().endswith(THINK)
         text += FINAL if self._in_harmony and self._bound else ""
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them
 

@@ -37,7 +37,7 @@ class GrammarCheck:
 
     async def check(self, grammar: Grammar) -> None:
         """Raises ValueError with the reason if the grammar is invalid, or takes too much memory or time to compile."""
-        digest = hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode("utf-8", "replace")).digest()
+        digest = hashlib.sha256(f"{grammar.kind}:{grammar.after}:{grammar.text}".encode("utf-8", "replace")).digest()
         if digest in self._good:
             self._good.move_to_end(digest)
             return

@@ -27,10 +27,13 @@ LENGTHS = {
 }
 
 
-def fits(value: Any, schema: Any) -> bool:
-    """Return whether the value fits. Nothing fits a schema that is malformed or takes more than MAX_CHECKS."""
+def fits(value: Any, schema: Any, document: Any = None) -> bool:
+    """Return whether the value fits. Nothing fits a schema that is malformed or takes more than MAX_CHECKS.
+
+    `document`: where the schema's references resolve; itself by default.
+    """
     try:
-        return Check(schema).holds(value, schema)
+        return Check(schema if document is None else document).holds(value, schema)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return False
 
@@ -53,7 +56,7 @@ class Check:
             and ("const" not in schema or is_one_of(value, (schema["const"],)))
             and ("enum" not in schema or is_one_of(value, tuple(schema["enum"])))
             and is_within(value, schema)
-            and ("$ref" not in schema or self.holds(value, self._target(schema["$ref"])))
+            and ("$ref" not in schema or self.holds(value, resolve(self._document, schema["$ref"])))
             and all(self.holds(value, option) for option in schema.get("allOf", ()))
             and all(any(self.holds(value, option) for option in options) for options in either)
             and (not isinstance(value, dict) or self._members_hold(value, schema))
@@ -72,15 +75,17 @@ class Check:
         pairs = zip(value, [*first, *[schema.get("items", True)] * (len(value) - len(first))], strict=False)
         return all(self.holds(item, item_schema) for item, item_schema in pairs)
 
-    def _target(self, reference: str) -> Any:
-        root, _, path = reference.partition("#")
-        if root or (path and not path.startswith("/")):
-            raise ValueError("neither the document nor a place inside it")
-        node = self._document
-        for part in path.split("/")[1:]:
-            key = unquoted(part).replace("~1", "/").replace("~0", "~")
-            node = node[int(key)] if isinstance(node, list) else node[key]
-        return node
+
+def resolve(document: Any, reference: str) -> Any:
+    """Return the schema to which a reference in the document points. Raises ValueError, TypeError or LookupError."""
+    root, _, path = reference.partition("#")
+    if root or (path and not path.startswith("/")):
+        raise ValueError("neither the document nor a place inside it")
+    node = document
+    for part in path.split("/")[1:]:
+        key = unquoted(part).replace("~1", "/").replace("~0", "~")
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    return node
 
 
 def unquoted(part: str) -> str:

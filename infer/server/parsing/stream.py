@@ -6,10 +6,11 @@ turns out not to be a call is returned as content, unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from infer.server.parsing.tagged_arguments import TagScanner, arguments_text
 from infer.server.parsing.tool_styles import CALL_KEYS, Call, ToolStyle, arguments_call
 from models.json_text import JsonScanner, skip
 
@@ -63,6 +64,9 @@ class ChatParser:
     forced: bool = False  # a grammar restricts the text to calls
     max_calls: int | None = None  # further ones are dropped
     fits: Callable[[Call], bool] | None = None  # a call's arguments; calls that are all of the text need no marks
+    schemas: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the tools' parameters, for types that tags do not show
 
     def __post_init__(self) -> None:
         self.style = self.style if self.tools else None
@@ -72,9 +76,9 @@ class ChatParser:
         self._pushed = 0  # characters taken so far
         self._buffer = ""  # not yet parsed; always a suffix of the text taken
         self._marked = ""  # removed from the buffer as the mark of a call that has begun
-        self._head: tuple[str, int] | None = None  # of that call: name and start of the JSON value (_find_head)
-        self._end: int | None = None  # of its JSON value, exclusive
-        self._scanner = JsonScanner()
+        self._head: tuple[str, int] | None = None  # of that call: name and start of the arguments (_find_head)
+        self._end: int | None = None  # of its arguments, exclusive
+        self._scanner: JsonScanner | TagScanner = JsonScanner()
         self._after_call = False  # white space around calls is not content
         self._after_reasoning = False  # nor are newlines after the reasoning
         self.reasoning_span = (0, 0)  # (first, last + 1) in the characters taken, without its marks
@@ -98,7 +102,7 @@ class ChatParser:
         if self._after_reasoning:
             self._buffer = self._buffer.lstrip("\n")
         text, style = self._buffer.lstrip(), self.style
-        openings = ([THINK] if self.thinking else []) + ([style.begin] if style is not None else [])
+        openings = [*([THINK] if self.thinking else []), *(style.begins if style is not None else ())]
         if not self._buffer or (openings and not text):  # where nothing can open, white space is content
             return False
         if not last and any(mark.startswith(text) for mark in openings):
@@ -107,9 +111,8 @@ class ChatParser:
             self._buffer, self._state = text.removeprefix(THINK), "reasoning"
             begin = self._pushed - len(self._buffer)
             self.reasoning_span = begin, begin
-        elif style is not None and style.bare and text.startswith(("{", style.begin)):
-            rest = text.removeprefix(style.begin)
-            self._begin_call(self._buffer.removesuffix(rest), rest)
+        elif style is not None and style.bare and text.startswith(("{", *style.begins)):
+            self._begin_bare_call(text)
         else:
             self._state = "content" if style is None or self.fits is None else "unmarked"
             self._end, self._scanner = None, JsonScanner()
@@ -166,7 +169,7 @@ class ChatParser:
             self._content(parts, self._buffer)
             self._buffer = ""
             return False
-        before, mark, self._buffer = split(self._buffer, (self.style.begin,), last)
+        before, mark, self._buffer = split(self._buffer, self.style.begins, last)
         if not before.strip() and not mark and not last and self._after_call:
             self._buffer = before + self._buffer
             return False
@@ -186,14 +189,26 @@ class ChatParser:
         self._state, self._marked, self._buffer = "call", marked, rest
         self._head, self._end, self._scanner = None, None, JsonScanner()
 
+    def _begin_bare_call(self, text: str) -> None:
+        """Begin a call at the text, which the buffer ends with, with or without its mark."""
+        assert self.style is not None
+        rest = text.removeprefix(self.style.begins[0])
+        self._begin_call(self._buffer.removesuffix(rest), rest)
+
     def _in_call(self, parts: Parts, last: bool) -> bool:
-        """State after the mark of a call: [name, separator,] a JSON value, [an end mark]."""
+        """State after the mark of a call: [name,] arguments, [end marks]."""
         assert self.style is not None
         text = self._buffer
         if self._head is None:
             self._head = self._find_head(text)
             if self._head is NO_CALL:
                 return self._no_call(parts, text)
+            if (
+                self._head is not None
+                and self.style.tags is not None
+                and not text.startswith(("{", "["), self._head[1])
+            ):
+                self._scanner = TagScanner(self.style.tags, self.style.ends[0])
         if self._head is not None and self._end is None:
             self._end = self._scanner.end(text, self._head[1])
         if self._head is None or self._end is None:
@@ -202,19 +217,19 @@ class ChatParser:
         if calls is None:
             return self._no_call(parts, text)
         rest = text[self._end :]
-        if self.style.end:
-            rest = rest.lstrip()
-            if len(rest) < len(self.style.end) and self.style.end.startswith(rest):
+        for mark in self.style.ends:
+            after = rest.lstrip()
+            if len(after) < len(mark) and mark.startswith(after):
                 if not last:
                     return False
-                rest = ""  # a partial end mark is not content
-            rest = rest.removeprefix(self.style.end)
+                after = ""  # a partial end mark is not content
+            rest = after.removeprefix(mark) if not after or after.startswith(mark) else rest
         self._add_calls(parts, calls)
         self._buffer, self._state = rest, "next" if self.style.bare else "content"
         return True
 
     def _find_head(self, text: str) -> tuple[str, int] | None:
-        """Return the name before the JSON value ("" if none) and where the value begins.
+        """Return the name before the arguments ("" if none) and where these begin.
 
         None if more text is needed, NO_CALL if this is no call.
         """
@@ -224,12 +239,15 @@ class ChatParser:
             return None
         if text[begin] in "{[":
             return "", begin
-        places = {}
-        if self.style.named:
-            marks = (self.style.separator, "{")
-            places = {name: place for name in self.tools if (place := after_name(text, begin, name, *marks))}
-        complete = [(name, place) for name, place in places.items() if place < len(text)]
+        places = self._places(text)
+        complete = [(name, place) for name, (_, place) in places.items() if place < len(text)]
         return complete[0] if complete else None if places else NO_CALL
+
+    def _places(self, text: str) -> dict[str, tuple[int, int]]:
+        """Return, for each tool that a text without JSON may call, where its name ends and its arguments begin."""
+        assert self.style is not None
+        found = {name: name_places(text, name, self.style) for name in self.tools} if self.style.named else {}
+        return {name: places for name, places in found.items() if places is not None}
 
     def _complete_calls(self, text: str) -> list[Call] | None:
         assert self.style is not None
@@ -238,10 +256,18 @@ class ChatParser:
         value = text[begin : self._end]
         if not name:
             return self.style.calls_in(value, self.tools, trusted=self.forced)
+        if isinstance(self._scanner, TagScanner):
+            return None if self._scanner.broken else [self._tagged_call(self._scanner, is_complete=True)]
         try:
             return [arguments_call(name, value, is_complete=True, strict=not self.forced)]
         except ValueError:
             return None
+
+    def _tagged_call(self, scanner: TagScanner, *, is_complete: bool) -> Call:
+        assert self._head is not None
+        name = self._head[0]
+        arguments = arguments_text(scanner.parameters, self.schemas.get(name, True), is_complete=is_complete)
+        return Call(name, arguments, complete=is_complete)
 
     def _broken_off(self, parts: Parts, text: str) -> bool:
         """Handle a call that is incomplete at the end of the text.
@@ -253,9 +279,9 @@ class ChatParser:
         if not self._cut:
             calls = None
         elif self._head is None:
-            name = text.strip().removesuffix(self.style.separator).strip()
-            separated = self.style.named and text.strip().endswith(self.style.separator)
-            calls = [Call(name, "", complete=False)] if separated and name in self.tools else []
+            calls = [Call(name, "", complete=False) for name, (end, _) in self._places(text).items() if end < len(text)]
+        elif isinstance(self._scanner, TagScanner):
+            calls = [self._tagged_call(self._scanner, is_complete=False)]
         elif self._head[0]:
             calls = [arguments_call(self._head[0], text[self._head[1] :], is_complete=False, strict=False)]
         else:
@@ -281,13 +307,12 @@ class ChatParser:
         if not after:
             return False
         call = after.removeprefix(";").lstrip()
-        if not call or (not last and len(call) < len(self.style.begin) and self.style.begin.startswith(call)):
+        if not call or (not last and any(len(call) < len(m) and m.startswith(call) for m in self.style.begins)):
             self._buffer = "" if last else text
             return False
         self._state = "content"
-        if call.startswith(("{", self.style.begin)):
-            rest = call.removeprefix(self.style.begin)
-            self._begin_call(text.removesuffix(rest), rest)
+        if call.startswith(("{", *self.style.begins)):
+            self._begin_bare_call(call)
         return True
 
     def _no_call(self, parts: Parts, text: str) -> bool:
@@ -304,21 +329,25 @@ def may_be_unmarked(text: str) -> bool:
     return any(opening.startswith(begin) or begin.startswith(opening) for opening in UNMARKED)
 
 
-def after_name(text: str, place: int, name: str, separator: str, opening: str) -> int | None:
-    """Return where the arguments begin after this tool's name, with or without the separator.
+def name_places(text: str, name: str, style: ToolStyle) -> tuple[int, int] | None:
+    """Return where this tool's name ends in a text, and where its arguments begin.
 
-    The length of the text if it ends before the arguments; None if another name is there.
+    Both are the text's length if it ends before them; None if another name is there.
     """
-    for mark in (name, separator, opening):
+    place, name_end = 0, len(text)
+    for mark in (*style.before, name, *style.after):
         place = skip(text, place)
         written = text[place : place + len(mark)]
         if written == mark:
             place += len(mark)
+            name_end = place if mark == name else name_end
         elif len(written) < len(mark) and mark.startswith(written):
-            return len(text)
-        elif mark != separator:
+            return name_end, len(text)
+        elif mark == name:
             return None
-    return place - len(opening)
+    place = skip(text, place)
+    opens = place == len(text) or text[place] == "{" or (style.tags is not None and text[place] == "<")
+    return (name_end, place) if opens else None
 
 
 def split(text: str, marks: Sequence[str], last: bool) -> tuple[str, str, str]:

@@ -1,7 +1,8 @@
-"""Tool-call formats of model families: Hermes and Qwen, Llama 3, Mistral, gpt-oss. Each style is one row of a table.
+"""Tool-call formats of model families. Each style is one row of a table, of which the server's manual has a copy.
 
-A style defines where calls begin, how a call is parsed, and the grammar that forces one. Calls are parsed from JSON by
-a scanner that reads every character once; no model output reaches a regular expression or `eval`.
+A style defines how calls are told from other text, how one is parsed, and the text of one that is forced
+(call_grammar.py). Calls are parsed by scanners that read every character once; no model output reaches a regular
+expression or `eval`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from infer.sampling.grammar import JSON_OPTIONS, Grammar, check_numbers
-from infer.server.protocol.tools import FunctionTool
+from infer.server.parsing.tagged_arguments import Tags
 from models.json_text import elements, members, read, value_end, without_lone_surrogates
 
 MAX_FORCED_CALLS = 8
 ALPHANUMERIC = string.ascii_letters + string.digits
 CALL_KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call without marks
+OBJECT = '{"name": "$name", "arguments": $arguments}'
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,29 @@ class Call:
 @dataclass(frozen=True)
 class ToolStyle:
     name: str
-    begin: str  # mark before each call, or before the list of them
-    end: str = ""  # mark after each call
+    families: str  # whose published chat templates have this style
+    shown_by: tuple[tuple[str, ...], ...]  # texts of a chat template: all of one of these say that it has this style
+    begins: tuple[str, ...]  # each begins a call, or a list of them
+    ends: tuple[str, ...] = ()  # each may follow a call, in this order
+    before: tuple[str, ...] = ()  # each may precede a name outside JSON, in this order
+    after: tuple[str, ...] = ()  # each may follow it
+    named: bool = False  # a name outside JSON and its arguments are also a call
+    tags: Tags | None = None  # of arguments that are not JSON
     argument_key: str = "arguments"
-    bare: bool = False  # text that begins with a JSON object may be a call without `begin`
-    named: bool = False  # `begin`, name, `separator`, arguments is also a call
-    separator: str = ""
-    listed: bool = False  # forced calls form a JSON list
-    route: str = ""  # precedes the name in a header of its own, after which come the arguments alone (harmony.py)
+    bare: bool = False  # text that begins with a JSON object may be a call without marks
     short_ids: bool = False
+    # a forced call as the templates write it, and what stands before the first, between two and after the last
+    form: str = OBJECT
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    most: int = MAX_FORCED_CALLS  # forced calls in an answer
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Marks that must appear in the text even if they are special tokens."""
-        return tuple(mark for mark in (self.begin, self.end, self.separator) if mark)
+        tags = () if self.tags is None else self.tags.marks
+        return tuple(dict.fromkeys((*self.begins, *self.before, *self.after, *tags, *self.ends)))
 
     def new_id(self) -> str:
         """Return a new call id. Mistral's templates accept exactly nine letters and digits."""
@@ -82,46 +92,6 @@ class ToolStyle:
             return None
         kept = [call for call in calls if call is not None]
         return kept if kept or not is_complete else None
-
-    def grammar(self, tools: Sequence[FunctionTool], *, most: int, token_id: Callable[[str], int | None]) -> Grammar:
-        """Return a grammar that allows one to `most` calls and nothing else.
-
-        `token_id` returns the id of a mark that is one token of the vocabulary: llguidance treats most as special,
-        whatever the tokenizer says, and then matches them by reference only. Each tool's schema is a separate JSON
-        document, so that its references resolve inside it. Raises ValueError naming a tool whose parameters are not an
-        object, or hold a number that cannot be kept.
-        """
-
-        def mark(text: str) -> str:
-            token = token_id(text)
-            return json.dumps(text) if token is None else f"<[{token}]>"
-
-        def calls(separator: str) -> str:
-            return f"call ({json.dumps(separator)} call){{0,{most - 1}}}" if most > 1 else "call"
-
-        begin, start, call = mark(self.begin), calls("\n"), "object"
-        if self.listed:
-            start = f'{begin} "[" {calls(", ")} "]"'
-        elif self.bare:
-            start = calls("; ")
-        elif self.route:  # a call ends the answer
-            start = "object"
-        else:
-            call = f'{begin} "\\n" object "\\n" {mark(self.end)}'
-        rules = [f"start: {start}", f"call: {call}", "object: " + " | ".join(f"object_{i}" for i in range(len(tools)))]
-        for i, tool in enumerate(tools):
-            before = f'{{"name": {json.dumps(tool.name)}, {json.dumps(self.argument_key)}: '
-            check_numbers(tool.arguments_schema, f"the parameters of {tool.name}")
-            schema = tool.arguments_schema | {"x-guidance": JSON_OPTIONS}
-            whole = f'{json.dumps(before)} arguments_{i} "}}"'
-            if self.route:
-                header = f'{json.dumps(f"{self.route}{tool.name} ")} {mark(self.separator)} "json" {mark(self.end)}'
-                whole = f"{begin} {header} arguments_{i}"
-            rules += [
-                f"object_{i}: {whole}",
-                f"arguments_{i}: %json {json.dumps(schema)}",
-            ]
-        return Grammar("calls", "\n".join(rules))
 
     @staticmethod
     def _items(text: str) -> Iterator[tuple[str, bool]]:
@@ -193,35 +163,149 @@ def unfinished_string(text: str) -> str:
     raise ValueError("no string")
 
 
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 STYLES = {
     style.name: style
     for style in (
-        ToolStyle("hermes", begin="<tool_call>", end="</tool_call>"),
-        ToolStyle("llama3", begin="<|python_tag|>", argument_key="parameters", bare=True),
-        ToolStyle("mistral", begin="[TOOL_CALLS]", named=True, separator="[ARGS]", listed=True, short_ids=True),
         ToolStyle(
             "harmony",
-            begin="<|channel|>",
-            separator="<|constrain|>",
-            end="<|message|>",
-            route="commentary to=functions.",
+            "gpt-oss",
+            shown_by=(("<|channel|>",),),
+            begins=("<|channel|>",),
+            ends=("<|constrain|>", "<|message|>"),
+            form="<|channel|>commentary to=functions.$name <|constrain|>json<|message|>$arguments",
+            most=1,  # a call ends the answer
+        ),
+        ToolStyle(
+            "qwen3_coder",
+            "Qwen3-Coder, Qwen3.5, Nemotron 3",
+            shown_by=(("<tool_call>", "<function="),),
+            begins=("<tool_call>", "<function="),
+            before=("<function=",),
+            after=(">",),
+            ends=("</function>", "</tool_call>"),
+            named=True,
+            tags=Tags("<parameter=$key>\n$value\n</parameter>\n"),
+            form="<tool_call>\n<function=$name>\n$arguments</function>\n</tool_call>",
+            separator="\n",
+        ),
+        ToolStyle(
+            "glm45",
+            "GLM-4.5 and later",
+            shown_by=(("<tool_call>", "<arg_key>"),),
+            begins=("<tool_call>",),
+            ends=("</tool_call>",),
+            named=True,
+            tags=Tags("<arg_key>$key</arg_key>\n<arg_value>$value</arg_value>\n"),
+            form="<tool_call>$name\n$arguments</tool_call>",
+            separator="\n",
+        ),
+        ToolStyle(
+            "minimax_m2",
+            "MiniMax-M2",
+            shown_by=(("<minimax:tool_call>",),),
+            begins=("<minimax:tool_call>", "<invoke"),
+            before=("<invoke", 'name="'),
+            after=('">',),
+            ends=("</invoke>", "</minimax:tool_call>"),
+            named=True,
+            tags=Tags('<parameter name="$key">$value</parameter>'),
+            form='<invoke name="$name">$arguments</invoke>\n',
+            opening="<minimax:tool_call>\n",
+            closing="</minimax:tool_call>",
+        ),
+        ToolStyle(
+            "hermes",
+            "Hermes, Qwen2.5, Qwen3, MiMo, Granite 4",
+            shown_by=(("<tool_call>",),),
+            begins=("<tool_call>",),
+            ends=("</tool_call>",),
+            form=f"<tool_call>\n{OBJECT}\n</tool_call>",
+            separator="\n",
+        ),
+        ToolStyle(
+            "mistral_args",
+            "Mistral since Small 3.2",
+            shown_by=(("[TOOL_CALLS]", "[ARGS]"),),
+            begins=("[TOOL_CALLS]",),
+            after=("[ARGS]",),
+            named=True,
+            short_ids=True,
+            form="[TOOL_CALLS]$name[ARGS]$arguments",
+        ),
+        ToolStyle(
+            "mistral",
+            "Mistral 7B 0.3 to Small 3.1",
+            shown_by=(("[TOOL_CALLS]",), ("[AVAILABLE_TOOLS]",)),
+            begins=("[TOOL_CALLS]",),
+            after=("[ARGS]",),
+            named=True,
+            short_ids=True,
+            opening="[TOOL_CALLS][",
+            separator=", ",
+            closing="]",
+        ),
+        ToolStyle(
+            "phi4_mini",
+            "Phi-4-mini",
+            shown_by=(("<|tool|>",), ("<|/tool_call|>",)),
+            begins=("<|tool_call|>", "functools"),
+            ends=("<|/tool_call|>",),
+            opening="<|tool_call|>[",
+            separator=", ",
+            closing="]<|/tool_call|>",
+        ),
+        ToolStyle(
+            "granite",
+            "Granite 3.0 to 3.3",
+            shown_by=(("<|tool_call|>",),),
+            begins=("<|tool_call|>",),
+            opening="<|tool_call|>[",
+            separator=", ",
+            closing="]",
+        ),
+        ToolStyle(
+            "deepseek_v3",
+            "DeepSeek-V3, DeepSeek-R1",
+            shown_by=((DEEPSEEK[0], "```json"),),
+            begins=DEEPSEEK[:2],
+            before=(DEEPSEEK[1], "function", DEEPSEEK[2]),
+            after=("```json",),
+            ends=("```", *DEEPSEEK[3:]),
+            named=True,
+            form=f"{DEEPSEEK[1]}function{DEEPSEEK[2]}$name\n```json\n$arguments\n```{DEEPSEEK[3]}",
+            opening=DEEPSEEK[0],
+            separator="\n",
+            closing=DEEPSEEK[4],
+        ),
+        ToolStyle(
+            "deepseek_v31",
+            "DeepSeek-V3.1",
+            shown_by=((DEEPSEEK[0],),),
+            begins=DEEPSEEK[:2],
+            before=(DEEPSEEK[1],),
+            after=(DEEPSEEK[2],),
+            ends=DEEPSEEK[3:],
+            named=True,
+            form=f"{DEEPSEEK[1]}$name{DEEPSEEK[2]}$arguments{DEEPSEEK[3]}",
+            opening=DEEPSEEK[0],
+            closing=DEEPSEEK[4],
+        ),
+        ToolStyle(
+            "llama3",
+            "Llama 3.1, 3.2, 3.3",
+            shown_by=(("<|python_tag|>",), ('"parameters":',)),
+            begins=("<|python_tag|>",),
+            argument_key="parameters",
+            bare=True,
+            form='{"name": "$name", "parameters": $arguments}',
+            separator="; ",
         ),
     )
 }
-
-
-MARKS = {  # texts of a chat template that show its style
-    "harmony": ("<|channel|>",),
-    "hermes": ("<tool_call>",),
-    "mistral": ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"),
-}
-
-
-def style_of(template: str | None) -> ToolStyle | None:
-    """Detect the style from a chat template. None if the template does not support tools, or its style is unknown."""
-    if template is None or "tools" not in template:
-        return None
-    for name, marks in MARKS.items():
-        if any(mark in template for mark in marks):
-            return STYLES[name]
-    return STYLES["llama3"] if "<|python_tag|>" in template or '"parameters":' in template else None
