@@ -173,6 +173,7 @@ class NativeDecoder:
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
         block: int = 0,
+        reach: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
 
@@ -187,7 +188,7 @@ class NativeDecoder:
         hidden = x if self.final_norm is None else torch.empty_like(x)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
-        a.tokens, a.block = address(tokens), block
+        a.tokens, a.block, a.reach = address(tokens), block, reach
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
         del keepalive

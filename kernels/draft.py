@@ -48,6 +48,7 @@ class DraftParts(NamedTuple):
     state_norm: Tensor | None = None  # [H]
     state_first: bool = False
     zero_first: bool = False  # the embedding of a row at position 0 is zero
+    from_slot: bool = False  # windows of drafted rows are counted from the slot that a draft starts from
 
 
 def fuse_draft(parts: DraftParts) -> NativeDraft | None:
@@ -213,6 +214,7 @@ class Begun:
         """Prefill the unread rows and find the `count` best tokens of each request's last row; 0: only its choice."""
         self._native.draft(self._prepare(count))
         self._rows, self._decoder.kept = self._chains, None
+        self._decoder.reach += self._native.parts.from_slot
 
     def _prepare(self, count: int) -> int:
         """Set the arguments for the current number of rows and return their address."""
@@ -287,6 +289,7 @@ class NativeTrees(Begun):
         self._tree_mask = torch.empty(roots, width, dtype=torch.int64)
         self._rows = self._chains = roots * width
         self._decoder.x, self._attention.words = self._states.data_ptr(), self._tree_mask.data_ptr()
+        self._decoder.reach = level if self._native.parts.from_slot else 0
         if self._native.parts.decoder.final_norm is None:
             self._decoder.hidden = self._decoder.x
         positions, committed, _, request = (tensor.data_ptr() for tensor in self._root_numbers)

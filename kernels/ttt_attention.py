@@ -2,7 +2,7 @@
 
 A head is unrolled over its own states. At step s a row, which stands for a slot of the sequence, sees the step-0 keys
 of its slot and of earlier slots in its document, and from every later step only the key of its own slot: the keys that
-a chain draft has in its KV cache. In P-EAGLE all rows of one slot see the same keys.
+a chain draft has in its KV cache. In P-EAGLE all rows of one slot see the same keys. A window bounds the step-0 keys.
 
 Contract: one fp32 softmax runs over both kinds of keys. Gradients are those of the dense form; those of step-0 keys are
 summed over all rows that see them in a fixed order, so that runs are bitwise reproducible.
@@ -29,21 +29,22 @@ def ttt_attention(
     values: Sequence[Tensor],
     slots: Tensor | None = None,
     starts: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute attention for q `[B, M, nh, D]`, this step's rows -> `[B, M, nh, D]`, in q's dtype or that of autocast.
 
     keys and values: of step 0 `[B, T, nkv, D]`, of each later step up to this one `[B, M, nkv, D]`; values may have
     another size, which the result then has, and torch runs. `slots` `[M]` or `[B, M]`: the slot of each row, in any
     order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's document begins; None: each row of the
-    batch is one document.
+    batch is one document. window: a row sees only the last `window` step-0 keys up to its slot's.
     """
-    alike, plain = values[0].shape[-1] == q.shape[-1], len(keys) == 1 and slots is starts is None
+    alike, plain = values[0].shape[-1] == q.shape[-1], len(keys) == 1 and slots is starts is window is None
     if alike and not plain and (dtype := kernel_dtype(q)) is not None:
         from kernels.triton.ttt_attention import TttAttention
 
         q, *kv = (x.to(dtype) for x in (q, *keys, *values))
-        return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *kv)
-    return dense(q, keys, values, slots, starts)
+        return TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device, window), *kv)
+    return dense(q, keys, values, slots, starts, window)
 
 
 def kernel_dtype(x: Tensor) -> torch.dtype | None:
@@ -62,20 +63,24 @@ def operand(x: Tensor) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-def bounds(shape: torch.Size, slots: Tensor | None, starts: Tensor | None, device: torch.device) -> list[Tensor]:
+def bounds(
+    shape: torch.Size, slots: Tensor | None, starts: Tensor | None, device: torch.device, window: int | None = None
+) -> list[Tensor]:
     """Return the first step-0 key that each row sees and the end of its range, `[B, M]` int32 each; shape `[B, T]`."""
     batch, length = shape
     slots = (torch.arange(length, device=device) if slots is None else slots).expand(batch, -1)
     first = torch.zeros_like(slots) if starts is None else starts.gather(1, slots)
+    first = first if window is None else torch.maximum(first, slots + 1 - window)
     return [first.to(torch.int32), slots.to(torch.int32) + 1]
 
 
-def visible(starts: Tensor, slots: Tensor | None = None) -> Tensor:
+def visible(starts: Tensor, slots: Tensor | None = None, window: int | None = None) -> Tensor:
     """Return the mask of packed documents, bool `[B, 1, M, T]`: a slot sees itself and earlier slots of its document.
 
     starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` only the rows of these.
+    With `window` a row sees so many slots at most.
     """
-    first, end = bounds(starts.shape, slots, starts, starts.device)
+    first, end = bounds(starts.shape, slots, starts, starts.device, window)
     columns = torch.arange(starts.shape[1], device=starts.device)
     return ((columns >= first[..., None]) & (columns < end[..., None])).unsqueeze(1)
 
@@ -86,20 +91,25 @@ def repeat_kv(x: Tensor, groups: int) -> Tensor:
 
 
 def dense(
-    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor | None, starts: Tensor | None
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor | None,
+    starts: Tensor | None,
+    window: int | None = None,
 ) -> Tensor:
     """As `ttt_attention`, in torch. Query heads of one KV head share a matrix product."""
     T, groups, scale = keys[0].shape[1], q.shape[2] // keys[0].shape[2], q.shape[3] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, keys[0], values[0]))  # [B, heads, T, D]
-    plain = slots is None and starts is None
+    plain = slots is starts is window is None
     if starts is None:
         starts = torch.zeros(len(q), T, dtype=torch.int64, device=q.device)
     if len(keys) == 1:
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-        mask = None if plain else visible(starts, slots)
+        mask = None if plain else visible(starts, slots, window)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain).transpose(1, 2)
     q = q.unflatten(1, (-1, groups))  # [B, nkv, G, M, D]
-    mask = visible(starts, slots).unsqueeze(1)
+    mask = visible(starts, slots, window).unsqueeze(1)
     scores = (q.flatten(2, 3) @ k.transpose(2, 3) * scale).unflatten(2, q.shape[2:4]).masked_fill(~mask, -torch.inf)
     later_keys, later_values = ([x.transpose(1, 2)[:, :, None] for x in steps[1:]] for steps in (keys, values))
     later_scores = torch.stack([(q * key).sum(-1) * scale for key in later_keys], dim=-1)  # [B, nkv, G, M, s]

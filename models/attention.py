@@ -55,8 +55,9 @@ class Decode(Protocol):
     """`attention.decode`, if there is one, runs all layers of a packed decoder in one call.
 
     x `[R, H]` is overwritten with the residual stream after the last layer; tokens `[R, H]` are the token embeddings
-    that a head's layer reads beside it; `block` is the number of rows of each block, for layers with convolutions.
-    Returns the stream after the final norm, if there is one, and the streams entering the layers `entering`.
+    that a head's layer reads beside it; `block` is the number of rows of each block, for layers with convolutions;
+    windows reach back `reach` positions further. Returns the stream after the final norm, if there is one, and the
+    streams entering the layers `entering`.
     """
 
     def __call__(
@@ -67,6 +68,7 @@ class Decode(Protocol):
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
         block: int = 0,
+        reach: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 
 
@@ -143,12 +145,14 @@ class TrainingTimeTestAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert window is sinks is None, "heads see everything, and have no sinks"
+        assert sinks is None, "heads have no sinks"
+        assert window is None or window > self._step, "a window holds the rows of a draft"
         q = q if scale is None else q * (scale * q.shape[-1] ** 0.5)  # the kernels scale by the keys' size
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(operand(k))
         values.append(operand(v))
-        return ttt_attention(q, keys, values, self._slots, self._starts).flatten(2)
+        last = None if window is None else window - self._step  # the row lies as many positions past its slot
+        return ttt_attention(q, keys, values, self._slots, self._starts, last).flatten(2)
 
 
 class BlockAttention:

@@ -20,10 +20,11 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
+ORIGINAL = "original_max_position_embeddings"
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": ("factor",),
 }
 
@@ -34,7 +35,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     rope_type: str = "default"
-    parameters: tuple[tuple[str, float], ...] = ()
+    parameters: tuple[tuple[str, float], ...] = ()  # whole numbers, true and false as such
     divisors: tuple[float, ...] = ()  # of the frequencies, of rope_type longrope (models/targets/phi3.py)
 
     @classmethod
@@ -61,7 +62,9 @@ class RopeConfig:
                 raise ValueError(f"rope_scaling.{key}: missing, rope_type={rope_type!r} needs it")
         if rope_type == "default":  # reads none
             return cls(theta)
-        return cls(theta, rope_type, tuple(sorted((key, float(value)) for key, value in numbers.items())))
+        if isinstance(original := numbers.get(ORIGINAL), float) and original.is_integer():  # as some exporters write it
+            numbers[ORIGINAL] = int(original)
+        return cls(theta, rope_type, tuple(sorted(numbers.items())))
 
     def to_json(self) -> dict[str, Any]:
         return {"rope_theta": self.theta, "rope_type": self.rope_type, **dict(self.parameters)}
@@ -201,8 +204,7 @@ class TargetConfig:
         if self.rope.rope_type != "yarn":
             return self
         numbers = dict(self.rope.parameters)
-        original = numbers.get("original_max_position_embeddings") or float(self.max_position_embeddings)
-        numbers["original_max_position_embeddings"] = original
+        original = numbers[ORIGINAL] = numbers.get(ORIGINAL) or self.max_position_embeddings
         context = max(self.max_position_embeddings, int(original * numbers["factor"]))
         rope = replace(self.rope, parameters=tuple(sorted(numbers.items())))
         return replace(self, rope=rope, max_position_embeddings=context)
@@ -214,7 +216,7 @@ class TargetConfig:
         """
         if self.short_rope is None or context is None:
             return self
-        original = int(dict(self.rope.parameters)["original_max_position_embeddings"])
+        original = int(dict(self.rope.parameters)[ORIGINAL])
         if context > original:
             return self
         return replace(self, rope=self.short_rope, short_rope=None, max_position_embeddings=original)

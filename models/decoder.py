@@ -49,15 +49,24 @@ class SelfAttention(nn.Module):
         return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centered)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Attention,
+        residual: Tensor | None = None,
+        reach: int = 0,
     ) -> Tensor:
-        """Return the projected output `[..., H]`, added to `residual` if there is one."""
-        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention)
+        """Return the projected output `[..., H]`, added to `residual` if there is one.
+
+        A window reaches back `reach` positions further.
+        """
+        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
-    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int) -> Tensor:
         project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions
-        scoring: Any = {"window": self.window, "scale": self.scale, "sinks": self.sinks}
+        window = self.window and self.window + reach
+        scoring: Any = {"window": window, "scale": self.scale, "sinks": self.sinks}
         if project is not None and self.rotary_dim is None:
             return project(self.layer, qkv, rotary, self.head_norm, **scoring)
         num_rotated = self.num_heads + self.num_kv_heads
@@ -79,8 +88,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = self.self_attn(self.input_layernorm(x), rotary, attention, x)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int = 0) -> Tensor:
+        x = self.self_attn(self.input_layernorm(x), rotary, attention, x, reach)
         return self.mlp(self.post_attention_layernorm(x), x)
 
     @property

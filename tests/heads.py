@@ -41,6 +41,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 48, "intermediate_size": 80, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8},
     ),
     "eagle3, trained embedding": ("eagle3", {"embed_requires_grad": True}),
+    "eagle3, window": ("eagle3", {"window": 12, "draft_vocab_size": DRAFT_VOCAB}),
+    "eagle3, windows of Qwen3's layers": (
+        "eagle3",
+        {"window": 9, "qk_norm": True, "num_layers": 2, "norm_output": True},
+    ),
+    "eagle3, the final state": ("eagle3", {"aux_layers": [2, 4, 8]}),
     "mtp": ("mtp", {}),
     "mtp, hidden first, centered norms": ("mtp", {"hidden_first": True, "centered_norms": True}),
     "mtp, states before norms": ("mtp", {"pre_norm": True, "norm_recycled": False, "zero_first": False}),
@@ -65,6 +71,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "p-eagle, one layer": ("p-eagle", {"num_layers": 1, "mask_token_id": 7, "embed_requires_grad": False}),
     "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
+    "p-eagle, window": ("p-eagle", {"num_layers": 2, "window": 9, "qk_norm": True, "draft_vocab_size": DRAFT_VOCAB}),
     "dflash": ("dflash", {"num_layers": 2, "block_size": 6}),
     "dflash, one layer": ("dflash", {"num_layers": 1, "block_size": 6, "mask_token_id": 7}),
     "dflash, causal": ("dflash", {"num_layers": 2, "block_size": 6, "causal": True, "draft_vocab_size": DRAFT_VOCAB}),
@@ -104,6 +111,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 VARIANTS |= {name: (name, {}) for name in HEADS if name not in {head for head, _ in VARIANTS.values()}}
 ONE_OF_EACH = tuple(next(variant for variant, (head, _) in VARIANTS.items() if head == name) for name in HEADS)
+WINDOWED = ("eagle3, windows of Qwen3's layers", "p-eagle, window")  # shorter than the texts of the tests
 # the default objective, but for the one that learns a tiny batch too slowly
 OBJECTIVE_OF = {name: next(iter(head.objectives)) for name, head in HEADS.items()} | {"eagle": "ttt"}
 

@@ -131,9 +131,10 @@ class PooledDecoding(PooledAttention):
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
         block: int = 0,
+        reach: int = 0,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.layers]
-        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block)
+        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach)
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer

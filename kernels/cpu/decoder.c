@@ -111,7 +111,8 @@ static attention_args addressed(const part *p, const attention_args *rows, const
     own.q = a->qkv, own.k = at(p, a->qkv, own.heads * dim), own.v = at(p, a->qkv, rotated * dim);
     own.q_stride = own.k_stride = own.v_stride = (rotated + own.kv_heads) * dim;
     own.cache = cache, own.out = a->attended, own.scratch = a->scores;
-    own.slots = a->slots, own.kind = a->kind, own.window = layer->window, own.threads = a->threads, own.scale = a->scale;
+    own.slots = a->slots, own.kind = a->kind, own.threads = a->threads, own.scale = a->scale;
+    own.window = layer->window ? layer->window + a->reach : 0;
     return own;
 }
 

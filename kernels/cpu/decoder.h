@@ -43,6 +43,7 @@ typedef struct {
     int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
     int64_t centered, gelu; /* as in rows.c */
     int64_t block; /* rows of a block, for convolutions */
+    int64_t reach; /* positions that windows reach further back */
     float eps, scale; /* of norms; of attention's scores */
 } decoder_args;
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 
-def ttt_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor, starts: Tensor) -> Tensor:
+def ttt_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor,
+    starts: Tensor,
+    window: int | None = None,
+) -> Tensor:
     """As kernels.ttt_attention.ttt_attention, slots `[B, M]` -> `[B, M, nh, D]` float64, differentiable."""
     batch, rows, heads, _ = q.shape
     group, scale = heads // keys[0].shape[2], q.shape[3] ** -0.5
@@ -16,7 +23,7 @@ def ttt_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], s
     for b in range(batch):
         for row in range(rows):
             last = int(slots[b, row])
-            visible = slice(int(starts[b, last]), last + 1)
+            visible = slice(max(int(starts[b, last]), 0 if window is None else last + 1 - window), last + 1)
             for head in range(heads):
                 kv_head = head // group
                 row_keys, row_values = (

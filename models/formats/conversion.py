@@ -229,7 +229,7 @@ def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
     ):
         if target_size is not None and head_size != target_size:
             raise ValueError(f"the head's {key} is {head_size}, the target's is {target_size}; it is another target's")
-    if verifier.num_layers is not None and max(config.aux_layers) >= verifier.num_layers:
+    if verifier.num_layers is not None and max(config.aux_layers) > verifier.num_layers:
         raise ValueError(f"the head reads layer {max(config.aux_layers)}, the target has {verifier.num_layers}")
 
 

@@ -18,8 +18,7 @@ from models.formats.checkpoint import Checkpoint, Format, ParsedConfig
 from models.heads.config import EMBEDDING, LM_HEAD, HeadShape
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dspark.config import DSparkConfig
-from models.heads.layer_config import SLIDING
-from models.targets.qwen2 import typed_windows
+from models.heads.layer_config import QWEN3, SLIDING
 
 T = TypeVar("T")
 Read = Callable[..., ParsedConfig]
@@ -133,34 +132,8 @@ def read_layers(fields: Fields, notes: list[str]) -> TargetConfig:
         raise ValueError(f"{fields.name}: rope_theta is missing; vLLM takes it for 1000000 and transformers for 10000")
     fields.only("is_neox_style", True)
     layer = llama.read_sizes(fields, notes)
-    windows = read_windows(fields, layer.num_layers)
-    return replace(layer, architecture="Qwen3ForCausalLM", qk_norm=True, windows=windows)
-
-
-def read_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
-    """Read the window of each layer, () for none, from `layer_types`, `sliding_window` and `use_sliding_window`.
-
-    Raises ValueError for kinds of layers that are unknown or not as many as the layers, and for a window that is
-    missing or whose layers are not stated.
-    """
-    kinds, used = fields.maybe("layer_types", list), fields.maybe("use_sliding_window", bool)
-    window = None if fields.values.get("sliding_window") is None else fields.size("sliding_window")
-    fields.ignore("sliding_window")
-    if kinds is None:
-        if used:
-            raise ValueError(f"{fields.name}: use_sliding_window=True: layer_types must say which layers have a window")
-        return ()
-    if any(not isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"{fields.name}: layer_types={kinds}: expected a list of strings")
-    windows = typed_windows(kinds, window or 0, count)
-    if not any(size is not None for size in windows):
-        return ()
-    if window is None or used is False:
-        raise ValueError(
-            f"{fields.name}: sliding_window={window}, use_sliding_window={used}: no window, though layer_types has "
-            f"{SLIDING!r}"
-        )
-    return windows
+    windows = llama.read_windows(fields, layer.num_layers)
+    return replace(layer, architecture=QWEN3, qk_norm=True, windows=windows)
 
 
 def read_masks(

@@ -19,6 +19,7 @@ BLAME = (
     (r"^(d2t|t2d)$", ("draft_vocab_size", "vocab_size")),
     (r"^input_norm", ("norm_before_fc", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
     (r"^fc_norm", ("fc_norm", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
+    (r"(q|k)_norm", ("model_type", "head_dim")),
     (r"^mask_hidden", ("target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
     *llama.BLAME,
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 from models.config import TargetConfig
 from models.fields import MAX_LAYERS, Fields
+from models.heads.layer_config import FULL, SLIDING
+from models.targets.qwen2 import typed_windows
 
 # (pattern of the tensor, the keys that its presence and shape follow from), for every format built on such a layer
 BLAME = (
@@ -20,20 +22,23 @@ BLAME = (
 )
 
 
-def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
-    """Read every key of a LlamaConfig, with LlamaConfig's defaults where it has one.
+def read_layer(fields: Fields, notes: list[str], *, windows: bool = False) -> TargetConfig:
+    """Read every key of a LlamaConfig, with LlamaConfig's defaults where it has one; `windows`: layers may have some.
 
     Raises ValueError naming the key that is missing, or that states another layer than Llama's.
     """
-    if fields.values.get("use_sliding_window") is False:
-        fields.ignore("sliding_window")  # which Qwen2's configs state all the same
-    else:
-        fields.only("sliding_window")
-    fields.only("use_sliding_window", False)
-    kinds = fields.take("layer_types", list, [])
-    fields.only("layer_types", ["full_attention"] * len(kinds))
+    if not windows:
+        if fields.values.get("use_sliding_window") is False:
+            fields.ignore("sliding_window")  # which Qwen2's configs state all the same
+        else:
+            fields.only("sliding_window")
+        fields.only("use_sliding_window", False)
+        kinds = fields.take("layer_types", list, [])
+        fields.only("layer_types", [FULL] * len(kinds))
     fields.only("is_causal", True)
     layer = read_sizes(fields, notes)
+    if windows:
+        layer = replace(layer, windows=read_windows(fields, layer.num_layers))
     if fields.take("qkv_bias", bool, False):  # of EAGLE heads for Qwen2, which have none on the output projection
         layer = replace(layer, attention_bias=True)
     return layer
@@ -70,3 +75,29 @@ def read_sizes(fields: Fields, notes: list[str]) -> TargetConfig:
     if layer.head_dim % 2:
         raise ValueError(f"{fields.name}: head_dim={layer.head_dim}: must be even, for the rotary embedding")
     return layer
+
+
+def read_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
+    """Read the window of each layer, () for none, from `layer_types`, `sliding_window` and `use_sliding_window`.
+
+    Raises ValueError for kinds of layers that are unknown or not as many as the layers, and for a window that is
+    missing or whose layers are not stated.
+    """
+    kinds, used = fields.maybe("layer_types", list), fields.maybe("use_sliding_window", bool)
+    window = None if fields.values.get("sliding_window") is None else fields.size("sliding_window")
+    fields.ignore("sliding_window")
+    if kinds is None:
+        if used:
+            raise ValueError(f"{fields.name}: use_sliding_window=True: layer_types must say which layers have a window")
+        return ()
+    if any(not isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"{fields.name}: layer_types={kinds}: expected a list of strings")
+    windows = typed_windows(kinds, window or 0, count)
+    if not any(size is not None for size in windows):
+        return ()
+    if window is None or used is False:
+        raise ValueError(
+            f"{fields.name}: sliding_window={window}, use_sliding_window={used}: no window, though layer_types has "
+            f"{SLIDING!r}"
+        )
+    return windows

@@ -53,8 +53,9 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
         section.only("model_type", "qwen3")
         config, blame = _read_block(kind, fields, dflash.read_layers(section, notes), notes), dflash.BLAME
     else:
-        section.only("model_type", "llama")
-        layer, blame = read_layer(section, notes), eagle3.BLAME
+        section.only("model_type", "llama", "qwen3")
+        is_qwen3, blame = section.values.get("model_type") == "qwen3", eagle3.BLAME
+        layer = dflash.read_layers(section, notes) if is_qwen3 else read_layer(section, notes, windows=True)
         config = _read_eagle(fields, layer, speculative_tokens, shapes, provided, notes)
     notes += section.done()
     return ParsedConfig(config, verifier, speculative_tokens, notes, blame)

@@ -101,7 +101,7 @@ ROPE_FREQS = "rope_freqs.weight"
 LONGROPE = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}  # of Phi
 BETAS = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}  # of YaRN
 # Published with Llama 3.1 and later: frequency factors and original context. The file stores only their result.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 WINDOW_PATTERN, LOCAL_BASE = 6, 10000.0  # of Gemma 3, whose files do not state them
 
 

@@ -107,11 +107,11 @@ def scaling_keys(section: Mapping[str, Any] | None) -> dict[str, Any]:
         if numbers != LLAMA3:
             raise ValueError(f"rope_scaling: {numbers}: a GGUF file has {LLAMA3} with factor={factor}")
         return {}
-    keys = {"rope.scaling.type": kind, "rope.scaling.factor": numbers.pop("factor", None)}
+    keys = {"rope.scaling.type": kind, "rope.scaling.factor": float(numbers.pop("factor", 1.0))}
     if kind == "yarn" and original in numbers:
         keys["rope.scaling.original_context_length"] = int(numbers.pop(original))
     if kind == "yarn":
-        keys |= {key: numbers.pop(name) for name, key in BETAS.items() if name in numbers}
+        keys |= {key: float(numbers.pop(name)) for name, key in BETAS.items() if name in numbers}
     if numbers:
         raise ValueError(f"rope_scaling: {numbers}: has no place in a GGUF file of llama.cpp")
     return {} if kind == "default" else keys

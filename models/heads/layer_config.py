@@ -21,18 +21,24 @@ FAMILY_KEYS = (
     *("rope_interleave", "v_head_dim"),
 )
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
+LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 
 
-def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
-    """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES.
+def head_layer(
+    target: TargetConfig, *, qk_norm: bool = False, window: int | None = None, **sizes: int | None
+) -> TargetConfig:
+    """Return the config of Llama's layers for a target of any family, with its rotary embedding and the given SIZES.
 
-    Of longrope, whose divisors are those of the target's head size, only the base is taken.
+    With `qk_norm` they are Qwen3's; `window`: of all of them. Of longrope, whose divisors are those of the target's
+    head size, only the base is taken.
     """
     assert sizes.keys() <= set(SIZES)
     stated = {key: size for key, size in sizes.items() if size is not None}
     merged: dict[str, Any] = {key: getattr(target, key) for key in SIZES} | stated
     layer = TargetConfig(  # all other options have Llama's defaults, whatever the target's family sets
-        architecture="LlamaForCausalLM",
+        architecture=QWEN3 if qk_norm else LLAMA,
+        qk_norm=qk_norm,
+        windows=() if window is None else (window,) * merged["num_layers"],
         vocab_size=target.vocab_size,
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
@@ -72,8 +78,8 @@ def check_layer_ids(ids: Sequence[int] | None, target: TargetConfig | None = Non
         return
     if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
         raise ValueError(f"head.aux_layers={list(ids)}: must be distinct layer ids from 0, or null")
-    if target is not None and max(ids) >= target.num_layers:
-        raise ValueError(f"head.aux_layers={list(ids)}: ids of this target are 0..{target.num_layers - 1}")
+    if target is not None and max(ids) > target.num_layers:
+        raise ValueError(f"head.aux_layers={list(ids)}: ids of this target are 0..{target.num_layers}")
 
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
@@ -110,7 +116,7 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
     scaling = {key: value for key, value in layer.rope.to_json().items() if key != "rope_theta"}
     return {
         "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [LLAMA],
         "vocab_size": layer.vocab_size,
         "hidden_size": layer.hidden_size,
         "intermediate_size": layer.intermediate_size,
@@ -132,17 +138,16 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
     }
 
 
-def qwen3_json(layer: TargetConfig) -> dict[str, Any]:
-    """Return the layer under the keys of Hugging Face's Qwen3Config."""
+def windowed_json(layer: TargetConfig) -> dict[str, Any]:
+    """Return the layer under the keys of Hugging Face's Qwen3Config, or of LlamaConfig if queries are not normed.
+
+    Windows have the keys of the former in both.
+    """
     window = next((window for window in layer.windows if window is not None), None)
     kinds = [FULL if layer.window(index) is None else SLIDING for index in range(layer.num_layers)]
-    return layer_json(layer) | {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "layer_types": kinds,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-    }
+    windows = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": window is not None}
+    family = {"model_type": "qwen3", "architectures": [QWEN3]} if layer.qk_norm else {}
+    return layer_json(layer) | family | (windows if layer.qk_norm or window else {})
 
 
 def speculators_json(shape: Any, layer: dict[str, Any], facts: Facts, **proposal: Any) -> dict[str, Any]:
@@ -170,6 +175,6 @@ def reaching(config: Shape, positions: int) -> Shape:
         return config
     rope, numbers = layer.rope, dict(layer.rope.parameters)
     if rope.rope_type == "yarn":  # the one scaling that defaults to max_position_embeddings
-        numbers.setdefault("original_max_position_embeddings", float(layer.max_position_embeddings))
+        numbers.setdefault("original_max_position_embeddings", layer.max_position_embeddings)
     rope = replace(rope, parameters=tuple(sorted(numbers.items())))
     return replace(cast(Any, config), layer=replace(layer, max_position_embeddings=positions, rope=rope))

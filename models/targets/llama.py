@@ -32,7 +32,7 @@ class TargetOutput(NamedTuple):
 class LlamaTarget(nn.Module):
     """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
 
-    As in HF, the id num_layers, or LAST, is the stream after the final norm; UNNORMED is that before it.
+    The id num_layers, or UNNORMED, is the stream entering the final norm, as in vLLM; LAST is that after it, as in HF.
     """
 
     path: str = ""  # as the user gave it: a folder or a hub id
@@ -92,10 +92,10 @@ class LlamaTarget(nn.Module):
                     streams[index] = x
                 x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
-        streams[UNNORMED] = x
+        streams[UNNORMED] = streams[end] = x
         if self.config.stream_scale != 1:
             streams = {index: x * self.config.stream_scale for index, x in streams.items()}
-        streams[end] = streams[LAST] = hidden
+        streams[LAST] = hidden
         return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def with_longrope(base: TargetConfig, fields: Fields, frequencies: int) -> Targe
     original = fields.size("original_max_position_embeddings", base.max_position_embeddings)
     stretch = max(fields.positive("factor", base.max_position_embeddings / original), 1.0)
     factor = fields.positive("attention_factor", math.sqrt(1 + math.log(stretch) / math.log(max(original, 2))))
-    parameters = ("attention_factor", factor), ("original_max_position_embeddings", float(original))
+    parameters = ("attention_factor", factor), ("original_max_position_embeddings", original)
     ropes = []
     for key in ("short_factor", "long_factor"):
         divisors = fields.need(key, list)

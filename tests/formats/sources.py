@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.formats.block_sources import BLOCK_SOURCES
 from tests.formats.source import VD, H, Row, Source, V
+from tests.formats.trained_sources import TRAINED_SOURCES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -476,5 +477,6 @@ SOURCES = {
         },
         STACKS,
     ),
+    **TRAINED_SOURCES,
     **BLOCK_SOURCES,
 }

@@ -25,12 +25,16 @@ from tests.formats.block_forward import block
 from tests.formats.plain import Target, mlp, rms, rotate
 from tests.formats.source import Source
 from tests.formats.sources import SOURCES
+from tests.formats.trained_sources import SLIDING
 
 DRAFTS = 4
 
 
-def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) -> Tensor:
-    """Causal attention with 8 heads of dimension 8, and as many KV heads as there are or fewer."""
+def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float, lowest: Tensor | None = None) -> Tensor:
+    """Causal attention with 8 heads of dimension 8, and as many KV heads as there are or fewer.
+
+    lowest: the first row that each row sees.
+    """
     names = (f"{prefix}self_attn.{name}_proj" for name in "qkv")
     projected = (F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names)
     q, k, v = (rows.unflatten(-1, (-1, 8)) for rows in projected)
@@ -39,7 +43,10 @@ def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) 
     q, k = rotate(q, theta), rotate(k, theta)
     k, v = (rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1) for rows in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
-    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    if lowest is not None:
+        hidden |= torch.arange(len(x)) < lowest[:, None]
+    scores = scores.masked_fill(hidden, -torch.inf)
     mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
     return F.linear(mixed, tensors[f"{prefix}self_attn.o_proj.weight"])
 
@@ -91,18 +98,25 @@ def mtp(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids:
     return drafted
 
 
-def eagle3_body(tensors: dict[str, Tensor], config: dict[str, Any], embedded: Tensor, state: Tensor) -> Tensor:
-    """cat(norm(embedding), norm(state)) into the first layer, the state as residual; later layers are plain Llama's."""
+def eagle3_body(
+    tensors: dict[str, Tensor], config: dict[str, Any], embedded: Tensor, state: Tensor, slots: int
+) -> Tensor:
+    """cat(norm(embedding), norm(state)) into the first layer, the state as residual; later layers are plain Llama's.
+
+    Rows past the first `slots`, which are drafted from the last of these, see what it sees in its window.
+    """
     layer = config.get("transformer_layer_config", config)
     theta = layer.get("rope_theta", 10000.0)
+    row, kinds = torch.arange(len(embedded)), layer.get("layer_types") or [""] * layer["num_hidden_layers"]
+    lowest = [row.clamp(max=slots - 1) + 1 - layer["sliding_window"] if kind == SLIDING else None for kind in kinds]
     first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
     normed = rms(state, tensors[f"{first}hidden_norm.weight"])
     x = torch.cat([rms(embedded, tensors[f"{first}input_layernorm.weight"]), normed], dim=-1)
-    x = (normed if config.get("norm_before_residual") else state) + attention(x, tensors, first, theta)
+    x = (normed if config.get("norm_before_residual") else state) + attention(x, tensors, first, theta, lowest[0])
     x = x + mlp(rms(x, tensors[f"{first}post_attention_layernorm.weight"]), tensors, first)
     for index in range(1, layer["num_hidden_layers"]):
         prefix = f"layers.{index}."
-        x = x + attention(rms(x, tensors[f"{prefix}input_layernorm.weight"]), tensors, prefix, theta)
+        x = x + attention(rms(x, tensors[f"{prefix}input_layernorm.weight"]), tensors, prefix, theta, lowest[index])
         x = x + mlp(rms(x, tensors[f"{prefix}post_attention_layernorm.weight"]), tensors, prefix)
     return x
 
@@ -123,13 +137,15 @@ def draft_token(tensors: dict[str, Tensor], hidden: Tensor) -> int:
 
 
 def eagle3(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
-    hidden = target.hidden_states(ids)
+    hidden = [*target.hidden_states(ids)[:-1], target.before_norm(ids)]
     embedding = tensors.get("embed_tokens.weight", target.embedding)
     # the inputs of layers 2, N//2 and N-3 of 8; SpecForge's 1, 3, 4 (outputs, counted from 0) are the same
-    tokens, states = ids[1:], list(fuse(tensors, config, [hidden[layer][:-1] for layer in (2, 4, 5)]))
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or (2, 4, 5)
+    layers = layers if layers[0] == 2 else (2, 4, 5)
+    tokens, states = ids[1:], list(fuse(tensors, config, [hidden[layer][:-1] for layer in layers]))
     drafted: list[int] = []
     for _ in range(count):
-        x = eagle3_body(tensors, config, embedding[tokens], torch.stack(states))[-1]
+        x = eagle3_body(tensors, config, embedding[tokens], torch.stack(states), len(ids) - 1)[-1]
         drafted.append(draft_token(tensors, x))
         fed_back = rms(x, tensors["norm.weight"]) if config.get("norm_output") else x
         tokens, states = [*tokens, drafted[-1]], [*states, fed_back]
@@ -145,7 +161,7 @@ def p_eagle(
     mask = fuse(tensors, config, list(tensors["mask_hidden"][0, 0].chunk(3)))
     tokens = [*ids[1:], *[config["mask_token_id"]] * (count - 1)]
     states = torch.cat([real, mask.expand(count - 1, -1)])
-    rows = eagle3_body(tensors, config, tensors["embed_tokens.weight"][tokens], states)
+    rows = eagle3_body(tensors, config, tensors["embed_tokens.weight"][tokens], states, len(tokens))
     return [draft_token(tensors, row) for row in rows[-count:]]
 
 

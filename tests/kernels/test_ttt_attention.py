@@ -23,16 +23,16 @@ from train.objectives.teacher import teach
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def output_and_gradients(attention: Any, q: Any, keys: Any, values: Any, *slots_and_starts: Any) -> list[torch.Tensor]:
+def output_and_gradients(attention: Any, q: Any, keys: Any, values: Any, *rows: Any) -> list[torch.Tensor]:
     """Return the output, and the gradients of all inputs for a random gradient of the output."""
-    out = attention(q, keys, values, *slots_and_starts)
+    out = attention(q, keys, values, *rows)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out.detach(), *torch.autograd.grad(out, [q, *keys, *values], upstream)]
 
 
 def compare(
     batch: int, length: int, rows: int | None, heads: tuple[int, int], dim: int, later_steps: int, *, seed: int = 0,
-    packed: bool = True, dtype: torch.dtype = torch.float32, bound: float = 4e-6,
+    packed: bool = True, window: int | None = None, dtype: torch.dtype = torch.float32, bound: float = 4e-6,
 ) -> None:  # fmt: skip
     """Compare with the oracle. `rows` None: every slot has a row, and `slots` is not passed."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,9 +48,9 @@ def compare(
     q = random(batch, slots.shape[1], heads[0], dim)
     keys, values = ([random(batch, slots.shape[1], heads[1], dim) for _ in range(later_steps)] for _ in range(2))
     keys, values = [wide[:, :, 1 : heads[1] + 1], *keys], [wide[:, :, heads[1] + 1 :], *values]
-    slots_and_starts = (None if rows is None else slots, starts if packed else None)
-    expected = output_and_gradients(oracle, q, keys, values, positions if rows is None else slots, starts)
-    actual = output_and_gradients(ttt_attention, q, keys, values, *slots_and_starts)
+    expected = output_and_gradients(oracle, q, keys, values, positions if rows is None else slots, starts, window)
+    given_rows = None if rows is None else slots, starts if packed else None, window
+    actual = output_and_gradients(ttt_attention, q, keys, values, *given_rows)
     assert actual[0].dtype == dtype
     for output, reference in zip(actual, expected, strict=True):
         error = (output.double() - reference.double()).abs().max() / reference.abs().max().clamp(min=1)
@@ -71,11 +71,11 @@ SHAPES = st.tuples(
 
 @pytest.mark.parametrize("form_", ["torch", "triton"])
 @settings(max_examples=12, deadline=None)
-@given(SHAPES, st.booleans(), st.integers(0, 99))
-def test_any_shape(form_: str, shape: Any, packed: bool, seed: int) -> None:
+@given(SHAPES, st.booleans(), st.none() | st.integers(1, 40), st.integers(0, 99))
+def test_any_shape(form_: str, shape: Any, packed: bool, window: int | None, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SWITCH, form_)
-        compare(*shape, packed=packed, seed=seed)
+        compare(*shape, packed=packed, window=window, seed=seed)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
@@ -92,14 +92,15 @@ def test_autocast_decides_the_dtype(form: str) -> None:
     assert (out.dtype == torch.bfloat16) == (form == "triton")
 
 
-@pytest.mark.parametrize("name", ["eagle3", "p-eagle, one layer"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, window", "p-eagle, one layer", "p-eagle, window"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: str, packed: bool) -> None:
     """Loss and gradients of a head's whole unrolling, without prompts; in P-EAGLE with fewer slots at each depth."""
     masks = [[True] * 9, [False] * 4 + [True] * 8, [False] * 2 + [True] * 9]
     documents = Sequences.of([(list(range(7, 7 + len(mask))), mask) for mask in masks])
     batch = documents.packed([[2, 0], [1]]) if packed else documents.batch(range(3))
-    head = make_head(tiny_target, name, **({} if name == "eagle3" else {"num_depths": 3}))
+    windowed, depths = "window" in name, {"num_depths": 3, "num_layers": 1} if "p-eagle" in name else {}
+    head = make_head(tiny_target, name, **({"window": 5} if windowed else {}), **depths)
     objective = make_objective(head, OBJECTIVE_OF[head.config.name], steps=3)
     features = compute_features(tiny_target, batch, head.config.aux_layers)
     teacher = teach(tiny_target, features.hidden, batch, head.target_ids)
@@ -116,7 +117,8 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
         gradients.append(torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None]))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
-    assert len(launched) == (3 if packed else 2)  # step 0 with one document per row is plain causal attention
+    # step 0 with one document per row, of which all is seen, is plain causal attention
+    assert len(launched) == (3 if packed or windowed else 2)
 
 
 def test_keys_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:

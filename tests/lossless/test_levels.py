@@ -24,6 +24,7 @@ KINDS = {
     "eagle3, whole vocabulary": ("eagle3, norm_before_residual", {}),
     "eagle3.1": ("eagle3.1", {}),
     "eagle3, two layers": ("eagle3, two layers", {"draft_vocab_size": 208}),
+    "eagle3, windows": ("eagle3, windows of Qwen3's layers", {"draft_vocab_size": 208, "window": 5}),
     "eagle": ("eagle", {}),
     "eagle, fc with bias": ("eagle, fc with bias", {}),
     "eagle, the target's embedding": ("eagle, the target's embedding", {}),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
+from tests.heads import WINDOWED
 from tests.pools import check_pool
 
 TOKENS = 24
@@ -21,6 +22,8 @@ ENGINES = {
     "p-eagle head chain": {"proposer": "head", "head": "p-eagle, one layer"},
     "dflash head chain": {"proposer": "head", "head": "dflash"},
     "dflash2 head tree": {"proposer": "head", "head": "dflash2", "shape": {"tree": "beam:4x4"}},
+    "windowed head chain": {"proposer": "head", "head": WINDOWED[0]},
+    "windowed head tree": {"proposer": "head", "head": WINDOWED[0], "shape": {"tree": "beam:4x4"}},
     "draft model": {"proposer": "draft_model", "draft_model": "same"},
     "draft model tree": {"proposer": "draft_model", "draft_model": "same", "shape": {"tree": "beam:4x4"}},
     "combined": {

@@ -10,7 +10,7 @@ import torch
 from infer.request import SamplingParams
 from infer.speculation.tree import Budget
 from kernels.cpu.library import SWITCH, library
-from tests.heads import ONE_OF_EACH
+from tests.heads import ONE_OF_EACH, WINDOWED
 from tests.lossless.oracles import Thicket
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 from tests.pools import check_pool
@@ -72,7 +72,7 @@ def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kern
 
 
 @pytest.mark.parametrize(("shape", "params"), [("wide", SAMPLED), ("fixed", GREEDY)])
-@pytest.mark.parametrize("head", ONE_OF_EACH)
+@pytest.mark.parametrize("head", [*ONE_OF_EACH, *WINDOWED])
 def test_trees_of_every_head(make_engine, prompts, expected, head, shape, params):
     """Both shapes with both parameters: `test_head_trees`."""
     engine = make_engine(head=head, shape=SHAPES[shape], max_batch=8, max_tokens_in_cache=512)
@@ -97,8 +97,9 @@ def test_an_lstm_speculator_beside_suffixes(make_engine, prompts, expected):
     assert steps["combined"] < min(steps["head"], steps["suffix"])
 
 
-def test_trees_under_memory_pressure(make_engine, prompts, expected):
-    engine = make_engine(shape=SHAPES["wide"], max_batch=8, max_tokens_in_cache=384, page_size=4)
+@pytest.mark.parametrize("head", [None, WINDOWED[0]])
+def test_trees_under_memory_pressure(make_engine, prompts, expected, head):
+    engine = make_engine(head=head, shape=SHAPES["wide"], max_batch=8, max_tokens_in_cache=384, page_size=4)
     for params in (GREEDY, SAMPLED):
         assert ids(engine.generate(prompts, params)) == expected[torch.float32, params]
     assert engine.stats.preemptions > 0

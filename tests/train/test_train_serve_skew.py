@@ -35,7 +35,7 @@ from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import target_ids
 from tests.conftest import MakeTarget
-from tests.heads import ONE_OF_EACH, VARIANTS, keeps_kv, kind_of, make_head, make_objective, memorise
+from tests.heads import ONE_OF_EACH, VARIANTS, WINDOWED, keeps_kv, kind_of, make_head, make_objective, memorise
 from tests.train.conftest import STEPS
 from train.config import FilesDataConfig
 from train.data.dialogue import first_prompt
@@ -336,7 +336,7 @@ def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
                 load_head(export(head, tmp_path, tiny_target))
 
 
-@pytest.mark.parametrize("variant", ONE_OF_EACH)
+@pytest.mark.parametrize("variant", [*ONE_OF_EACH, *WINDOWED])
 def test_item_08_forced_tokens_say_what_drafted_ones_do(
     variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]], batch: Batch
 ) -> None:
@@ -361,7 +361,7 @@ def test_item_09_chats_are_written_alike(tiny_tokenizer: Tokenizer) -> None:
     assert trained.count(0) == 0  # this template writes none
 
 
-@pytest.mark.parametrize("variant", ONE_OF_EACH)
+@pytest.mark.parametrize("variant", [*ONE_OF_EACH, *WINDOWED])
 def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
     variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
@@ -414,7 +414,7 @@ def test_a_head_may_follow_one_that_drafts_less_far(engine: Engine, head_of: Cal
         engine.set_proposer("none", config=before)
 
 
-@pytest.mark.parametrize("variant", WITH_ATTENTION)
+@pytest.mark.parametrize("variant", [*WITH_ATTENTION, *WINDOWED])
 def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
     variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
@@ -445,8 +445,8 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
 
 
 @pytest.mark.parametrize("variant", [name for name in STEPPING if name != "draft-model"])
-def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTarget) -> None:
-    """Not even for a target that has one: in training and in serving a head sees all positions."""
+def test_item_12_a_targets_sliding_window_is_not_its_heads(variant: str, tiny_target: LlamaTarget) -> None:
+    """In training and in serving a head sees all positions, unless its own config says otherwise."""
     windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
     name, options = VARIANTS[variant]
     head = HEADS[name](**options).make(windowed)
@@ -522,7 +522,7 @@ def test_item_14_a_borrowed_lm_head_is_the_served_one(tied: bool, make_target_fo
         assert not pointers & {p.data_ptr() for p in trained.parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("variant", ONE_OF_EACH)
+@pytest.mark.parametrize("variant", [*ONE_OF_EACH, *WINDOWED])
 def test_item_15_cached_prefixes_and_chunks_draft_alike(
     variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:

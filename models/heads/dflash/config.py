@@ -6,7 +6,7 @@ the whole block or, block-causal, the rows before them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from models.checks import number
@@ -18,9 +18,9 @@ from models.heads.layer_config import (
     check_mask_token,
     draft_vocabulary,
     head_layer,
-    qwen3_json,
     speculators_json,
     spread_layers,
+    windowed_json,
 )
 from models.heads.objectives import BlockObjectiveConfig
 
@@ -96,7 +96,7 @@ class DFlashConfig(DecoderShape):
 
         Its full layers are bidirectional; `causal_head`, which says otherwise, is a key of JetSpec's files.
         """
-        return speculators_json(self, qwen3_json(self.layer), facts) | {
+        return speculators_json(self, windowed_json(self.layer), facts) | {
             "target_hidden_size": self.target_hidden_size,
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
@@ -118,7 +118,7 @@ class DFlashConfig(DecoderShape):
                 "causal_layers: this format has one mask for all layers, or a causal one for those with a window"
             )
         keys = ("block_size", "mask_token_id", "sample_from_anchor")
-        return qwen3_json(self.layer) | {
+        return windowed_json(self.layer) | {
             "architectures": [architecture],
             **({"is_causal": kinds.pop()} if len(kinds) == 1 else {}),
             "draft_vocab_size": self.draft_vocab_size,
@@ -174,13 +174,7 @@ class DFlashOptions(NewHeadConfig):
         `mask_token_id` null: the end of text, which is never an anchor.
         """
         sizes = {key: getattr(self, key) for key in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")}
-        layer = head_layer(target, num_layers=self.num_layers, **sizes)
-        layer = replace(
-            layer,
-            architecture="Qwen3ForCausalLM",
-            qk_norm=True,
-            windows=() if self.window is None else (self.window,) * self.num_layers,
-        )
+        layer = head_layer(target, num_layers=self.num_layers, qk_norm=True, window=self.window, **sizes)
         aux = spread_layers(self.num_layers, target.num_layers) if self.aux_layers is None else self.aux_layers
         check_layer_ids(aux, target)
         mask = next(iter(target.eos_token_ids), 0) if self.mask_token_id is None else self.mask_token_id

@@ -9,7 +9,7 @@ from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dspark.config import DSparkConfig
-from models.heads.layer_config import qwen3_json
+from models.heads.layer_config import windowed_json
 
 DEEPSPEC, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
 NO_MARKOV_HEAD = {"markov_rank": 0, "enable_confidence_head": False}  # DeepSpec's DFlash
@@ -47,7 +47,7 @@ def write_deepspec(checkpoint: Checkpoint) -> dict[str, Any]:
     dflash.check_whole_vocabulary(config, "deepspec")
     if any(config.causal_layers) or config.layer.windows or not config.sample_from_anchor:
         raise ValueError("deepspec: holds heads whose rows see all positions and whose anchor's row predicts")
-    return qwen3_json(config.layer) | {
+    return windowed_json(config.layer) | {
         "architectures": [DEEPSPEC],
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,

@@ -17,8 +17,8 @@ from models.heads.layer_config import (
     check_layer_ids,
     draft_vocabulary,
     head_layer,
-    layer_json,
     speculators_json,
+    windowed_json,
 )
 from models.heads.objectives import TttConfig
 
@@ -34,6 +34,7 @@ def check_norms(*, norm_before_fc: bool, fc_norm: bool) -> None:
 class Eagle3Config(DecoderShape):
     """`layer` holds the decoder layer's sizes; its num_layers counts the head's layers, its vocab_size is the target's.
 
+    A window of W lets a slot see the last W slots up to itself, and a row drafted from it these and the rows between.
     `own_embedding`: the token embedding is stored with the head. Otherwise readers take the target's, which equals it.
     """
 
@@ -60,7 +61,8 @@ class Eagle3Config(DecoderShape):
 
     def to_json(self, facts: Facts) -> dict[str, Any]:
         """Return the speculators config.json that vLLM reads, every flag written out."""
-        shared = speculators_json(self, layer_json(self.layer), facts, verifier_accept_k=1, accept_tolerance=0.0)
+        layer = windowed_json(self.layer)
+        shared = speculators_json(self, layer, facts, verifier_accept_k=1, accept_tolerance=0.0)
         return shared | {
             **{flag: getattr(self, flag) for flag in FLAGS},
             "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
@@ -91,7 +93,9 @@ class Eagle3Options(NewHeadConfig):
     norm_output: bool = False  # feed the post-norm state back
     embed_requires_grad: bool | None = None  # train the token embedding; null: if its width is not the target's
     own_embedding: bool = True  # store the token embedding with the head; false: readers use the target's
-    aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
+    aux_layers: list[int] | None = None  # HF hidden_states indices, L before the final norm; null: (2, L//2, L-3)
+    window: int | None = number(None, low=1)  # all layers see at most so many slots; null: all
+    qk_norm: bool = False  # norm queries and keys of each attention head, as Qwen3's layers do
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +111,8 @@ class Eagle3Options(NewHeadConfig):
     def shape(self, target: TargetConfig) -> dict[str, Any]:
         """Return the fields of Eagle3Config: sizes and rotary embedding of the target's layers where none are set."""
         sizes = {key: getattr(self, key) for key in SIZES}
-        layer = head_layer(target, **sizes | {"num_layers": self.num_layers or self.default_layers(target)})
+        sizes["num_layers"] = self.num_layers or self.default_layers(target)
+        layer = head_layer(target, qk_norm=self.qk_norm, window=self.window, **sizes)
         aux = target.default_aux_layers if self.aux_layers is None else tuple(sorted(self.aux_layers))
         check_layer_ids(aux, target)
         other_width = layer.hidden_size != target.hidden_size

@@ -89,6 +89,8 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(Eagle3Config, checkpoint.config)
     if config.layer.num_layers != 1:
         raise ValueError(f"num_hidden_layers={config.layer.num_layers}: safeailab-eagle3 has room for one layer")
+    if config.layer.windows or config.layer.qk_norm:
+        raise ValueError("sliding_window, q_norm, k_norm: only the speculators format has such layers")
     flags = {flag: getattr(config, flag) for flag in FLAGS}
     return layer_json(config.layer) | {
         "draft_vocab_size": config.draft_vocab_size,

@@ -8,7 +8,7 @@ the draft vocabulary. Rotary position i is the feature's position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,13 @@ class Eagle3FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.layer.intermediate_size, bias=config.layer.mlp_bias)
 
-    def forward(self, embedding: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(
+        self, embedding: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int
+    ) -> Tensor:
         token, hidden = self.input_layernorm, self.hidden_norm
         x = norm_beside(embedding, state, token.weight, hidden.weight, token.eps)
         residual = x[..., state.shape[-1] :] if self.norm_before_residual else state
-        x = self.self_attn(x, rotary, attention, residual)
+        x = self.self_attn(x, rotary, attention, residual, reach)
         return self.mlp(self.post_attention_layernorm(x), x)
 
     def parts(self) -> LayerParts | None:
@@ -61,6 +63,8 @@ class Eagle3FirstLayer(nn.Module):
 class Eagle3Layers(Head):
     """EAGLE-3's modules. Buffers map vocabularies: `d2t` int64 [Vd], target id - draft id, and `t2d` bool [V]."""
 
+    # A drafted row sees its slot's window and the rows in between; otherwise its window is counted from its position.
+    from_slot: ClassVar[bool] = False
     config: Eagle3Config
     d2t: Tensor
     t2d: Tensor
@@ -98,15 +102,15 @@ class Eagle3Layers(Head):
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         """Compute the next state, pre-norm, or post-norm with norm_output. All depths use the same weights."""
         embedding = self.embed_tokens(ids).to(state.dtype)
-        rotary = self.rotary.rows(positions, state.dtype)
+        rotary, reach = self.rotary.rows(positions, state.dtype), depth if self.from_slot else 0
         norm = self.norm if self.config.norm_output else None
         decode = self._fused_decoder.over(attention, self.layers, norm, packed=self.fc.packed is not None)
         if decode:
-            return decode(state.clone(), rotary, tokens=embedding)[0]
+            return decode(state.clone(), rotary, tokens=embedding, reach=reach)[0]
         first, *rest = self.layers
-        x = first(embedding, state, rotary, attention)
+        x = first(embedding, state, rotary, attention, reach)
         for layer in rest:
-            x = layer(x, rotary, attention)
+            x = layer(x, rotary, attention, reach)
         return x if norm is None else norm(x)
 
     def readout(self, depth: int) -> Readout:
@@ -114,10 +118,12 @@ class Eagle3Layers(Head):
 
 
 class Eagle3Head(Eagle3Layers, RecurrentHead):
+    from_slot = True
+
     def draft_parts(self) -> DraftParts | None:
         final, before = (self.norm, None) if self.config.norm_output else (None, self.norm.weight)
         decoder = self._fused_decoder.decoder(self.layers, final, packed=self.fc.packed is not None)
-        return draft_parts_of(self, decoder, self.embed_tokens, self.lm_head, norm=before)
+        return draft_parts_of(self, decoder, self.embed_tokens, self.lm_head, norm=before, from_slot=self.from_slot)
 
 
 def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, seed: int) -> None:

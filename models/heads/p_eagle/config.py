@@ -15,7 +15,10 @@ from models.heads.objectives import LOSSES, ObjectiveConfig
 
 @dataclass(frozen=True)
 class PEagleConfig(Eagle3Config):
-    """`num_depths` tokens are drafted in one forward; `mask_token_id` stands in for those not drafted yet."""
+    """`num_depths` tokens are drafted in one forward; `mask_token_id` stands in for those not drafted yet.
+
+    Here each row counts a window from its own position, and sees all rows of its slot.
+    """
 
     name: ClassVar[str] = "p-eagle"
     algorithm: ClassVar[str] = "peagle"
@@ -27,6 +30,8 @@ class PEagleConfig(Eagle3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_mask_token(self.mask_token_id, self.vocab_size)
+        if (window := min((size for size in self.layer.windows if size), default=self.num_depths)) < self.num_depths:
+            raise ValueError(f"head.window={window}: must hold the rows of a slot, num_depths={self.num_depths}")
 
     @property
     def max_depth(self) -> int:
