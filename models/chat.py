@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from models.chat_template import Template, dump, text_part
+from models.chat_turns import content_text, fit_turns
 from models.json_text import read
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -75,7 +76,8 @@ class Chat:
         if name is None:
             raise ValueError(self._missing_template())
         template = self._templates[name]
-        shaped = [for_template(normalize_message(message), template) for message in messages]
+        turns = fit_turns([normalize_message(message) for message in messages], template)
+        shaped = [for_template(turn, template) for turn in turns]
         if tools and template.tools_in_system:
             shaped = with_tools(shaped, tools)
         return template.render(
@@ -159,14 +161,6 @@ def normalize_content(parts: Sequence[Any]) -> str | list[dict[str, str]] | None
     if len(texts) < 2:
         return texts[0] if texts else None
     return [text_part(text) for text in texts]
-
-
-def content_text(message: Message) -> str:
-    """Return a message's text, whatever the form of its content; several parts are joined by newlines."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part["text"] for part in content)
 
 
 def normalize_calls(calls: Any) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 PROBE, SECOND, CALL_NAME = "headway-probe", "headway-second", "probe"
 QUESTION = {"role": "user", "content": "headway-question"}
 CALL_ID = "headway00"  # nine letters and digits: Mistral's templates refuse any other
+LONG_ID = "headway_0123456789"
 
 
 class ContentForm(NamedTuple):
@@ -45,6 +46,8 @@ class Template:
     def __init__(self, text: str, special_tokens: Mapping[str, str], source: str) -> None:
         self.text, self._special_tokens, self._source = text, special_tokens, source
         self._content_forms: dict[str, ContentForm] = {}
+        self._shown: dict[tuple[tuple[str, ...], int], bool] = {}
+        self._taken_ids: dict[str | None, bool] = {}
 
     def render(
         self,
@@ -106,6 +109,29 @@ class Template:
     def knows_developer(self) -> bool:
         """False where the template would refuse or leave out a developer message."""
         return any(self._probe(self._probe_messages("developer", content)) for content in (PROBE, [text_part(PROBE)]))
+
+    def shows(self, roles: tuple[str, ...], at: int) -> bool:
+        """Return whether a conversation of turns of these roles is rendered with the text of the turn at index `at`."""
+        if (roles, at) not in self._shown:
+            texts = [(role, PROBE if index == at else SECOND) for index, role in enumerate(roles)]
+            contents = [(role, text if self.content_form(role).strings else [text_part(text)]) for role, text in texts]
+            turns = [{"role": role, "content": content} for role, content in contents]
+            self._shown[roles, at] = self._probe(turns) is not None
+        return self._shown[roles, at]
+
+    def takes_id(self, identity: str | None) -> bool:
+        """Return whether a call and its result may have this id, or None, also if it takes neither with any id."""
+        if identity not in self._taken_ids:
+            call = {**self._probe_call(), "id": identity}
+            result = {"role": "tool", "content": SECOND, "tool_call_id": identity}
+            if identity is None:
+                del call["id"], result["tool_call_id"]
+            if not self.content_form("tool").strings:
+                result["content"] = [text_part(SECOND)]
+            assistant = {"role": "assistant", **self.call_form.without_content, "tool_calls": [call]}
+            taken = self._probe([QUESTION, assistant, result]) is not None
+            self._taken_ids[identity] = taken or (identity != CALL_ID and not self.takes_id(CALL_ID))
+        return self._taken_ids[identity]
 
     @cached_property
     def turn_end(self) -> str:

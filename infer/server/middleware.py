@@ -1,4 +1,4 @@
-"""Middleware in front of all endpoints: request ids, API keys, and the limit on the body's size.
+"""Middleware in front of all endpoints: request ids, API keys, compressed bodies, and the limit on the body's size.
 
 A trailing slash of a path is ignored, and HEAD is served as GET without the body.
 
@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import re
 import uuid
+import zlib
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,6 +26,7 @@ from infer.server.protocol.errors import REQUEST_ID, ApiError, internal_error, i
 OPEN_PATHS = {"/health"}  # every other path needs a key, whether or not the endpoint exists
 PAGE_PATH = "/"  # a browser prompts for a password here, and sends it with every later request
 TENANT = "headway.tenant"
+COMPRESSED = ("gzip", "deflate")
 REQUEST_ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -59,6 +61,8 @@ class Gate:
             receive = await self.read_body(headers, receive)
         except ApiError as error:
             response = response_of(error, scope)
+            if error.status == 415:
+                response.headers["accept-encoding"] = ", ".join(COMPRESSED)
             if error.status == 401 and scope["path"] == PAGE_PATH:
                 response.headers["www-authenticate"] = 'Basic realm="Headway, password: an API key"'
             await response(scope, receive, send_with_id)
@@ -86,25 +90,37 @@ class Gate:
     async def read_body(self, headers: Headers, receive: Receive) -> Receive:
         """Read the body and return a `receive` that yields it in one message, then reports a disconnect as before.
 
-        Raises ApiError if the body exceeds `max_body_bytes`, so that no later code has to count.
+        A compressed body is decompressed. Raises ApiError if that fails, or if the body exceeds `max_body_bytes`, as it
+        came or decompressed, so that no later code has to count.
         """
-        limit = self.max_body_bytes
+        limit, encoding = self.max_body_bytes, headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity", *COMPRESSED):
+            why = f"content-encoding: {encoding[:40]} is not read here; this server reads {' and '.join(COMPRESSED)}"
+            raise ApiError(415, why, code="unsupported_encoding")
+        decoder = zlib.decompressobj(wbits=47) if encoding in COMPRESSED else None  # reads the header of either
         too_large = ApiError(413, f"the body is larger than server.max_body_bytes={limit}", code="body_too_large")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise too_large
         parts: list[bytes] = []
-        size = 0
+        size = received = 0
         more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return receive
-            parts.append(message.get("body", b""))
+            part = message.get("body", b"")
+            received += len(part)
+            try:
+                parts.append(part if decoder is None else decoder.decompress(part, limit + 1 - size))
+            except zlib.error as error:
+                raise ApiError(400, f"the body is not valid {encoding} ({error})", code="invalid_encoding") from error
             size += len(parts[-1])
-            if size > limit:
+            if max(size, received) > limit:
                 raise too_large
             more = message.get("more_body", False)
+        if decoder is not None and received and (decoder.unused_data or not decoder.eof):
+            raise ApiError(400, f"the body is not one whole {encoding} stream", code="invalid_encoding")
         pending: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
         async def replay() -> Message:

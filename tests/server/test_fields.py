@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from anthropic.types import message_count_tokens_params as anthropic_counts
 from anthropic.types import message_create_params as anthropic_messages
+from anthropic.types.beta import message_count_tokens_params as anthropic_beta_counts
+from anthropic.types.beta import message_create_params as anthropic_beta_messages
 from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chats
 from openai.types.responses import response_create_params as openai_responses
@@ -124,6 +126,8 @@ def unsorted(schema: Any, models: list[type[Strict]], path: str, visited: set[An
         (openai_responses.ResponseCreateParamsBase, ResponsesRequest),
         (anthropic_messages.MessageCreateParamsBase, MessagesRequest),
         (anthropic_counts.MessageCountTokensParams, CountTokensRequest),
+        (anthropic_beta_messages.MessageCreateParamsBase, MessagesRequest),
+        (anthropic_beta_counts.MessageCountTokensParams, CountTokensRequest),
     ],
 )
 def test_every_field_of_the_schemas_is_sorted(schema: Any, model: type[Strict]) -> None:

@@ -123,7 +123,6 @@ def test_reasoning(talking: dict[str, Server]) -> None:
     ("fields", "param"),
     [
         ({"input": 5}, "input"),
-        ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,19 @@ def test_sharegpt_and_openai_s_older_form_are_the_same_conversation(tokenizer: T
     older = {"role": "assistant", "content": None, "function_call": texts(call)}
     result = {"role": "function", "name": "weather", "content": RESULT["content"]}
     assert learnt({"messages": [USER, older, result, ANSWER], "tools": [LOOK]}, tokenizer) == expected
+
+
+def test_calls_without_ids_for_a_template_that_asks_for_them(tiny_tokenizer: Tokenizer) -> None:
+    """ShareGPT's calls have none, nor their results: each result belongs to the first call that has none yet."""
+    tokenizer = with_templates(tiny_tokenizer, "mistral")
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Rom", "Bern")]
+    turns = [("human", "q"), ("function_call", json.dumps(calls)), ("observation", "1"), ("observation", "2")]
+    turns += [("gpt", "Fine."), ("human", "r"), ("function_call", json.dumps(calls[0])), ("observation", "3")]
+    row = {"conversations": [{"from": role, "value": text} for role, text in turns], "tools": json.dumps([LOOK])}
+    text = tokenizer.decode(learnt(row, tokenizer)[-1].ids)
+    ids = re.findall(r'"id": "([a-z0-9]{9})"', text)
+    assert len(set(ids)) == 3
+    assert re.findall(r'"call_id": "(.*?)"', text) == ids[:2]  # the row ends with the last call, an assistant's turn
 
 
 def test_calls_that_cannot_be_read_are_a_bad_row(tokenizer: Tokenizer) -> None:

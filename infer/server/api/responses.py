@@ -32,6 +32,7 @@ class ResponseAnswer(ItemsAnswer):
         self._scored: list[ScoredToken] = []  # scored tokens whose text is held back
         self._number = 0
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
+        self._namespaces = {function.name: function.namespace for function in body.functions}
 
     def begin(self, kind: Kind) -> Iterator[Json]:
         if kind == "content":
@@ -63,10 +64,13 @@ class ResponseAnswer(ItemsAnswer):
         yield self._done(complete)
 
     def call(self, call: Call) -> Iterator[Json]:
-        identity = {"id": f"fc_{uuid.uuid4().hex}", "call_id": self._conversation.new_call_id(), "name": call.name}
+        namespace = self._namespaces[call.name]
+        name = call.name.removeprefix(f"{namespace}.")
+        identity = {"id": f"fc_{uuid.uuid4().hex}", "call_id": self._conversation.new_call_id(), "name": name}
+        identity |= {"namespace": namespace} if name != call.name else {}
         yield self._add({"type": "function_call", **identity, "arguments": ""})
         yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": call.arguments}
-        done = {"name": call.name, "arguments": call.arguments}
+        done = {"name": name, "arguments": call.arguments}
         yield {"type": "response.function_call_arguments.done", **self._place(), **done}
         self.items[-1]["arguments"] = call.arguments
         yield self._done(call.complete)

@@ -16,6 +16,8 @@ from starlette.exceptions import HTTPException
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+# What Anthropic's SDKs act on: refused a thread, their tool runners send the whole conversation
+ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 ANTHROPIC_PATH = "/v1/messages"  # and paths below it
 REQUEST_ID = "headway.request_id"  # key of the ASGI scope
 
@@ -44,7 +46,10 @@ class ApiError(HTTPException):
 
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param in ANTHROPIC_DETAILS:
+            error["details"] = ANTHROPIC_DETAILS[self.param]
+        return {"type": "error", "error": error, "request_id": request_id}
 
 
 def is_anthropic(path: str) -> bool:

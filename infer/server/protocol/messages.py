@@ -21,10 +21,11 @@ from infer.server.protocol.tools import (
     MAX_TOOLS,
     TOOL_ACCEPTED,
     FunctionTool,
-    LongToolName,
     OtherTool,
+    ToolName,
     ToolUse,
     is_other_tool,
+    type_of,
 )
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -32,11 +33,16 @@ KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"
 ACCEPTED = frozenset(
     {
         *("cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics"),
-        *("user_profile_id", "workspace_id"),
+        *("user_profile_id", "workspace_id", "billing_policy", "betas"),
+        *(
+            "fallbacks",
+            "fallback_credit_token",
+        ),  # other models that may serve what one declines; this one declines nothing
     }
 )
 REFUSED: dict[str, Unless] = {
-    **dict.fromkeys(("container", "mcp_servers"), Unless()),
+    **dict.fromkeys(("container", "mcp_servers", "compaction"), Unless()),
+    "thread": Unless(hint="nothing is stored here; send the whole conversation"),
     "context_management": Unless(({"edits": []}, KEEP_ALL_THINKING)),
 }
 BLOCKS: dict[str, tuple[str, ...]] = {  # type -> required fields
@@ -45,12 +51,15 @@ BLOCKS: dict[str, tuple[str, ...]] = {  # type -> required fields
     "redacted_thinking": (),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
+    "tool_addition": ("tool",),
+    "tool_removal": ("tool",),
 }
 ROLE_BLOCKS: dict[str, tuple[str, ...]] = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
+    "system": ("text", "tool_addition", "tool_removal"),
 }
+AVAILABLE = {"tool_addition": "The tool {} can be called now.", "tool_removal": "The tool {} can no longer be called."}
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -77,8 +86,70 @@ class TextBlock(Strict):
     text: str
 
 
+class ToolReference(Strict):
+    """In a tool result: a tool that the client has found, and has added to `tools`."""
+
+    accepted = frozenset({"cache_control"})
+
+    type: Literal["tool_reference"]
+    tool_name: ToolName
+
+    @property
+    def text(self) -> str:
+        return AVAILABLE["tool_addition"].format(self.tool_name)
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReference, Tag("<reference>")],
+    Discriminator(lambda block: "<reference>" if type_of(block) == "tool_reference" else "<text>"),
+]
+
+
+class CustomTool(Strict):
+    accepted = TOOL_ACCEPTED | {"eager_input_streaming"}
+    refused: ClassVar[dict[str, Unless]] = {"input_examples": Unless()}
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = None
+    input_schema: JsonObject
+    strict: bool | None = None  # no effect: arguments of a forced call always follow the schema
+
+    @property
+    def function(self) -> FunctionTool:
+        """The tool as in a chat request."""
+        fields = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
+        return FunctionTool.model_construct(name=self.name, **fields)
+
+
+# Other tools are run by Anthropic's servers, or by the client by a convention that the model must know.
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool, "custom") else "<custom>"),
+]
+
+
+class ChangedTool(Strict):
+    """The tool that a block of a system turn adds or removes: the name of one, or a new one."""
+
+    type: Literal["tool_reference", "tool_definition"]
+    name: ToolName | None = None
+    definition: CustomTool | None = None
+
+    @model_validator(mode="after")
+    def check_one(self) -> ChangedTool:
+        if (self.name if self.type == "tool_reference" else self.definition) is None:
+            name = "name" if self.type == "tool_reference" else "definition"
+            raise field_error(name, f"missing; a {self.type} needs it", "missing_required_parameter")
+        return self
+
+    @property
+    def tool_name(self) -> str:
+        return self.definition.name if self.definition is not None else str(self.name)
+
+
 class Block(Strict):
-    """A content block of a turn: text, reasoning, a tool call of the model, or a tool result.
+    """A content block of a turn: text, reasoning, a tool call of the model, a tool result, or a change of the tools.
 
     This server does not sign reasoning. `is_error` has no effect: the result's text says that a tool failed.
     """
@@ -86,14 +157,15 @@ class Block(Strict):
     accepted = frozenset({"cache_control", "citations", "signature", "data", "is_error", "caller"})
     refused: ClassVar[dict[str, Unless]] = {"toolset_name": Unless()}
 
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_addition", "tool_removal"]
     text: str | None = None
     thinking: str | None = None
     id: Identifier | None = None
-    name: LongToolName | None = None
+    name: ToolName | None = None
     input: JsonObject | None = None
     tool_use_id: Identifier | None = None
-    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool result
+    content: Annotated[list[ResultBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool result
+    tool: ChangedTool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -106,13 +178,15 @@ class Block(Strict):
                     name, f"missing; a block of type {values['type']} needs it", "missing_required_parameter"
                 )
         if values.get("content") is not None:
-            values = values | {"content": as_blocks("content", values["content"], ("text",))}
+            values = values | {"content": as_blocks("content", values["content"], ("text", "tool_reference"))}
         return values
 
     @model_validator(mode="after")
     def check_input(self) -> Block:
         if self.input is not None and len(self.arguments) > MAX_ARGUMENTS:
             raise field_error("input", f"longer than {MAX_ARGUMENTS} characters")
+        if self.tool is not None and self.type in AVAILABLE:
+            self.text = AVAILABLE[self.type].format(self.tool.tool_name)
         return self
 
     @property
@@ -120,9 +194,26 @@ class Block(Strict):
         return json.dumps(self.input or {})
 
 
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class Effort(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class OutputConfig(Effort):
+    accepted = frozenset({"task_budget"})
+
+    format: OutputFormat | None = None
+
+
 class Turn(Strict):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(max_length=MAX_PARTS)]
+    clear_at: Literal["next_user_message", "never"] | None = None  # of a system turn: when the model no longer sees it
+    output_config: Effort | None = None  # of a system turn: from there on
 
     @model_validator(mode="before")
     @classmethod
@@ -131,33 +222,9 @@ class Turn(Strict):
         return values if allowed is None else values | {"content": as_blocks("content", values.get("content"), allowed)}
 
 
-class CustomTool(Strict):
-    accepted = TOOL_ACCEPTED | {"eager_input_streaming"}
-    refused: ClassVar[dict[str, Unless]] = {"input_examples": Unless()}
-
-    type: Literal["custom"] | None = None
-    name: LongToolName
-    description: str | None = Field(default=None, max_length=16384)
-    input_schema: JsonObject
-    strict: bool | None = None  # no effect: arguments of a forced call always follow the schema
-
-    @property
-    def function(self) -> FunctionTool:
-        """The tool as in a chat request, whose bound on names is lower, so it is not validated again."""
-        fields = {"description": self.description, "parameters": self.input_schema, "strict": self.strict}
-        return FunctionTool.model_construct(name=self.name, **fields)
-
-
-# Other tools are run by Anthropic's servers, or by the client by a convention that the model must know.
-AnyTool = Annotated[
-    Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
-    Discriminator(lambda tool: "<other>" if is_other_tool(tool, "custom") else "<custom>"),
-]
-
-
 class ToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
-    name: LongToolName | None = None
+    name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
@@ -170,19 +237,11 @@ class ToolChoice(Strict):
 class Thinking(Strict):
     """Reasoning options. `budget_tokens`, an upper bound, has no effect: only `max_tokens` limits the output."""
 
+    accepted = frozenset({"block_binding"})
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class OutputFormat(Strict):
-    type: Literal["json_schema"]
-    schema_: JsonObject = Field(alias="schema")
-
-
-class OutputConfig(Strict):
-    format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class CountTokensRequest(ConversationRequest):
@@ -198,6 +257,7 @@ class CountTokensRequest(ConversationRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
 
     @model_validator(mode="before")
     @classmethod
@@ -210,16 +270,25 @@ class CountTokensRequest(ConversationRequest):
     def check_conversation(self) -> CountTokensRequest:
         if self.messages[-1].role == "assistant":
             raise field_error("messages", "the last turn must not be the assistant's; this server does not continue it")
+        if self.output_format is not None and self.output_config is not None and self.output_config.format is not None:
+            raise field_error("output_format", "not together with output_config.format")
         return self
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": text_parts(self.system)}] if self.system else []
-        return system + [message for role, blocks in turns(self.messages) for message in messages_of(role, blocks)]
+        last = max((index for index, turn in enumerate(self.messages) if turn.role == "user"), default=0)
+        shown = [t for i, t in enumerate(self.messages) if t.clear_at != "next_user_message" or i > last]
+        return system + [message for role, blocks in turns(shown) for message in messages_of(role, blocks)]
 
     @property
     def tool_use(self) -> ToolUse:
-        functions = [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
+        changes = [(b.type, b.tool) for turn in self.messages for b in turn.content if b.tool and b.type in AVAILABLE]
+        new = {tool.tool_name: tool.definition.function for _, tool in changes if tool.definition is not None}
+        last = {tool.tool_name: kind for kind, tool in changes}
+        declared = [tool.function for tool in self.tools or () if isinstance(tool, CustomTool)]
+        functions = [*(function for function in declared if function.name not in new), *new.values()]
+        functions = [function for function in functions if last.get(function.name) != "tool_removal"]
         choice = self.tool_choice or ToolChoice(type="auto")
         kind = {"any": "required", "tool": "auto"}.get(choice.type, choice.type)
         return ToolUse(functions, kind, choice.name, parallel=not choice.disable_parallel_tool_use)
@@ -235,13 +304,16 @@ class CountTokensRequest(ConversationRequest):
 
     @property
     def effort(self) -> str | None:
-        return None if self.output_config is None else self.output_config.effort
+        configs = [*(turn.output_config for turn in reversed(self.messages)), self.output_config]
+        return next((config.effort for config in configs if config is not None and config.effort is not None), None)
 
     @property
     def form(self) -> tuple[str, Grammar] | None:
-        if self.output_config is None or self.output_config.format is None:
-            return None
-        return "output_config.format", Grammar("json_schema", json.dumps(self.output_config.format.schema_))
+        config = self.output_config
+        for name, form in (("output_format", self.output_format), ("output_config.format", config and config.format)):
+            if form is not None:
+                return name, Grammar("json_schema", json.dumps(form.schema_))
+        return None
 
 
 class MessagesRequest(CountTokensRequest, GenerationRequest):
@@ -294,12 +366,12 @@ def messages_of(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
         thinking = "".join(block.thinking or "" for block in blocks) or None
         return [{"role": role, "content": content, "reasoning_content": thinking, "tool_calls": calls}]
     messages: list[dict[str, Any]] = []
-    for kind, group in groupby(blocks, key=lambda block: block.type):
-        if kind == "text":
-            messages.append({"role": role, "content": text_parts(group)})
-        else:
+    for is_result, group in groupby(blocks, key=lambda block: block.type == "tool_result"):
+        if is_result:
             messages += [
                 {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_parts(block.content)}
                 for block in group
             ]
+        else:
+            messages.append({"role": role, "content": text_parts(group)})
     return messages or [{"role": role, "content": ""}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import MAX_INT
@@ -20,10 +20,13 @@ from infer.server.protocol.tools import (
     AllowedFunctions,
     AnyTool,
     FunctionTool,
+    OtherTool,
     ToolName,
     ToolsChoice,
     ToolUse,
+    is_other_tool,
     tool_use_of,
+    type_of,
 )
 from models.chat_template import text_part
 
@@ -52,6 +55,51 @@ class InputPart(Part):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
 
 
+class ResponsesTool(FunctionTool):
+    type: Literal["function"]
+    namespace: str | None = Field(default=None, exclude=True)  # that its name begins with
+
+
+class NamespaceTool(Strict):
+    """Functions under one name; the namespace `functions` is that of functions without one."""
+
+    accepted = frozenset({"description"})
+
+    type: Literal["namespace"]
+    name: ToolName
+    tools: Annotated[list[AnyTool[ResponsesTool]], Field(max_length=MAX_TOOLS)]
+
+
+ListedTool = Annotated[
+    Annotated[ResponsesTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(
+        lambda tool: (
+            "<namespace>" if type_of(tool) == "namespace" else "<other>" if is_other_tool(tool) else "<function>"
+        )
+    ),
+]
+ToolList = Annotated[list[ListedTool], Field(max_length=MAX_TOOLS)]
+
+
+def in_namespace(name: str | None, namespace: str | None) -> str:
+    """Return the name of a function for the model."""
+    return str(name) if namespace in (None, "", "functions") else f"{namespace}.{name}"
+
+
+def functions_of(tools: Sequence[ResponsesTool | NamespaceTool | OtherTool]) -> list[ResponsesTool]:
+    functions: list[ResponsesTool] = []
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            inner = [function for function in tool.tools if isinstance(function, ResponsesTool)]
+            update = [{"name": in_namespace(function.name, tool.name), "namespace": tool.name} for function in inner]
+            functions += [function.model_copy(update=fields) for function, fields in zip(inner, update, strict=True)]
+        elif isinstance(tool, ResponsesTool):
+            functions.append(tool)
+    return functions
+
+
 PartList = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
 Content = str | PartList
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -59,30 +107,33 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "additional_tools": ("tools",),
 }
 
 
 class InputItem(Strict):
-    """A message, reasoning before one, a tool call of the model, or a tool result: four types in OpenAI's API.
+    """A message, reasoning before one, a tool call of the model, a tool result, or more tools.
 
     Encrypted reasoning comes from another server and cannot be read here.
     """
 
     accepted = frozenset(
         {
-            *("id", "status", "phase", "namespace", "caller", "created_by", "async", "metadata", "cache_control"),
+            *("id", "status", "phase", "caller", "created_by", "async", "metadata", "cache_control"),
             "encrypted_content",
         }
     )
 
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output", "additional_tools"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     call_id: str | None = Field(default=None, max_length=256)
     name: ToolName | None = None
+    namespace: str | None = Field(default=None, max_length=128)  # of the name
     arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
     output: Content | None = None
     summary: PartList | None = None  # of reasoning; ignored, since templates take the full reasoning
+    tools: ToolList | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -117,7 +168,7 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
             if text := "".join(part["text"] for part in text_parts(item.content)):
                 turn["reasoning_content"] = text
         elif item.type == "function_call":
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": in_namespace(item.name, item.namespace), "arguments": item.arguments}
             turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
         elif item.type == "message" and item.role == "assistant":
             if previous == "message":
@@ -126,7 +177,7 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
             if written:  # text before a call; a chat has the text in one part
                 more[0] = text_part(written.pop()["text"] + more[0]["text"])
             turn["content"] = [*written, *more]
-        else:
+        elif item.type != "additional_tools":
             end()
             if item.type == "message":
                 turns.append({"role": item.role, "content": text_parts(item.content)})
@@ -135,10 +186,6 @@ def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
         previous = item.type
     end()
     return turns
-
-
-class ResponsesTool(FunctionTool):
-    type: Literal["function"]
 
 
 class ResponsesNamedTool(Strict):
@@ -190,14 +237,14 @@ class ResponsesRequest(ConversationRequest, GenerationRequest):
     absent = GenerationRequest.absent | {"tool_choice": ("", {})}
     prompt_field = "input"
 
-    input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]  # a string is one user message
+    input: Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]  # a string is one user message
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     top_logprobs: Count | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[AnyTool[ResponsesTool]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: ToolList | None = None
     tool_choice: ToolsChoice[ResponsesNamedTool, ResponsesAllowedTools] | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)] | None = None
@@ -222,12 +269,17 @@ class ResponsesRequest(ConversationRequest, GenerationRequest):
     @property
     def conversation(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return [*system, *messages_of(self.input)]
+        return [*system, *(messages_of(self.input) or [{"role": "user", "content": ""}])]
+
+    @property
+    def functions(self) -> list[ResponsesTool]:
+        """The functions of `tools` and of items of the input, which replace those of the same name."""
+        added = {function.name: function for item in self.input for function in functions_of(item.tools or ())}
+        return [*(tool for tool in functions_of(self.tools or ()) if tool.name not in added), *added.values()]
 
     @property
     def tool_use(self) -> ToolUse:
-        functions = [tool for tool in self.tools or () if isinstance(tool, ResponsesTool)]
-        return tool_use_of(functions, self.tool_choice, parallel=self.parallel_tool_calls)
+        return tool_use_of(self.functions, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @property
     def structure(self) -> tuple[str, Grammar] | None:

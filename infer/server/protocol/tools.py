@@ -12,12 +12,12 @@ from infer.server.protocol.errors import field_error
 from infer.server.protocol.fields import Strict
 from infer.server.protocol.structure import check_sendable
 
-MAX_TOOLS = 128
+MAX_TOOLS = 10_000  # as with Anthropic; the context bounds them earlier
 MAX_CALLS = 128  # per message
 MAX_ARGUMENTS = 2**20
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-LongToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic's bound
+# Anthropic's bound. OpenAI's is 64 for chats, which names of MCP tools exceed, and none for responses.
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 # Callers of a tool, when its definition is loaded, the schema of its result: these matter only to OpenAI's tools.
@@ -34,7 +34,7 @@ class FunctionTool(Strict):
     accepted = TOOL_ACCEPTED
 
     name: ToolName
-    description: str | None = Field(default=None, max_length=16384)
+    description: str | None = None
     parameters: Annotated[Any, AfterValidator(check_schema)] = None  # a JSON schema; null: no parameters
     strict: bool | None = None  # no effect: arguments of a forced call always follow the schema
     _order: tuple[str, ...] = PrivateAttr(default=())  # order of the fields in the request
