@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 MOST, MAX_LAYERS = 2**24, 256
+LONGEST = 100  # characters of a value in a message
 LARGE = 1e300  # a whole number of a JSON file may be too large for a float
 
 # Keys that transformers writes into any config.json and that no head's forward depends on.
@@ -61,7 +62,7 @@ class Fields:
             return None
         fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{self.name}: {key}={value!r}: expected {KINDS[kind]}")
+            raise ValueError(f"{self.name}: {key}={brief(value)}: expected {KINDS[kind]}")
         if kind is not float:
             return cast(T, value)
         return cast(T, float(value) if abs(value) < LARGE else math.inf)
@@ -93,7 +94,7 @@ class Fields:
         """Return a list of whole numbers; None for an empty one too."""
         values = self.maybe(key, list) or None
         if values is not None and any(type(value) is not int for value in values):
-            raise ValueError(f"{self.name}: {key}={values!r}: expected a list of whole numbers")
+            raise ValueError(f"{self.name}: {key}={brief(values)}: expected a list of whole numbers")
         return values
 
     def section(self, key: str) -> Fields | None:
@@ -111,7 +112,7 @@ class Fields:
             return
         if not any(type(value) is type(option) and value == option for option in allowed):
             supported = " or ".join(repr(option) for option in allowed) or "no value"
-            raise ValueError(f"{self.name}: {key}={value!r}: only {supported} is supported")
+            raise ValueError(f"{self.name}: {key}={brief(value)}: only {supported} is supported")
 
     def ignore(self, *keys: str) -> None:
         self._requested.update(keys)
@@ -126,13 +127,18 @@ class Fields:
             for key, value in self.values.items()
             if key not in self._requested and not asks_for_nothing(value)
         }
-        unknown = [f"{key}={value!r}" for key, value in rest.items() if key not in UNUSED]
+        unknown = [f"{key}={brief(value)}" for key, value in rest.items() if key not in UNUSED]
         if unknown:
             raise ValueError(
                 f"{self.name}: unknown: {', '.join(unknown)}; what changes nothing that is computed may be removed "
                 "from the file"
             )
         return [f"{key}={value!r} is not used: nothing that is computed depends on it" for key, value in rest.items()]
+
+
+def brief(value: Any) -> str:
+    """Return a value for a message, of a long one its beginning."""
+    return text if len(text := repr(value)) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def asks_for_nothing(value: Any) -> bool:

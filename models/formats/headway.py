@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.fields import Fields
+from models.fields import Fields, asks_for_nothing, brief
 from models.formats import speculators
 from models.formats.checkpoint import DRAFT_TOKENS, ConversionOptions, Format, ParsedConfig, Shapes, export_format
 from models.heads import HEADS
@@ -52,15 +52,30 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     tokens = stated.speculative_tokens or added.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
     if verifier is None or verifier.architecture is None:
         raise ValueError(f"{fields.name}: verifier: name_or_path or architectures is missing")
-    expected = config.to_json(Facts(verifier.name, verifier.architecture, tokens))
-    for key in sorted((set(expected) | set(fields.values)) - FREE):
-        if key not in fields.values:
-            raise ValueError(f"{fields.name}: {key} is missing; Headway writes {key}={expected[key]!r}")
-        if key not in expected:
-            raise ValueError(f"{fields.name}: unknown: {key}={fields.values[key]!r}; Headway writes no such key")
-        if fields.values[key] != expected[key]:
-            raise ValueError(f"{fields.name}: {key}={fields.values[key]!r}: Headway would write {expected[key]!r}")
+    check_written(fields.name, fields.values, config.to_json(Facts(verifier.name, verifier.architecture, tokens)))
     return ParsedConfig(config, verifier, tokens, blame=layout.blame)
+
+
+def check_written(name: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise ValueError, with the file's or section's `name`, for the first key that Headway would write otherwise."""
+    for key in sorted((set(expected) | set(values)) - FREE):
+        value, wanted = values.get(key), expected.get(key)
+        if key not in values:
+            raise ValueError(f"{name}: {key} is missing; Headway writes {key}={brief(wanted)}")
+        if key not in expected:
+            if not asks_for_nothing(value):
+                raise ValueError(f"{name}: unknown: {key}={brief(value)}; Headway writes no such key")
+        elif (parts := sections(value)) is not None and (others := sections(wanted)) is not None:
+            check_written(f"{name}: {key}", parts, others)
+        elif value != wanted:
+            raise ValueError(f"{name}: {key}={brief(value)}: Headway would write {brief(wanted)}")
+
+
+def sections(value: Any) -> dict[Any, Any] | None:
+    """Return an object, or a list of objects by their places; None for anything else."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else None
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -34,6 +36,30 @@ def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(name):
     for value in (0, "", False, {"a": None}, [None]):
         with pytest.raises(ValueError, match=r"config\.json: unknown: base_model_ep_plan="):
             notes_of(source, source.config | {"base_model_ep_plan": value})
+
+
+def test_so_they_do_in_a_head_that_we_exported(tiny_head_folder, tiny_target, tmp_path):
+    folder = shutil.copytree(tiny_head_folder, tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+
+    def read(extra: Any, places: tuple[str, ...] = ("", "transformer_layer_config", "speculators_config")) -> Any:
+        """Add a key of that value to the file, and to sections of it and a list of sections."""
+        changed = copy.deepcopy(config)
+        for place in places:
+            section = changed[place] if place else changed
+            section["bar"] = extra
+            if "proposal_methods" in section:
+                section["proposal_methods"][0]["bar"] = extra
+        (folder / "config.json").write_text(json.dumps(changed))
+        return load_head(folder, target=tiny_target)
+
+    for nothing in ({}, None, []):
+        assert read(nothing).config == load_head(tiny_head_folder).config
+    for place in ("", "transformer_layer_config", "speculators_config"):
+        for something in ({"a": 1}, 0, "", [None], {"long": ["words"] * 1000}):
+            with pytest.raises(ValueError, match=r"config\.json:.* unknown: bar=.*") as error:
+                read(something, (place,))
+            assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if "medusa" not in name])
