@@ -4,7 +4,8 @@
     python scripts/bench.py evaluate model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}'
     python scripts/bench.py evaluate model=demo head=eagle3 temperatures=[0] shapes=[chain3] concurrency=[1,4,16]
 
-`files` takes what data.path of training takes; without it, held-out prompts of the demo corpus are used. Speed is a
+`files` takes what data.path of training takes, and every question of its rows is measured, the later ones behind the
+target's greedy answers; without it, held-out prompts of the demo corpus are used. Speed is a
 ratio to plain decoding of the same prompts in the same round. A verify counts as cut short by the draft vocabulary if
 it ended at a token outside it, which the head cannot draft. With tracker=wandb or tensorboard the figures are logged
 there too; the tracker's files are in <output_dir>/eval/<model>-<head>/.
@@ -47,7 +48,7 @@ def prompt_sets(config: EvaluateConfig, engine: Any) -> Iterator[PromptSet]:
     longest = engine.context - config.max_tokens - 1
     for path, name in zip(config.files, names_of(config.files), strict=True):
         for template in config.chat_template:
-            options = {"chat_template": template}
+            options = {"chat_template": template, "engine": engine}
             prompts = read_file(config, "files", path, engine.tokenizer, config.num_prompts, longest, **options)
             yield name, template, prompts
 

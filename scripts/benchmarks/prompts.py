@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.benchmarks.config import CompareConfig, PromptsConfig, TrafficConfig
+
+if TYPE_CHECKING:
+    from train.data.prompts import Reader
 
 
 class Task(NamedTuple):
@@ -63,10 +66,12 @@ def read_file(
     tokenizer: Any,
     count: int,
     longest: int | None,
+    engine: Any = None,
     **options: Any,
 ) -> list[list[int]]:
-    """Return up to `count` prompts of a file, of at most `longest` tokens, and print what was skipped.
+    """Return the prompts of up to `count` rows of a file, of at most `longest` tokens, and print what was skipped.
 
+    They are the rows' first prompts; with an engine, whose answers they then follow, those of later questions as well.
     `file` is what training's `data.path` takes, `options` are further keys of its `data.`. Raises ValueError, which
     names `key`, for a file that cannot be read or holds no such prompt.
     """
@@ -82,4 +87,26 @@ def read_file(
         raise ValueError(str(error).replace("data.path=", f"{key}=", 1)) from error
     for line in reader.reading.named():
         print(line, file=sys.stderr)
-    return prompts
+    return prompts if engine is None else every_prompt(engine, reader, config.max_tokens)
+
+
+def every_prompt(engine: Any, reader: Reader, max_tokens: int) -> list[list[int]]:
+    """Return the prompts of all rows that were read; that of a later question follows the engine's greedy answers."""
+    from infer.request import SamplingParams
+    from train.data.dialogue import Dialogue
+
+    rows = [Dialogue(row, reader.tokenizer, longest_prompt=reader.longest) for row in reader.held_out.values()]
+    asked: list[list[list[int]]] = [[] for _ in rows]
+    left = list(range(len(rows)))
+    while left:
+        prompts = {place: prompt for place in left if (prompt := rows[place].next_prompt()) is not None}
+        for place, prompt in prompts.items():
+            asked[place].append(prompt)
+        left = [place for place in prompts if rows[place].unfinished]
+        answers = engine.generate([prompts[place] for place in left], SamplingParams(max_tokens=max_tokens))
+        for place, answer in zip(left, answers, strict=True):
+            rows[place].take(answer.token_ids)
+    for row in rows:
+        if row.cut is not None:
+            print(f"shortened: {row.example.place}: {row.cut}", file=sys.stderr)
+    return [prompt for prompts in asked for prompt in prompts]

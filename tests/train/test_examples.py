@@ -35,10 +35,14 @@ def test_conversations_in_every_form(row: dict, tiny_tokenizer: Tokenizer) -> No
 
 
 def test_turns_are_what_a_user_says(tiny_tokenizer: Tokenizer) -> None:
-    expected = Example(messages=(USER, {"role": "user", "content": "and?"}))
+    expected = Example(messages=(USER, {"role": "user", "content": "and?"}), questions=True)
     assert parse({"turns": ["hi", "and?"]}, tiny_tokenizer) == expected
     assert parse({"turns": [{"content": "hi"}, {"content": "and?"}]}, tiny_tokenizer) == expected
+    assert parse({"prompt": ["hi", "and?"]}, tiny_tokenizer) == expected
     assert parse({"turns": [USER, ANSWER]}, tiny_tokenizer) == Example(messages=(USER, ANSWER))
+    assert (
+        parse({"turns": ["hi"]}, tiny_tokenizer) == parse({"prompt": "hi"}, tiny_tokenizer) == Example(messages=(USER,))
+    )
 
 
 def test_columns_of_another_name(tiny_tokenizer: Tokenizer) -> None:

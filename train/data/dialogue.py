@@ -23,6 +23,13 @@ class Row(NamedTuple):
 ANSWER = "HEADWAY-ANSWER"  # placeholder that shows where a template puts an assistant message
 
 
+def count_answers(example: Example, tokenizer: Tokenizer) -> int:
+    """Return how many turns the target is asked for, if no prompt is too long."""
+    dialogue = Dialogue(example, tokenizer, longest_prompt=0)
+    prompts = sum(1 for _ in iter(dialogue._advance, False))
+    return prompts + (example.loss_mask is None and not example.messages)
+
+
 class TooLong(ValueError):
     """A valid row whose prompt exceeds the longest possible one."""
 
@@ -160,9 +167,16 @@ class Dialogue:
                     if awaits_response:
                         return True
                     continue  # a greeting before any question, or a second response to one
+            if awaits_response and self.example.questions and not self._provided:
+                return True
             awaits_response = message["role"] in ("user", "tool")
             self._history.append(self._left.pop(0))
         return awaits_response and not self._provided
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether messages are left behind the last prompt."""
+        return bool(self._left)
 
     def _is_kept(self) -> bool:
         """Return whether the next assistant turn is kept: it calls a tool, a tool's result follows, its weight is 0."""

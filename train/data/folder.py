@@ -194,7 +194,7 @@ class Making:
 
         Raises ValueError if a split has no usable sequence.
         """
-        train, failed, held_out = train_result.sequences, train_result.failed, eval_result.sequences
+        train, failed, held_out = train_result.sequences, train_result.failed, eval_result.sequences.by_turn()
         shortened = list(train_result.shortened.values())
         asked, made = len(prompts.train), train_result.counts["conversations"]
         twice = sum(prompts.train[key].cut is not None for key in train_result.shortened)  # cut in the data as well

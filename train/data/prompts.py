@@ -71,7 +71,7 @@ def first_of(label: str, lines: Sequence[str]) -> list[str]:
 @dataclass
 class Prompts:
     train: dict[int, Example]  # by key
-    held_out: dict[int, Example]  # prompts as token ids
+    held_out: dict[int, Example]  # prompts as token ids, or questions
     source: str  # identifies the data in the record
     reading: Reading
 
@@ -135,17 +135,21 @@ class Reader:
         self.reading.train, self.reading.held_out = len(self.train), len(self.held_out)
         reading = self.reading
         assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
-        digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
+        held_out = [example.key if example.questions else key for key, example in self.held_out.items()]
+        digest = content_key([[example.key for example in self.train.values()], held_out])
         source = f"{name_of(self.data)} {digest:016x}"
         return Prompts(self.train, self.held_out, source, reading)
 
     def read_prompts(self) -> list[list[int]]:
-        """Return the first prompts of up to `eval_prompts` rows, all treated as held out. Raises ValueError if none."""
+        """Return the first prompts of up to `eval_prompts` rows, all treated as held out. Raises ValueError if none.
+
+        `held_out` are then these rows.
+        """
         items = read_items(self.data, held_out=False)
         assert items is not None
         self._fill(items, TO_HELD_OUT)
         self._refuse_empty(self.held_out, "prompt")
-        return [list(example.ids) for example in self.held_out.values()]
+        return [first_prompt(example, self.tokenizer, self.longest) for example in self.held_out.values()]
 
     def _fill(self, items: Iterable[Item], side: str | None) -> None:
         """Take rows until `side` is full; with None until both are, a hash of each row's opening deciding its side."""
@@ -197,8 +201,9 @@ class Reader:
                 self.train[key] = example
 
     def _hold_out(self, example: Example) -> None:
-        """Hold out a row; acceptance is measured on the response to its first prompt."""
-        self.held_out[example.opening_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
+        """Hold out a row; acceptance is measured on the response to its first prompt, or to each of its questions."""
+        prompt = first_prompt(example, self.tokenizer, self.longest)
+        self.held_out[example.opening_key] = example if example.questions else Example(ids=tuple(prompt))
 
     def _hold_one_out(self) -> None:
         """Move the training row with the lowest opening key to the held-out side, when the hash has selected none.

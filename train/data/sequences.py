@@ -133,6 +133,18 @@ class Sequences:
                 rows.append((ids, assistant))
         return Sequences.joined(rows)
 
+    def by_turn(self) -> Sequences:
+        """Return a row for each of the target's turns: what precedes it, and it alone under the mask."""
+        rows = []
+        for index in range(len(self)):
+            ids, assistant = self.row(index)
+            ends, begin = (assistant & ~torch.cat([assistant[1:], assistant.new_zeros(1)])).nonzero().flatten() + 1, 0
+            for end in ends.tolist():
+                mask = assistant[:end] & (torch.arange(end) >= begin)
+                rows += [(ids[:end], mask)] if (mask[1:-1] & mask[2:]).any() else []
+                begin = end
+        return Sequences.joined(rows)
+
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often the target generated each token, `[V]`."""
         return torch.bincount(self.ids[self.assistant], minlength=vocab_size)

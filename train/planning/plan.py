@@ -35,6 +35,7 @@ from models.tokenizer import Tokenizer
 from train.checkpoint import find_checkpoint, read_state
 from train.config import FilesDataConfig, HubDataConfig, OfflineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data.answer_server import check_server
+from train.data.dialogue import count_answers
 from train.data.folder import FAILED, SOURCE, TRAIN
 from train.data.prompts import longest_prompt, read_prompts
 from train.features.layout import Layout
@@ -128,10 +129,7 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
     for line in prompts.reading.lines():
         plan.add("data", line)
     data = config.data
-    responses = sum(
-        max(1, sum(message["role"] == "user" for message in example.messages)) if example.loss_mask is None else 0
-        for example in prompts.train.values()
-    )
+    responses = sum(count_answers(example, tokenizer) for example in prompts.train.values())
     tokens = len(prompts.train) * config.sequence_length
     if data.provides_responses:
         plan.add("data", f"at most {tokens} tokens, {config.sequence_length} per sequence; the data has the responses")
