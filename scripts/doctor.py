@@ -34,6 +34,8 @@ from kernels.cache import VARIABLE, writable_folder
 from scripts.errors import command_line
 
 if TYPE_CHECKING:
+    import torch
+
     from kernels.trials import Trial
 
 ROOT = Path(HERE).parent
@@ -218,13 +220,29 @@ def check_triton_interpret(value: str | None) -> Check:
     return Check("triton interpreter", "ok", "TRITON_INTERPRET is not set")
 
 
-def check_ptxas(capability: tuple[int, int], version: str | None) -> Check:
-    """`version`: of the ptxas that Triton calls; None if it could not be asked."""
-    architecture = f"sm_{capability[0]}{capability[1]}"
+def check_ptxas(architecture: str, path: str | None, version: str | None, *, contracts: bool) -> Check:
+    """`path` and `version`: of the ptxas that Triton calls for sm_90, ...; None if it could not be asked. `contracts`:
+    it fuses multiplications and additions that must round apart.
+    """
+    named = f"{version or 'unknown'} ({path or 'none that runs'})"
+    if contracts:
+        from kernels.triton.assembler import CURE
+
+        return Check("ptxas", "broken", f"{named} fuses what kernels of {architecture} round apart", CURE)
     if (architecture, version) in CHECKED_PTXAS:
-        return Check("ptxas", "ok", f"{version}, whose kernels gave the right results on {architecture}")
+        return Check("ptxas", "ok", f"{named}, whose kernels gave the right results on {architecture}")
     fix = "./scripts/gpu_check.sh --only kernels checks them, by every ptxas that it finds"
-    return Check("ptxas", "warning", f"{version or 'unknown'}, whose kernels nobody has checked on {architecture}", fix)
+    return Check("ptxas", "warning", f"{named}, whose kernels nobody has checked on {architecture}", fix)
+
+
+def ask_ptxas(device: torch.device) -> Check:
+    """Ask Triton which ptxas it calls for this GPU, and what that makes of a multiplication and an addition."""
+    from kernels.triton import assembler
+    from kernels.triton.device import limits
+
+    capability = limits(device).capability
+    path, version = assembler.ptxas(capability), assembler.version_in_use(capability)
+    return check_ptxas(f"sm_{capability}", path, version, contracts=assembler.contracts(device))
 
 
 def run_checks() -> list[Check]:
@@ -253,9 +271,7 @@ def run_checks() -> list[Check]:
     has_nvidia, has_cuda = shutil.which("nvidia-smi") is not None, torch.cuda.is_available()
     checks.append(check_torch_build(torch.__version__, has_nvidia, has_cuda, installed_version("torchvision")))
     if has_cuda:
-        from scripts.gpu_check.ptxas import version_in_use
-
-        checks.append(check_ptxas(torch.cuda.get_device_capability(), version_in_use()))
+        checks.append(ask_ptxas(torch.device("cuda", torch.cuda.current_device())))
     from kernels.cpu.library import SWITCH, compiler, library
 
     checks.append(check_cpu_kernels(library(), compiler(), os.environ.get(SWITCH)))

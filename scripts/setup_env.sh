@@ -4,13 +4,16 @@
 #
 #   HEADWAY_PYTHON       the Python (3.11 or later) to make .venv with; else the first that fits of python3, python3.14, ...
 #   HEADWAY_TORCH_INDEX  the package index to take torch from, such as PyTorch's CPU index on a machine without a GPU
+#   HEADWAY_TRITONS      versions of Triton, as in "3.6 3.7 3.8 3.9", that tests of dev compile with besides .venv's
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="$ROOT/.venv/bin/python"
-TORCH_RANGE="$(sed -n 's/^ *"\(torch>=[^"]*\)",$/\1/p' "$ROOT/pyproject.toml")" # torch>=2.11,<2.14
+TORCH_RANGE="$(sed -n 's/^ *"\(torch>=[^"]*\)",$/\1/p' "$ROOT/pyproject.toml")" # torch>=2.11,<2.15
 TORCH_CPU="torch==2.13.0"
 LM_EVAL="lm_eval==0.4.13"
-OLDEST_TRITON="$(sed -n 's/^ *"triton>=\([0-9.]*\),.*/\1/p' "$ROOT/pyproject.toml")" # 3.6
+# The oldest and the newest Triton that pyproject.toml allows: of "triton>=3.6,<3.10" 3.6 and 3.9.
+TRITONS="$(sed -n 's/^ *"triton>=\([0-9.]*\),<\([0-9]*\)[.]\([0-9]*\);.*/\1 \2 \3/p' "$ROOT/pyproject.toml" |
+    { read -r oldest major minor && printf '%s %s.%s' "$oldest" "$major" "$((minor - 1))"; })"
 
 # pip's advice (a newer pip, running as root, ignored locations) is no concern of a reader; -qq leaves errors.
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_WARN_SCRIPT_LOCATION=1
@@ -125,22 +128,25 @@ ensure_emulators() {
         say "they could not be installed: those tests are skipped"
 }
 
-# tests/kernels/triton/test_compile.py compiles with the oldest version as well. It lies outside of .venv, whose Triton
-# is the one that torch wants, and outside of the tree, which every CI run makes anew.
-ensure_oldest_triton() {
-    local tag folder
+# tests/kernels/triton compile with other versions as well. They lie outside of .venv, whose Triton is the one that torch
+# wants, and outside of the tree, which every CI run makes anew.
+ensure_tritons() {
+    local tag folder version
+    if [ "$(uname -s)" != Linux ]; then return; fi
     tag="$("$PYTHON" -c 'import sys; print(sys.implementation.cache_tag)')"
-    folder="${HEADWAY_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/headway}/triton-$OLDEST_TRITON-$tag"
-    if [ -d "$folder" ] || [ "$(uname -s)" != Linux ]; then return; fi
-    say "installing triton $OLDEST_TRITON into $folder (190 MB)"
-    rm -rf "$folder.new"
-    "$PYTHON" -m pip install -qq --no-compile --no-deps --target "$folder.new" "triton==$OLDEST_TRITON"
-    mv -T "$folder.new" "$folder"
+    for version in $TRITONS ${HEADWAY_TRITONS:-}; do
+        folder="${HEADWAY_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/headway}/triton-$version-$tag"
+        if [ -d "$folder" ]; then continue; fi
+        say "installing triton $version into $folder (200 to 300 MB to fetch)"
+        rm -rf "$folder.new"
+        "$PYTHON" -m pip install -qq --no-compile --no-deps --target "$folder.new" "triton==$version.*"
+        mv -T "$folder.new" "$folder"
+    done
 }
 
 setup_env "$1"
 if [ "$1" = dev ]; then
     ensure_browser
     ensure_emulators
-    ensure_oldest_triton
+    ensure_tritons
 fi

@@ -11,6 +11,7 @@ from torch import Tensor
 from infer.processes.target_worker import Shard
 from infer.processes.threads import ThreadPlan, cpu_threads
 from kernels.attention import LayerShape, assert_rows_independent, plan_attention
+from kernels.dispatch import uses_triton
 from kernels.elementwise import Gate, gate_mul
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.rows import AttentionRows
@@ -23,8 +24,13 @@ from models.targets.tensor_parallel import ShardedLinear
 def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
     """Check that a row's bits depend neither on other rows of its batch nor on the number of threads.
 
-    Also checks tensor-parallel splits, if there are several ranks. Raises ValueError if a check fails.
+    Also checks tensor-parallel splits, if there are several ranks, and the assembler of a GPU's kernels. Raises
+    ValueError if a check fails.
     """
+    if uses_triton(shard.device):
+        from kernels.triton.assembler import assert_not_contracted
+
+        assert_not_contracted(shard.device)
     dtype, device = shard.dtype, shard.device
     shapes = {(linear.in_features, linear.out_features, linear.formats): linear for linear in shard.linears}.values()
     results = []

@@ -121,8 +121,8 @@ INLINE __m512bh widen_pair(piece p, int place, int format) {
     }
     int up = 4 - upper_bits(format) * (place / 2); /* from the bit pair's place to above the four low bits */
     uvec upper = up >= 0 ? p.upper << up : p.upper >> -up;
-    const int select = 0xca; /* bits of the second operand where the first has ones, else of the third */
-    index = (uvec)_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x000f000f), (__m512i)index, (__m512i)upper, select);
+    enum { SELECT = 0xca }; /* bits of the second operand where the first has ones, else of the third */
+    index = (uvec)_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x000f000f), (__m512i)index, (__m512i)upper, SELECT);
     if (format == INT6) {
         const table lower = {FROM_MINUS_32, FROM_MINUS_16}, higher = {FROM_0, FROM_16};
         return (__m512bh)_mm512_permutex2var_epi16((__m512i)lower, (__m512i)index, (__m512i)higher);

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from kernels.triton.assembler import version_in_use
+from kernels.triton.device import limits
 from scripts.doctor import ROOT, check_package, installed_version, requirements
-from scripts.gpu_check.ptxas import version_in_use
 from train.publishing.provenance import git_state, versions
 
 Document = dict[str, Any]
@@ -66,7 +67,7 @@ def circumstances(device: torch.device, commit: str | None) -> Document:
     git = git_state() if commit is None else {"commit": commit, "dirty": None}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     packages = versions() | {"triton": importlib.import_module("triton").__version__, "cuda": torch.version.cuda}
-    packages["ptxas"] = version_in_use()
+    packages["ptxas"] = version_in_use(limits(device).capability)
     machine = {"hardware": name, "cores": os.cpu_count(), "system": platform.platform(), "python": sys.version}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

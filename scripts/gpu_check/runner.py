@@ -21,6 +21,8 @@ import torch
 
 from infer.options.paths import REPO_ROOT
 from kernels.dispatch import uses_triton
+from kernels.triton.assembler import VARIABLES
+from kernels.triton.device import limits
 from scripts.gpu_check.plugin import SPOILT, share
 from scripts.gpu_check.ptxas import other_ptxas
 from scripts.gpu_check.report import Document, add_to, card, circumstances, empty, read, save, settled
@@ -202,8 +204,8 @@ class Jobs:
         others = self._on_gpu and not args.bundled_ptxas and "kernels" in args.only
         # by the name of another ptxas of this machine, what makes kernels by it
         self._assemblers = {
-            f"ptxas {version}": {"TRITON_PTXAS_PATH": path, "TRITON_CACHE_DIR": cache + version}
-            for version, path in (other_ptxas().items() if others else ())
+            f"ptxas {version}": {**dict.fromkeys(VARIABLES, path), "TRITON_CACHE_DIR": cache + version}
+            for version, path in (other_ptxas(limits(device).capability).items() if others else ())
         }
 
     def _job(self, name: str, files: Sequence[str], until: float | None, threads: int, **orders: Any) -> Job:

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from infer.options.paths import REPO_ROOT
+from kernels.triton.assembler import VARIABLES
 from models.heads import HEADS
 from scripts.gpu_check import ptxas, report, runner
 from scripts.gpu_check.command import main, parse
 from tests.kernels.comparing import Comparisons
 from tests.kernels.timing import rated, timing
+from tests.kernels.triton.compiled import B200
 from tests.kernels.triton.measure_engines import union_length
 
 EXACT = f"{runner.TRITON}/test_engine.py"
@@ -294,12 +296,23 @@ def test_other_assemblers_are_found_by_their_version(tmp_path, monkeypatch):
     for version in ("12.8.93", "13.1.80"):
         tool = tmp_path / version / "bin" / "ptxas"
         tool.parent.mkdir(parents=True)
-        tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release, V{version}\n")
+        tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {version[:4]}, V{version}\n")
         tool.chmod(0o755)
     monkeypatch.setattr(ptxas, "candidates", lambda: sorted(str(path) for path in tmp_path.glob("*/bin/ptxas")))
-    monkeypatch.setattr(ptxas, "bundled_ptxas", lambda: str(tmp_path / "12.8.93/bin/ptxas"))
-    assert ptxas.other_ptxas() == {"13.1.80": str(tmp_path / "13.1.80/bin/ptxas")}
+    for capability, variable, in_use in ((80, VARIABLES[0], "12.8.93"), (100, VARIABLES[1], "13.1.80")):
+        for name in VARIABLES:  # of either capability's assembler: the other one's has no say
+            monkeypatch.setenv(name, str(tmp_path / in_use / "bin" / "ptxas") if name == variable else "/none")
+        (other,) = {"12.8.93", "13.1.80"} - {in_use}
+        assert ptxas.other_ptxas(capability) == {other: str(tmp_path / other / "bin" / "ptxas")}
     assert ptxas.version_of(str(tmp_path)) is None
+
+
+def test_other_assemblers_are_given_to_triton_for_every_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "other_ptxas", lambda capability: {"13.9.1": "/there/ptxas"})
+    monkeypatch.setattr(runner, "limits", lambda device: B200)
+    jobs = runner.Jobs(parse(["--only", "kernels"]), torch.device("cuda"), tmp_path)
+    (job,) = (job for job in jobs.testing(["kernels"], None) if "13.9.1" in job.name)
+    assert [job.environment[name] for name in VARIABLES] == 2 * ["/there/ptxas"]
 
 
 def test_comparisons():

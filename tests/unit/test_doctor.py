@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from kernels.triton.assembler import version_in_use
 from scripts import doctor
-from scripts.gpu_check.ptxas import version_in_use
 from tests.forking import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,19 +148,34 @@ def test_cpu_facts_are_read_from_either_architecture() -> None:
 
 
 def test_an_assembler_is_known_or_to_be_checked():
-    assert doctor.check_ptxas((9, 0), "12.8.93").status == "ok"
-    for capability, version in (((9, 0), "13.1.80"), ((10, 0), "12.8.93"), ((9, 0), None)):
-        check = doctor.check_ptxas(capability, version)
+    assert doctor.check_ptxas("sm_90", "/x/ptxas", "12.8.93", contracts=False).status == "ok"
+    for architecture, version in (("sm_90", "13.1.80"), ("sm_100", "12.8.93"), ("sm_90", None)):
+        check = doctor.check_ptxas(architecture, "/x/ptxas", version, contracts=False)
         assert check.status == "warning"
-        assert f"sm_{capability[0]}{capability[1]}" in check.detail
+        assert architecture in check.detail
+        assert "(/x/ptxas)" in check.detail
         assert "gpu_check.sh --only kernels" in check.fix
 
 
+def test_an_assembler_that_fuses_is_broken_and_the_cure_is_named():
+    check = doctor.check_ptxas("sm_100", "/x/ptxas-blackwell", "12.9.86", contracts=True)
+    assert check.status == "broken"
+    assert "12.9.86 (/x/ptxas-blackwell) fuses" in check.detail
+    assert "triton>=3.7" in check.fix
+    assert "TRITON_PTXAS_BLACKWELL_PATH" in check.fix
+
+
 def test_the_assembler_in_use_is_the_one_that_is_named(monkeypatch, tmp_path):
-    tool = tmp_path / "ptxas"
-    tool.write_text("#!/bin/sh\necho Cuda compilation tools, release 13.1, V13.1.80\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tool))
-    assert version_in_use() == "13.1.80"
-    monkeypatch.delenv("TRITON_PTXAS_PATH")
-    assert version_in_use() == "12.8.93"
+    """Triton calls another program from capability 100 on, which another variable names."""
+    versions = {"TRITON_PTXAS_PATH": "13.5.80", "TRITON_PTXAS_BLACKWELL_PATH": "13.6.80"}
+    bundled = version_in_use(80), version_in_use(100)
+    for name, version in versions.items():
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {version[:4]}, V{version}\n")
+        tool.chmod(0o755)
+        monkeypatch.setenv(name, str(tool))
+    assert (version_in_use(80), version_in_use(100), version_in_use(120)) == ("13.5.80", "13.6.80", "13.6.80")
+    for name in versions:
+        monkeypatch.delenv(name)
+    assert (version_in_use(80), version_in_use(100)) == bundled
+    assert set(versions.values()).isdisjoint(bundled)

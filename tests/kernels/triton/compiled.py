@@ -37,25 +37,32 @@ DEVICES = {
 }  # the compiler does not check shared memory
 
 
-def oldest_triton() -> Path | None:
-    """Return the folder where scripts/setup_env.sh has installed the oldest Triton that pyproject.toml allows."""
-    (version,) = re.findall(r'"triton>=([\d.]+),', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    folder = cache_folder() / f"triton-{version}-{sys.implementation.cache_tag}"
-    return folder if folder.is_dir() else None
+def allowed_tritons(pyproject: str) -> tuple[str, str]:
+    """Return the oldest and the newest Triton that it allows, as in 3.6 and 3.9."""
+    ((oldest, major, minor),) = re.findall(r'"triton>=([\d.]+),<(\d+)\.(\d+)', pyproject)
+    return oldest, f"{major}.{int(minor) - 1}"
+
+
+INSTALLED = "installed"
+OLDEST, NEWEST = allowed_tritons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+TRITONS = (INSTALLED, *os.environ.get("HEADWAY_TRITONS", OLDEST).split())  # that most tests compile with
 
 
 def compile_in_new_process(
-    module: str, capability: int = 90, *, triton: Path | None = None
+    module: str, capability: int = 90, *, triton: str = INSTALLED
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return, per case and kernel launched, what `compile_launch` reports; `triton`: a folder to import it from."""
+    """Return, per case and kernel launched, what `compile_launch` reports; `triton`: the version that compiles."""
     return run_in_new_process("tests.kernels.triton.compiled", module, str(capability), triton=triton)
 
 
-def run_in_new_process(*command: str, triton: Path | None = None) -> dict[str, Any]:
-    """Return what a module prints, run without Triton's interpreter."""
+def run_in_new_process(*command: str, triton: str = INSTALLED) -> dict[str, Any]:
+    """Return what a module prints, run without Triton's interpreter. Skips the test without that version of Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    if triton is not None:
-        environment["PYTHONPATH"] = str(triton)
+    if triton != INSTALLED:
+        folder = cache_folder() / f"triton-{triton}-{sys.implementation.cache_tag}"
+        if not folder.is_dir():
+            pytest.skip(f"Triton {triton} does not lie at {folder}: HEADWAY_TRITONS={triton} scripts/test.sh gets it")
+        environment["PYTHONPATH"] = str(folder)
     arguments = [sys.executable, "-m", *command]
     result = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -81,10 +88,13 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     return launches
 
 
-def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int, *, disassembles: bool) -> dict[str, Any]:
+def compile_launch(
+    kernel: Any, arguments: dict[str, Any], capability: int, *, disassembles: bool, counts_fused: bool = False
+) -> dict[str, Any]:
     """Return name, shared memory, registers, spilled bytes and options of a kernel, and how it sums: certain PTX
     instructions, the tensor cores' `products` in order if it `disassembles`, which takes as long as to compile,
-    `float_sums` and `cyclic` products. `specialized`: its integers that are.
+    `float_sums` and `cyclic` products. `specialized`: its integers that are. `fused`: products that the assembler
+    fused with sums, if it `counts_fused`, which takes as long again.
     `early`: the pointers from which memory is accessed ahead of the wait for the kernel before; None if there is no
     such wait.
     """
@@ -124,6 +134,7 @@ def compile_launch(kernel: Any, arguments: dict[str, Any], capability: int, *, d
         **resources(cubin),
         **marks,
         "products": products(cubin) if disassembles and (marks["wgmma"] or marks["mma.sync"]) else [],
+        "fused": fused(ptx, cubin, capability) if counts_fused else 0,
         "float_sums": float_sums(compiled.asm["ttgir"]),
         "cyclic": cyclic_products(compiled.asm["ttir"]),
         "specialized": [p.name for p in kernel.params if not p.is_constexpr and specialized(p, arguments[p.name])],
@@ -189,6 +200,29 @@ def products(cubin: bytes) -> list[tuple[str, str, str]]:
     return [(name, registers[0], registers[-1].split()[0]) for name, registers in operands]
 
 
+def fused(ptx: str, cubin: bytes, capability: int) -> int:
+    """Return how many fused multiply-adds the assembler made of multiplications and additions that PTX rounds apart.
+
+    A division has fused ones as well, so the kernel is assembled once more with products that are rounded to zero,
+    which no addition that rounds to nearest can take up.
+    """
+    from triton.backends.nvidia.compiler import sm_arch_from_capability
+
+    from kernels.triton.assembler import ptxas
+
+    product = r"\bmul\.rn(?=\.f(?:32|64))"
+    if not re.search(product, ptx):
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(re.sub(product, "mul.rz", ptx), encoding="utf-8")
+        flags = ["--fmad=false", f"--gpu-name={sm_arch_from_capability(capability)}"]
+        command = [str(ptxas(capability)), *flags, str(source), "-o", str(out)]
+        subprocess.run(command, capture_output=True, check=True)
+        made, apart = (len(re.findall(r"\b[FD]FMA2?\b", dump(each, "-sass"))) for each in (cubin, out.read_bytes()))
+    return made - apart
+
+
 def dump(cubin: bytes, option: str) -> str:
     import triton
 
@@ -208,10 +242,13 @@ def main(module: str, capability: int) -> None:
         torch.int64: "i64", torch.bool: "i1",
     })  # fmt: skip
     device.without_gpu = DEVICES[capability]  # a module's cases may depend on it
-    cases, disassembled = importlib.import_module(module).CASES, importlib.import_module(module).DISASSEMBLED
+    launched = importlib.import_module(module)
+    cases, disassembled, counts_fused = launched.CASES, launched.DISASSEMBLED, getattr(launched, "COUNTS_FUSED", False)
     compiled = {
         name: [
-            compile_launch(kernel, arguments, capability, disassembles=kernel.__name__ in disassembled)
+            compile_launch(
+                kernel, arguments, capability, disassembles=kernel.__name__ in disassembled, counts_fused=counts_fused
+            )
             for kernel, arguments in launches_of(case)
         ]
         for name, case in cases.items()

@@ -1,14 +1,14 @@
 """The kernels compiled for sm_90, without a GPU: spills, shared memory, tensor cores, asynchronous copies.
 
 By the Triton that this environment's torch brings, and by the oldest that pyproject.toml allows, which comes with the
-torch of some GPU machines.
+torch of some GPU machines, or by those that HEADWAY_TRITONS names.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.kernels.triton.compiled import HOPPER, compile_in_new_process, cyclic_products, oldest_triton
+from tests.kernels.triton.compiled import HOPPER, TRITONS, compile_in_new_process, cyclic_products
 
 # Kernels that add floating-point numbers by a reduction, and why the order of their sums shows in no token. Products
 # are summed by tensor cores, one step of 16 after the other (test below), and counts, weights and maxima as integers
@@ -55,12 +55,9 @@ PRODUCTS = ("attend", "branch", "linear_kernel", "ggml_linear_kernel", "residual
 EXACT = ("best_of_block", "count_digits", "read_threshold", "shape_kernel", "verify_block", "entropy_of_row")
 
 
-@pytest.fixture(scope="module", params=["installed", "oldest"])
+@pytest.fixture(scope="module", params=TRITONS)
 def compiled(request):
-    folder = oldest_triton() if request.param == "oldest" else None
-    if request.param == "oldest" and folder is None:
-        pytest.skip("the oldest Triton is not installed beside the other; scripts/test.sh does that")
-    return compile_in_new_process("tests.kernels.triton.launches", triton=folder)
+    return compile_in_new_process("tests.kernels.triton.launches", triton=request.param)
 
 
 def test_nothing_spills_and_shared_memory_suffices(compiled):

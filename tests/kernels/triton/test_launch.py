@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kernels.triton.launch import kind
-from tests.kernels.triton.compiled import oldest_triton, run_in_new_process
+from tests.kernels.triton.compiled import TRITONS, run_in_new_process
 
 compiles = pytest.mark.sources("kernels", "tests/kernels/triton/compiled.py", "tests/kernels/triton/stubbed.py")
 
 
-@pytest.fixture(scope="module", params=["installed", "oldest"])
+@pytest.fixture(scope="module", params=TRITONS)
 def launches(request):
-    folder = oldest_triton() if request.param == "oldest" else None
-    if request.param == "oldest" and folder is None:
-        pytest.skip("the oldest Triton is not installed beside the other; scripts/test.sh does that")
-    return run_in_new_process("tests.kernels.triton.stubbed", triton=folder)
+    return run_in_new_process("tests.kernels.triton.stubbed", triton=request.param)
 
 
 @compiles
