@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(HERE).parent
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
-# by scripts/gpu_check on an H100: every kernel with the first, those that serve an 8B model in bf16 with the second
+# by tests/gpu_check on an H100: every kernel with the first, those that serve an 8B model in bf16 with the second
 CHECKED_PTXAS = {("sm_90", "12.8.93"), ("sm_90", "13.0.88")}
 GIB = 2**30
 MARKS = {"ok": "ok  ", "warning": "warn", "broken": "FAIL"}

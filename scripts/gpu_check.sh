@@ -11,4 +11,4 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
 fi
-exec "$PYTHON" -m scripts.gpu_check "$@"
+exec "$PYTHON" -m tests.gpu_check "$@"

@@ -26,5 +26,5 @@ def served(*values: Any, **marks: Any) -> Any:
 
 
 def orders(config: pytest.Config) -> dict[str, Any]:
-    """Return what scripts/gpu_check tells this process, if it runs the tests."""
+    """Return what tests/gpu_check tells this process, if it runs the tests."""
     return config.getoption("gpu_orders", {})

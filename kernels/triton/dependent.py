@@ -13,7 +13,7 @@ and what the step computed before its layers began, such as addresses of rows. A
 ended: it let this one start only after its own wait, or knows nothing of this and itself started after they had ended.
 Such reads are `load_ahead`.
 
-It changes no value. HEADWAY_PDL=0 turns it off; scripts/gpu_check compares both.
+It changes no value. HEADWAY_PDL=0 turns it off; tests/gpu_check compares both.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import torch
 from infer.options.paths import REPO_ROOT
 from kernels.triton.assembler import VARIABLES
 from models.heads import HEADS
-from scripts.gpu_check import ptxas, report, runner
-from scripts.gpu_check.command import main, parse
+from tests.gpu_check import ptxas, report, runner
+from tests.gpu_check.command import main, parse
 from tests.kernels.comparing import Comparisons
 from tests.kernels.timing import rated, timing
 from tests.kernels.triton.compiled import B200
@@ -126,7 +126,7 @@ TESTS = """
 import os, pytest, torch
 from pathlib import Path
 from triton.runtime.errors import OutOfResources
-from scripts.gpu_check.report import read
+from tests.gpu_check.report import read
 from tests.device import orders
 pytestmark = pytest.mark.gpu
 

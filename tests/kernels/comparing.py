@@ -1,4 +1,4 @@
-"""Compares what kernels compute with what is expected. Each comparison is a line of the report of scripts/gpu_check."""
+"""Compares what kernels compute with what is expected. Each comparison is a line of the report of tests/gpu_check."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def pace() -> dict[str, float]:
 
 @pytest.fixture
 def timed(request: pytest.FixtureRequest, record_property: Callable[[str, Any], None]) -> Callable[..., None]:
-    """`timed(kernel, case, bytes, call, *args, capture=True)`: one line of times (scripts/gpu_check)."""
+    """`timed(kernel, case, bytes, call, *args, capture=True)`: one line of times (tests/gpu_check)."""
     compiles = orders(request.config).get("compiles")
     pace = {} if compiles else request.getfixturevalue("pace")
     for name, value in pace.items():

@@ -1,4 +1,4 @@
-"""Times of launches, each of which becomes one line of the report of scripts/gpu_check."""
+"""Times of launches, each of which becomes one line of the report of tests/gpu_check."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from scripts.errors import reports_errors
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HEADWAY_COMPILE_ALL"] = "1"  # what passed before, on this machine or another, is checked anew
-OUT = os.environ.get("OUT") or Path(__file__).resolve().parents[1] / "results"
+OUT = os.environ.get("OUT") or Path(__file__).resolve().parents[2] / "scripts" / "results"
 SECONDS = 540.0  # of all parts together: a call of ten minutes, less one to start and to end
 PARTS = ("kernels", "exact", "train", "bench", "timings")
 EXTRA = ("tiles",)  # parts that run only where they are named
@@ -65,6 +65,6 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"not installed: {', '.join(missing)}; scripts/README.md says which wheels to bring along")
     if args.interpret:  # read when triton is imported
         os.environ.update(TRITON_INTERPRET="1", HEADWAY_KERNELS="triton")
-    from scripts.gpu_check import runner
+    from tests.gpu_check import runner
 
     return runner.dry_run(args) if args.dry_run else runner.run(args)

@@ -23,9 +23,9 @@ from infer.options.paths import REPO_ROOT
 from kernels.dispatch import uses_triton
 from kernels.triton.assembler import VARIABLES
 from kernels.triton.device import limits
-from scripts.gpu_check.plugin import SPOILT, share
-from scripts.gpu_check.ptxas import other_ptxas
-from scripts.gpu_check.report import Document, add_to, card, circumstances, empty, read, save, settled
+from tests.gpu_check.plugin import SPOILT, share
+from tests.gpu_check.ptxas import other_ptxas
+from tests.gpu_check.report import Document, add_to, card, circumstances, empty, read, save, settled
 
 STALLED = 60  # seconds beyond four times those of a test after which it hangs, and beyond a stage's end its process
 COMPILING = 120  # seconds that compiling may take on a GPU, and a third of the first stage's
@@ -89,7 +89,7 @@ class Job:
 
     def start(self) -> None:
         orders = json.dumps(self.orders | {"report": str(self.report)})
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "scripts.gpu_check.plugin", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu_check.plugin", "-p", "no:cacheprovider"]
         command += ["-m", "gpu", "-o", "python_functions=test measure", "--continue-on-collection-errors"]
         command += ["--tb=short", "--gpu-orders", orders, *self.options, *self.files]
         with self.report.with_suffix(".log").open("ab") as log:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.gpu_check import report as reports
+from tests.gpu_check import report as reports
 
 SPOILT = 75  # exit code of a process whose GPU context no longer works
 SECONDS = 2.0  # that a test takes which does not say
