@@ -2,7 +2,8 @@
 
 HEADWAY_CACHE names the folder, else it is $XDG_CACHE_HOME/headway or ~/.cache/headway. If it cannot be written (a
 container's user without a home folder, a read-only disk), what is in it is read, and what is new goes to the user's own
-folder among the temporary files, after one warning.
+folder among the temporary files, after one warning. A file that was cut, by a full disk or a process that was killed,
+is as good as missing: who reads it finds out, by its size, hash or syntax, and makes it anew.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -26,10 +28,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headway"
 
 
-def cache_file(name: str) -> Path:
-    """Return the place of a file of the cache: where it is, or where it can be written."""
-    folder = cache_folder()
-    return (folder if os.path.isfile(folder / name) else writable_folder()) / name
+def cache_file(name: str, is_whole: Callable[[Path], bool] = os.path.isfile) -> Path:
+    """Return the place of a file of the cache: where it is, and whole, or where it can be written."""
+    place = cache_folder() / name
+    return place if is_whole(place) else writable_folder() / name
+
+
+@contextmanager
+def placed(path: Path) -> Iterator[Path]:
+    """Yield a file to write in a folder that is removed afterwards; unless the block raises, the file moves to `path`.
+
+    It is on the disk before it moves, so `path` is whole whenever it exists, and several processes may write it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as folder:
+        part = Path(folder) / path.name
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
 
 
 def writable_folder() -> Path:

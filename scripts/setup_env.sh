@@ -115,16 +115,18 @@ ensure_browser() {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
 }
 
-# Tests run on processors that this machine lacks: in an emulator, on kernels that a cross compiler built.
+# Tests run on processors that this machine lacks, in an emulator, on kernels that a cross compiler built, and on kernels
+# of another compiler than the machine's own.
 ensure_emulators() {
-    if command -v qemu-x86_64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null; then return; fi
+    local packages="qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross clang"
+    if command -v qemu-x86_64 && command -v aarch64-linux-gnu-gcc && command -v clang; then return; fi >/dev/null
     if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        say "no emulator: tests of other processors are skipped; install it (Debian: apt-get install qemu-user gcc-aarch64-linux-gnu)"
+        say "tests of other processors and compilers are skipped for want of some of these (Debian: apt-get install $packages)"
         return
     fi
-    say "installing emulators and a compiler for the tests of other processors"
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-        qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross >/dev/null ||
+    say "installing emulators and compilers for the tests of other processors and compilers"
+    # shellcheck disable=SC2086
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $packages >/dev/null ||
         say "they could not be installed: those tests are skipped"
 }
 

@@ -1,7 +1,8 @@
 """Builds the C kernels once per machine and loads them.
 
 The C compiler is the machine's (`CC`, cc, gcc or clang). The library is kept in the user's cache folder under a name
-that hashes sources, flags, compiler and processor, so nothing stale is ever loaded. Without a compiler, or with
+that hashes sources, flags, compiler and processor, so nothing stale is ever loaded, and ends with a hash of its own
+content, so nothing cut is: to load less than what the loader maps would end the process. Without a compiler, or with
 HEADWAY_CPU_KERNELS=torch, callers fall back to torch; scripts/doctor.py says which is used.
 """
 
@@ -14,16 +15,16 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
-from kernels.cache import cache_file
+from kernels.cache import cache_file, placed
 from kernels.cpu.declarations import SOURCES, functions
 from kernels.cpu.level import compiler_flags
 
 FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC")
 SWITCH = "HEADWAY_CPU_KERNELS"
+HASH = hashlib.sha256().digest_size
 BUILD_TIMEOUT_S = 600  # some ten seconds on an idle machine
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,15 @@ def library_file(cc: str) -> Path:
     digest = hashlib.sha256(repr((flags(), version, processor(), platform.machine())).encode())
     for file in SOURCES:
         digest.update(file.read_bytes())
-    return cache_file(f"kernels-{digest.hexdigest()[:24]}.so")
+    return cache_file(f"kernels-{digest.hexdigest()[:24]}.so", is_whole)
+
+
+def is_whole(file: Path) -> bool:
+    """Return whether the file is there and ends with the hash of all before, which the loader ignores."""
+    if not file.is_file():
+        return False
+    content = file.read_bytes()
+    return content[-HASH:] == hashlib.sha256(content[:-HASH]).digest()
 
 
 def build(cc: str, file: Path) -> None:
@@ -63,16 +72,12 @@ def build(cc: str, file: Path) -> None:
 
     Raises CalledProcessError or OSError.
     """
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".so")
-    os.close(handle)
-    try:
+    with placed(file) as part:
         sources = [str(file) for file in SOURCES if file.suffix == ".c"]
-        command = [cc, *flags(), *sources, "-o", temporary]
+        command = [cc, *flags(), *sources, "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
-        os.replace(temporary, file)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        with part.open("ab") as library:
+            library.write(hashlib.sha256(part.read_bytes()).digest())
 
 
 @cache
@@ -86,7 +91,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         file = library_file(cc)
-        if not file.is_file():
+        if not is_whole(file):
             log.info("building the CPU kernels with %s, once for this machine", cc)
             build(cc, file)
         lib = ctypes.CDLL(str(file))

@@ -17,8 +17,8 @@ import pytest
 
 from infer.options.paths import resolve_path
 from kernels import cache
-from kernels.cache import VARIABLE, cache_file, can_write
-from kernels.cpu.library import compiler
+from kernels.cache import VARIABLE, cache_file, can_write, placed
+from kernels.cpu.library import compiler, is_whole, library, library_file
 from models.checks import home_path
 from tests.forking import Run
 from tests.server import patient
@@ -127,6 +127,51 @@ def test_a_cache_that_cannot_be_written_ends_no_command(
     if script == "scripts/doctor.py":
         (check,) = [check for check in json.loads(result.stdout)["checks"] if check["name"] == "cache"]
         assert (check["status"], VARIABLE in check["fix"]) == ("warning", True)
+
+
+COMPILER = """\
+#!/bin/sh
+[ "$1" = --version ] && exec {cc} --version
+for last; do :; done
+cp {library} "$last"
+"""  # compiles in no time what {cc} has compiled before
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize(("left", "writable"), [(0, True), (4096, True), (-1, False)])
+def test_a_library_that_was_cut_is_built_anew(left: int, writable: bool, place: Path) -> None:
+    """The loader maps a file by what its header says, and touching what was cut ends the process."""
+    built, home = library_file(str(compiler())), place / "home"
+    shutil.copy(built, place / "whole.so")
+    (place / "cc").write_text(COMPILER.format(cc=compiler(), library=place / "whole.so"))
+    (place / "cc").chmod(0o755)
+    stored = home / built.name
+    home.mkdir()
+    stored.write_bytes(built.read_bytes()[:left])
+    home.chmod(0o755 if writable else 0o555)
+    code = "from kernels.cpu.library import *; assert library().linear_tiles; print(library_file(compiler()))"
+    command = [sys.executable, "-c", code] if writable else as_nobody("-c", code)
+    inodes = set[int]()
+    for _ in range(2):
+        result = run(place, command, HEADWAY_CACHE=str(home), CC=str(place / "cc"))
+        assert result.returncode == 0, result.stderr
+        found = Path(result.stdout.strip())
+        assert is_whole(found)
+        assert (found == stored) == writable
+        inodes.add(found.stat().st_ino)
+    assert len(inodes) == 1, "built once"
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, flushed = tmp_path / "new" / "file", list[bytes]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.pread(descriptor, 9, 0)))
+    with placed(path) as part:
+        part.write_text("content")
+        assert not path.exists()
+    assert (path.read_text(), flushed) == ("content", [b"content"])
+    with pytest.raises(FileNotFoundError), placed(path):
+        pass
+    assert [each.read_text() for each in path.parent.iterdir()] == ["content"]
 
 
 def test_models_of_a_read_only_hub_cache_are_served(tiny_target_folder: Path, place: Path) -> None:

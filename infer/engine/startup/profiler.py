@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from infer.request import Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.control.cost_model import SETTLES_S, CostTable, Curve, contradiction
 from infer.speculation.tree import Budget
-from kernels.cache import cache_file
+from kernels.cache import cache_file, placed
 
 log = logging.getLogger(__name__)
 
@@ -241,10 +240,8 @@ def kept_table(key: Mapping[str, object], make: Callable[[], CostTable]) -> Cost
         pass
     measured = make()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"key": dict(key), "table": asdict(measured)}), encoding="utf-8")
-        temporary.replace(file)
+        with placed(file) as part:
+            part.write_text(json.dumps({"key": dict(key), "table": asdict(measured)}), encoding="utf-8")
     except OSError as error:
         log.warning("%s: could not store the measured costs; every start will measure them again: %s", file, error)
     return measured
