@@ -217,3 +217,30 @@ def test_a_step_of_a_grammar_is_limited_in_cpu_time_only(tiny_tokenizer, monkeyp
     constraint._mask = computing
     constraint.words([[]])
     assert constraint.error == "the grammar cannot be followed further: takes more than 0.1 s of CPU time per step"
+
+
+def test_only_what_stands_behind_the_thought_is_bound(tiny_tokenizer):
+    """Any text precedes the mark, numbers of any length and quotes too; behind it they are those of JSON."""
+    grammar = Grammar("json_schema", '{"type": "integer"}', after="</think>")
+    constraint = Constraints(tiny_tokenizer, 384, [0]).compile(grammar)
+    one = tiny_tokenizer.encode("1")[0]
+    for token in tiny_tokenizer.encode('a "b {' + "1" * 60 + " </thin </think>\n\n" + "1" * 20):
+        assert not constraint.push(token), constraint.error
+    count = 20
+    while int(constraint.words([[]])[0][one // 32]) >> (one % 32) & 1:
+        constraint.push(one)
+        count += 1
+    assert 38 <= count <= 42
+    assert constraint.copy().error is None
+
+
+def test_text_in_tags_has_quotes_and_dashes_of_its_own(tiny_tokenizer):
+    """Only digits are limited there, whatever quotes the text before them has."""
+    constraint = Constraints(tiny_tokenizer, 384, [0]).compile(Grammar("tagged_calls", 'start: /[^<]*/ "<"'))
+    dash, one = (tiny_tokenizer.encode(text)[0] for text in "-1")
+    for token in tiny_tokenizer.encode('5" ' + "-" * 60) + [dash] + [one] * 39:
+        assert not constraint.push(token), constraint.error
+    for last, expected in ((one, 1), (one, 0)):
+        (row,) = constraint.words([[]])
+        assert int(row[one // 32]) >> (one % 32) & 1 == expected
+        constraint.push(last)

@@ -109,15 +109,19 @@ def server(make_server: MakeServer) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def talking_target(make_target_folder: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talking_target(make_target_folder, tmp_path_factory.mktemp("talking"))
+
+
+@pytest.fixture(scope="session")
 def talking(
-    make_target_folder: MakeTarget, make_server: MakeServer, tmp_path_factory: pytest.TempPathFactory
+    talking_target: Path, make_server: MakeServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Server]]:
     """Return one server per style of tool calls or reasoning, all with the same trained target."""
-    base = make_talking_target(make_target_folder, tmp_path_factory.mktemp("talking"))
     with ExitStack() as stack:
         servers: dict[str, Server] = {}
         for style in CALL:
-            folder = style_folder(base, style, tmp_path_factory.mktemp(style))
+            folder = style_folder(talking_target, style, tmp_path_factory.mktemp(style))
             servers[style] = stack.enter_context(make_server(target=folder, proposer="ngram"))
         yield servers
 

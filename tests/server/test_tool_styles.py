@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from infer.config import TOOL_STYLES
@@ -13,7 +17,11 @@ from infer.server.parsing.stream import ChatParser, Parts
 from infer.server.parsing.style_choice import choose_style, style_of
 from infer.server.parsing.tool_styles import STYLES
 from models.chat import Chat
+from models.tokenizer import Tokenizer
 from tests.chats import SHOWS_CALLS, TEMPLATES
+from tests.server.harness import MODEL, MakeServer, Server
+from tests.server.test_call_round_trip import chat_message, content_of, content_of_items, response_items
+from tests.vocabularies import FAMILIES
 
 # template -> its style; for the others its tools or its calls are not read
 STYLE_OF = {
@@ -247,3 +255,75 @@ def test_a_mark_alone_is_no_style() -> None:
 
 def test_the_configuration_names_every_style() -> None:
     assert set(TOOL_STYLES) == set(STYLES)
+
+
+@pytest.fixture
+def styled(server: Server, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Server]:
+    """Return the server with a template that shows tools, and the style of this name."""
+
+    def styled(name: str) -> Server:
+        template = "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        tokenizer = Tokenizer(tiny_tokenizer.backend, eos_ids=tiny_tokenizer.eos_ids, chat_template=template)
+        monkeypatch.setattr(server.service, "tokenizer", tokenizer)
+        monkeypatch.setattr(server.service, "tool_style", STYLES[name])
+        return server
+
+    return styled
+
+
+@pytest.mark.parametrize("name", sorted(set(STYLES) - {"harmony"}))
+def test_calls_over_http(styled: Callable[[str], Server], name: str) -> None:
+    """A model that writes two calls, streamed and not."""
+    two = [("add", {"a": 1}), ("now", {})]
+    server, text = styled(name), written(name, two)
+    tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
+    fields = {"structured_outputs": {"grammar": f"start: {json.dumps(text, ensure_ascii=False)}"}}
+    message, reason = chat_message(server, stream=True, tools=tools, **fields)
+    content, calls = content_of(message)
+    assert (content, reason) == ("", "tool_calls")
+    assert [(function, json.loads(arguments)) for function, arguments in calls] == two
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    assert content_of_items(response_items(server, stream=False, tools=flat, **fields)) == ("", calls)
+
+
+# the others: tests/server/test_forced_calls.py, test_harmony.py
+@pytest.mark.parametrize("name", sorted(set(STYLES) - {style for _, style in FAMILIES.values()} - {"harmony"}))
+def test_a_forced_call_over_http(styled: Callable[[str], Server], name: str) -> None:
+    """A model that writes anything writes calls, and the same ones whatever is drafted."""
+    server, named = styled(name), {"type": "function", "function": {"name": "pick"}}
+    values = {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "k": {"enum": ["x", "yes"]}}
+    schema = {"type": "object", "properties": values, "required": ["a", "k"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "pick", "parameters": schema}}]
+    fields: dict[str, Any] = {"tools": tools, "tool_choice": named, "temperature": 1.0, "seed": 2, "max_tokens": 200}
+    fields["logit_bias"] = {str(token): -100 for space in " \n\t\r" for token in server.ids(space)}
+    message, reason = chat_message(server, stream=False, **fields)
+    content, ((function, arguments),) = content_of(message)
+    assert (content, reason, function) == ("", "tool_calls", "pick")
+    jsonschema.validate(json.loads(arguments), schema)
+    options = {"stream": True, "speculative": {"enabled": False}}
+    assert content_of(chat_message(server, **fields, **options)[0]) == ("", [(function, arguments)])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3"])
+def test_a_template_whose_calls_are_not_read_says_so(
+    family: str, make_server: MakeServer, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_target_folder, tmp_path / family)
+    (folder / "chat_template.jinja").write_text(TEMPLATES[family]["default"], encoding="utf-8")
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    with make_server(target=folder, proposer="ngram") as server:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+        response = server.post("/v1/chat/completions", body)
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert "calls of this template are not read: it shows the model no tools; server.tool_parser=" in message
+
+
+def test_the_manual_s_table_is_that_of_the_code() -> None:
+    manual = (Path(__file__).parents[2] / "infer/server/README.md").read_text(encoding="utf-8")
+    rows = ["| `server.tool_parser=` | families | a call |", "|---|---|---|"]
+    for name, style in STYLES.items():
+        call = written(name, [("f", {"n": 1})]).replace("\n", "↵").replace("|", "\\|")
+        rows.append(f"| `{name}` | {style.families} | `{call}` |")
+    table = "\n".join(rows)
+    assert f"\n\n{table}\n\n" in manual, table
