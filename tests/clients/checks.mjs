@@ -7,7 +7,6 @@ export const MODEL = process.env.HEADWAY_MODEL;
 export const ASKED = "What is 1+2?";
 export const SAID = "It is 3.";
 export const ASKED_JSON = "Add 1 and 2, as JSON.";
-export const ASKED_FILES = "Which text files are here?";
 export const ARGUMENTS = { a: 1, b: 2 };
 export const PARAMETERS = {
   type: "object",

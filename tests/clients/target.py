@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +11,24 @@ import torch
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "demo"
 END = "<|endoftext|>"
-ASKED, ASKED_JSON, ASKED_FILES = "What is 1+2?", "Add 1 and 2, as JSON.", "Which text files are here?"
+ASKED, ASKED_JSON = "What is 1+2?", "Add 1 and 2, as JSON."
 SAID, JSON_SAID = "It is 3.", '{"a": 1, "b": 2}'
+# The tool by which each agent runs a command, and the name of the argument that holds it
+SHELLS = {"Bash": "command", "bash": "command", "run_shell_command": "command", "exec_command": "cmd"}
+COMMAND = "touch made"
+ASKED_SHELL = "Run it by {}."
 CONTEXT = 65536  # agents request 32,000 output tokens
-# The prompt contains only the last line of the last message, and nothing of a tool's result: agents send long
-# instructions, and a small model reproduces what it has memorised only in the same context.
+QUESTIONS = [ASKED, ASKED_JSON, *map(ASKED_SHELL.format, SHELLS)]
+# The prompt contains only the last question that the target knows, else the last line of the last message, and nothing
+# of a tool's result: agents send long instructions and reminders, and a small model reproduces what it has memorised
+# only in the same context.
 TEMPLATE = (
-    "{# Calls are written as <tool_call>. #}{% set last = messages[-1] %}{% if tools %}with tools {% endif %}"
-    "# {{ last.role }}: {{ last.content.split('\\n')[-1] if last.role != 'tool' }}\n# assistant:"
+    "{# Calls are written as <tool_call>. #}"
+    "{% set last = namespace(role=messages[-1].role, text=messages[-1].content.split('\n')[-1]) %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% set last.role = 'tool' %}{% set last.text = '' %}"
+    f"{{% elif m.role == 'user' %}}{{% for asked in {QUESTIONS} if asked in m.content %}}"
+    "{% set last.role = 'user' %}{% set last.text = asked %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if tools %}with tools {% endif %}# {{ last.role }}: {{ last.text }}\n# assistant:"
 )
 
 
@@ -28,7 +39,7 @@ def call(name: str, arguments: str) -> str:
 def make_target(folder: Path) -> Path:
     """Make a target with the demo target's tokenizer that responds with text, with JSON and with tool calls.
 
-    The tools it calls are `add` and, for agents, `glob`.
+    The tools it calls are `add` and, for agents, the one that runs commands.
     """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -62,7 +73,10 @@ def make_target(folder: Path) -> Path:
         (prompt("user", ASKED_JSON, tools=False), JSON_SAID),
         (prompt("user", ASKED, tools=True), call("add", JSON_SAID)),
         (prompt("user", ASKED_JSON, tools=True), call("add", JSON_SAID)),
-        (prompt("user", ASKED_FILES, tools=True), call("glob", '{"pattern": "*.txt"}')),
+        *(
+            (prompt("user", ASKED_SHELL.format(tool), tools=True), call(tool, json.dumps({argument: COMMAND})))
+            for tool, argument in SHELLS.items()
+        ),
         (prompt("tool", "", tools=True), SAID),
     ]
     learn(folder, pairs, steps=200, sharpen=4.0)

@@ -1,4 +1,5 @@
-// Vercel's `ai`, with its provider for OpenAI-compatible servers and with OpenAI's own for responses.
+// Vercel's `ai`, with its provider for OpenAI-compatible servers, with OpenAI's own for responses, and with Anthropic's.
+import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import * as ai from "ai";
@@ -12,12 +13,14 @@ const compatible = createOpenAICompatible({
   includeUsage: true,
   supportsStructuredOutputs: true,
 });
+const anthropic = createAnthropic({ baseURL: `${URL}/v1`, apiKey: "none" });
 const openai = createOpenAI({ baseURL: `${URL}/v1`, apiKey: "none" });
 // Nothing is stored, so the provider must send a conversation's items whole.
 const models = [
   { model: compatible(MODEL) },
   { model: openai.chat(MODEL) },
   { model: openai.responses(MODEL), providerOptions: { openai: { store: false } } },
+  { model: anthropic(MODEL), maxOutputTokens: 1024 },
 ];
 const Sum = z.object({ a: z.number().int().min(0).max(99), b: z.union([z.literal(1), z.literal(2)]) });
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 import anthropic
 from checks import ARGUMENTS, ASKED, ASKED_JSON, MODEL, PARAMETERS, SAID, URL, expect, run
 from pydantic import BaseModel
 
-client = anthropic.Anthropic(base_url=URL, api_key="none")
+bodies: list[Any] = []
+hooks: Any = {"request": [lambda request: bodies.append(json.loads(request.content or "null"))]}
+http = anthropic.DefaultHttpxClient(event_hooks=hooks)
+client = anthropic.Anthropic(base_url=URL, api_key="none", http_client=http)
 messages: list[Any] = [{"role": "user", "content": ASKED}]
 tool: Any = {"name": "add", "description": "Adds two numbers.", "input_schema": PARAMETERS}
 request: dict[str, Any] = {"model": MODEL, "max_tokens": 1024}
@@ -17,6 +21,12 @@ request: dict[str, Any] = {"model": MODEL, "max_tokens": 1024}
 class Sum(BaseModel):
     a: int
     b: Literal[1, 2]
+
+
+@anthropic.beta_tool
+def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
 
 
 def plain() -> None:
@@ -44,6 +54,9 @@ def tools() -> None:
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "3"}
         turn = [*messages, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
         expect([b.text for b in client.messages.create(**request, messages=turn, tools=[tool]).content], [SAID])
+    runner = client.beta.messages.tool_runner(**request, messages=messages, tools=[add])
+    expect([block.text for block in runner.until_done().content], [SAID])
+    expect([turn["role"] for turn in bodies[-1]["messages"]], ["user", "assistant", "user"])
 
 
 def structured() -> None:

@@ -91,12 +91,11 @@ def in_namespace(name: str | None, namespace: str | None) -> str:
 def functions_of(tools: Sequence[ResponsesTool | NamespaceTool | OtherTool]) -> list[ResponsesTool]:
     functions: list[ResponsesTool] = []
     for tool in tools:
-        if isinstance(tool, NamespaceTool):
-            inner = [function for function in tool.tools if isinstance(function, ResponsesTool)]
-            update = [{"name": in_namespace(function.name, tool.name), "namespace": tool.name} for function in inner]
-            functions += [function.model_copy(update=fields) for function, fields in zip(inner, update, strict=True)]
-        elif isinstance(tool, ResponsesTool):
-            functions.append(tool)
+        namespace = tool.name if isinstance(tool, NamespaceTool) else None
+        for function in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
+            if isinstance(function, ResponsesTool):
+                fields = {"name": in_namespace(function.name, namespace), "namespace": namespace}
+                functions.append(function.model_copy(update=fields))
     return functions
 
 
