@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "eagle3, the final state": ("eagle3", {"aux_layers": [2, 4, 8]}),
     "mtp": ("mtp", {}),
-    "mtp, hidden first, centered norms": ("mtp", {"hidden_first": True, "centered_norms": True}),
+    "mtp, hidden first, centered norms": ("mtp", {"hidden_first": True, "centered_norms": True, "zero_first": True}),
     "mtp, states before norms": ("mtp", {"pre_norm": True, "norm_recycled": False, "zero_first": False}),
     "mtp, three modules": ("mtp", {"num_modules": 3, "norm_recycled": False, "centered_norms": True}),
     "medusa": ("medusa", {"num_heads": 5}),

@@ -126,6 +126,7 @@ class Format:
     kind: Callable[[Mapping[str, Any]], str] | None = (
         None  # of its heads, the one that config.json is of; None: the only
     )
+    final_state: bool = True  # of the target's L layers the id L is the stream before the final norm; else it is open
     gguf: bool = False  # one GGUF file, in place of a folder (models/gguf/head.py)
 
 

@@ -31,6 +31,11 @@ FORMATS: dict[str, Format] = {
     form.name: form for form in (headway.FORMAT, *(form for head in HEADS.values() for form in formats_of(head)))
 }
 CONFIG = "config.json"
+# of heads that others train and no module of ours computes: speculators_model_type or architecture
+UNSUPPORTED = {
+    "xpress": "speculators' XPress, DFlash with a refiner of whole blocks",
+    "DominoDraftModel": "SpecForge's Domino, DFlash with a GRU over the drafted tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,10 @@ def detect(folder: Path) -> Format:
     for form in FORMATS.values():
         if form.matches(config, files):
             return form
-    raise ValueError(f"{folder}: {CONFIG} is of no format that we know: {', '.join(FORMATS)}")
+    architectures = Fields(config).take("architectures", list, [])
+    stated = str(config.get("speculators_model_type") or next(iter(architectures), None))
+    what = UNSUPPORTED.get(stated, f"{CONFIG}, which states {stated!r},")
+    raise ValueError(f"{folder}: {what} is of no format that we know: {', '.join(FORMATS)}")
 
 
 def head_kind(path: Path) -> str:
@@ -108,7 +116,7 @@ def interpret(
         del bare[name]
     remarks |= form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
-    _check_verifier(stated.config, provided.verifier)
+    _check_verifier(stated.config, provided.verifier, final_state=form.final_state)
     tokens = provided.speculative_tokens or stated.speculative_tokens
     if tokens and stated.config.max_depth and tokens > stated.config.max_depth:
         raise ValueError(f"speculative_tokens={tokens}: this head drafts at most {stated.config.max_depth}")
@@ -219,7 +227,7 @@ def render(
     return RenderedCheckpoint(config | dict(tokenizer or {}), tensors, names, dtypes, notes)
 
 
-def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
+def _check_verifier(config: HeadShape, verifier: Verifier | None, *, final_state: bool) -> None:
     """Raise ValueError naming the size in which head and verifier differ."""
     if verifier is None:
         return
@@ -229,7 +237,7 @@ def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
     ):
         if target_size is not None and head_size != target_size:
             raise ValueError(f"the head's {key} is {head_size}, the target's is {target_size}; it is another target's")
-    if verifier.num_layers is not None and max(config.aux_layers) > verifier.num_layers:
+    if verifier.num_layers is not None and max(config.aux_layers) >= verifier.num_layers + final_state:
         raise ValueError(f"the head reads layer {max(config.aux_layers)}, the target has {verifier.num_layers}")
 
 

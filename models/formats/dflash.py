@@ -51,6 +51,7 @@ def flat_format(name: str, heads: tuple[str, ...], architecture: str, read: Read
         "incoming": incoming,
         "losses": flat_losses,
         "states_tokens": False,
+        "final_state": False,  # past the norm where transformers computes it, before it in vLLM
         "write": lambda checkpoint: cast(DFlashConfig, checkpoint.config).flat_json(architecture),
     }
     return Format(name=name, heads=heads, matches=matches, read=read, **fields | more)

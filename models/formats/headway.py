@@ -19,6 +19,7 @@ from models.heads.config import EMBEDDING, PROVENANCE, Facts, HeadShape
 
 ADDED = ("verifier", "own_embedding", "speculative_tokens")  # to the layout of others
 FREE = {"torch_dtype", "speculators_version"}  # may differ from what would be written today
+FORMER = {"draft_vocab_size"}  # older exports state it of heads of which it is no key; checked by the layout
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -58,7 +59,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
 
 def check_written(name: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise ValueError, with the file's or section's `name`, for the first key that Headway would write otherwise."""
-    for key in sorted((set(expected) | set(values)) - FREE):
+    for key in sorted((set(expected) | set(values)) - FREE - (FORMER - set(expected))):
         value, wanted = values.get(key), expected.get(key)
         if key not in values:
             raise ValueError(f"{name}: {key} is missing; Headway writes {key}={brief(wanted)}")

@@ -163,7 +163,12 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
 def losses(checkpoint: Checkpoint) -> list[str]:
     config = checkpoint.config
     if not isinstance(config, DFlashConfig):
-        return []
+        sizes = config.hidden_size, config.target_hidden_size
+        notes = (
+            ["speculators itself has no head of another hidden size than its target's"] if sizes[0] != sizes[1] else []
+        )
+        missing = EMBEDDING not in checkpoint.tensors
+        return [*notes, *["speculators itself leaves an embedding that is not there uninitialized"] * missing]
     notes = dflash.markov_losses(config) + dflash.window_notes(config, from_row=False)
     if True in config.causal(windowed=False):
         notes.append(

@@ -89,7 +89,12 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(config.num_heads * latent.value_size, size, bias=config.output_bias)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Attention,
+        residual: Tensor | None = None,
+        reach: int = 0,
     ) -> Tensor:
         """Return the projected output `[..., H]`, added to `residual` if there is one."""
         rank, rotated = self.latent.rank, self.rotary_dim

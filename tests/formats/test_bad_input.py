@@ -294,7 +294,7 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     (SPECULATORS, {"norm_before_residual": None}, "norm_before_residual is missing; vLLM takes it for true and"),
     (SPECULATORS, {"speculators_model_type": "mtp"}, "speculators_model_type='mtp': one of eagle3, peagle, dflash, ds"),
     (SPECULATORS, {"transformer_layer_config": None}, "transformer_layer_config is missing"),
-    (SPECULATORS, {"transformer_layer_config__model_type": "qwen3"}, "model_type='qwen3': only 'llama'"),
+    (SPECULATORS, {"transformer_layer_config__model_type": "mistral"}, "model_type='mistral': only 'llama' or 'qwen3'"),
     (SPECULATORS, {"speculators_config__algorithm": "eagle"}, "speculators_config: algorithm='eagle': only 'eagle3'"),
     (SPECULATORS, {"speculators_config__proposal_methods": []}, "proposal_methods=[]: expected a list of objects"),
     (SPECULATORS, {"layernorms": True}, "unknown: layernorms=True"),
@@ -472,7 +472,7 @@ def tiny(tmp_path: Path, **changes: Any) -> Path:
     [
         ({"vocab_size": 400}, "the head's vocab_size is 384, the target's is 400; it is another target's"),
         ({"hidden_size": 128}, "the head's target_hidden_size is 64, the target's is 128"),
-        ({"num_hidden_layers": 5}, "the head reads layer 5, the target has 5"),
+        ({"num_hidden_layers": 4}, "the head reads layer 5, the target has 4"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"architectures": []}, "architectures is missing"),
     ],

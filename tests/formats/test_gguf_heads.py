@@ -128,7 +128,8 @@ def test_matrices_are_stored_as_asked_and_vectors_in_fp32(tmp_path, dtype):
 def held(draw):
     """Return a head that llama.cpp can run."""
     config = draw(configs("eagle3"))
-    layer = replace(config.layer, num_layers=1, attention_bias=False, output_bias=False, mlp_bias=False)
+    plain = {"architecture": "LlamaForCausalLM", "qk_norm": False, "windows": ()}
+    layer = replace(config.layer, num_layers=1, attention_bias=False, output_bias=False, mlp_bias=False, **plain)
     if layer.rope.rope_type == "llama3":  # of too few frequencies to tell its factor: test_rotary_scaling
         layer = replace(layer, rope=RopeConfig())
     flags = dict.fromkeys(("fc_norm", "norm_output", "embed_requires_grad"), False)

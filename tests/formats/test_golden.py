@@ -78,7 +78,6 @@ MTP_CONFIG = {
         "architectures": ["Qwen3ForCausalLM"],
         "rope_theta": 1000000.0,
     },
-    "draft_vocab_size": 384,
     "num_nextn_predict_layers": 1,
     "hidden_first": False,
     "pre_norm": False,
@@ -296,6 +295,11 @@ def test_a_folder_says_what_it_is(tmp_path, name):
     ("name", "form", "message"),
     [
         ("speculators with two layers and input_norm", "safeailab-eagle3", "num_hidden_layers=2.*room for one layer"),
+        (
+            "speculators 0.9.0",
+            "safeailab-eagle3",
+            "sliding_window, q_norm, k_norm: only the speculators format has such",
+        ),
         ("vllm-medusa shared and truncated", "medusa", "original_lm_head=true: this format has an LM head for every"),
         (
             "safeailab-eagle",

@@ -151,7 +151,10 @@ def holds(form: str, checkpoint: Checkpoint) -> bool:
         return holds_block(form, config)
     if form == "medusa":
         return config.bias and not config.shared and config.draft_vocab_size == config.vocab_size
-    return form != "safeailab-eagle3" or (config.layer.num_layers == 1 and not config.embed_requires_grad)
+    if form != "safeailab-eagle3":
+        return True
+    layer = config.layer
+    return layer.num_layers == 1 and not (config.embed_requires_grad or layer.windows or layer.qk_norm)
 
 
 def holds_block(form: str, config: DFlashConfig) -> bool:

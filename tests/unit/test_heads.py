@@ -184,7 +184,7 @@ def test_the_last_hidden_state_is_what_the_lm_head_reads(tiny_target):
         ("eagle3", {"hidden_size": 32, "embed_requires_grad": False}, "head.embed_requires_grad=false: needs a head"),
         ("p-eagle", {"mask_token_id": 384}, "head.mask_token_id=384: must be a token of the target's 384"),
         ("dflash", {"mask_token_id": 384}, "head.mask_token_id=384: must be a token of the target's 384"),
-        ("dflash", {"aux_layers": [2, 8]}, "head.aux_layers=[2, 8]: ids of this target are 0..7"),
+        ("dflash", {"aux_layers": [2, 9]}, "head.aux_layers=[2, 9]: ids of this target are 0..8"),
         ("dflash", {"num_layers": 7}, "head.aux_layers: 7 layers collide on a target of 8; name them"),
         ("dflash2", {"conv_group_size": 24}, "head.conv_group_size=24: must divide the hidden size, 64"),
         ("dflash2", {"selector_top_k": 385}, "head.selector_top_k=385: must be 1 to 384"),

@@ -91,11 +91,10 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
         raise ValueError(f"num_hidden_layers={config.layer.num_layers}: safeailab-eagle3 has room for one layer")
     if config.layer.windows or config.layer.qk_norm:
         raise ValueError("sliding_window, q_norm, k_norm: only the speculators format has such layers")
-    flags = {flag: getattr(config, flag) for flag in FLAGS}
     return layer_json(config.layer) | {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        **flags,
+        **{flag: getattr(config, flag) for flag in FLAGS},
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
         "num_aux_hidden_states": len(config.aux_layers),
     }

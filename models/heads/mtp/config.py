@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from models.checks import choice, number
 from models.config import LAST, UNNORMED, TargetConfig
 from models.heads.config import DecoderShape, Facts, NewHeadConfig
-from models.heads.layer_config import family_json, further_layer, head_layer, layer_json, speculators_json
+from models.heads.layer_config import QWEN3, family_json, further_layer, head_layer, layer_json, speculators_json
 from models.heads.objectives import LOSSES, ObjectiveConfig, TttConfig
 from models.mtp_names import layout_of
 
@@ -48,10 +48,15 @@ class MtpConfig(DecoderShape):
         return self.layer.hidden_size
 
     def to_json(self, facts: Facts) -> dict[str, Any]:
-        """Return speculators' config.json with the flags, which speculators itself has as in its own modules."""
-        kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} if self.layer.qk_norm else {}
+        """Return speculators' config.json with the flags, which speculators itself has as in its own modules.
+
+        It cannot set `draft_vocab_size`, the target's whole vocabulary.
+        """
+        kind = {"model_type": "qwen3", "architectures": [QWEN3]} if self.layer.qk_norm else {}
         layer = family_json(self.layer) if self.layer.experts else layer_json(self.layer) | kind
-        return speculators_json(self, layer, facts) | {
+        shared = speculators_json(self, layer, facts)
+        del shared["draft_vocab_size"]
+        return shared | {
             "num_nextn_predict_layers": self.layer.num_layers,
             **{flag: getattr(self, flag) for flag in FLAGS},
             "centered_norms": self.layer.centered_norms,
@@ -88,7 +93,9 @@ class MtpOptions(NewHeadConfig):
     centered_norms: bool | None = None  # norms store their scale less one; otherwise as the target's norms
     pre_norm: bool = False  # read the target's hidden state from before its final norm
     norm_recycled: bool = True  # a step reads the state of the step before after the module's last norm
-    zero_first: bool = True  # zeros in place of the token's embedding at position 0
+    zero_first: bool | None = (
+        None  # zeros in place of the token's embedding at position 0; null: as shipped, else false
+    )
 
     def for_target(self, target: TargetConfig) -> MtpConfig:
         count = self.num_modules or target.mtp_modules or 1
@@ -101,4 +108,5 @@ class MtpOptions(NewHeadConfig):
         )
         ships = target.mtp_modules > 0 and layout_of(target.architecture).hidden_first
         hidden_first = ships if self.hidden_first is None else self.hidden_first
-        return MtpConfig(layer, hidden_first, self.pre_norm, self.norm_recycled, self.zero_first)
+        zero_first = target.mtp_modules > 0 if self.zero_first is None else self.zero_first
+        return MtpConfig(layer, hidden_first, self.pre_norm, self.norm_recycled, zero_first)

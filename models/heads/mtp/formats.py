@@ -64,6 +64,7 @@ def losses(checkpoint: Checkpoint) -> list[str]:
     stated = {flag: getattr(config, flag) for flag in FLAGS} | {"centered_norms": config.layer.centered_norms}
     other = [f"{key}={value}" for key, value in stated.items() if value != THEIRS.get(key, False)]
     other += [f"{MODULES}={config.layer.num_layers}"] if config.layer.num_layers > 1 else []
+    other += [] if config.layer.qk_norm and not config.layer.experts else ["layers but Qwen3's"]
     return [f"speculators' own modules have no {', '.join(other)}"] if other else []
 
 

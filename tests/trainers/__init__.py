@@ -1,0 +1,1 @@
+"""Heads of other trainers against ours: `python -m tests.trainers` (models/formats/README.md)."""
