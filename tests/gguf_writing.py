@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,14 @@ def random_blocks(kind: Kind, rows: int, columns: int, deviation: float, seed: i
     return raw.reshape(rows, -1)
 
 
+def random_nvfp4(rows: int, columns: int, deviation: float, seed: int) -> np.ndarray:
+    """Return random rows of NVFP4, which the package cannot quantize to: four scales in E4M3 before 64 numbers each."""
+    generator = np.random.default_rng(seed)
+    scales = np.abs(generator.normal(deviation / 3, deviation / 9, (rows, columns // 64, 4))).astype(np.float32)
+    numbers = generator.integers(0, 256, (rows, columns // 64, 32), dtype=np.uint8)
+    return np.concatenate([quants.NVFP4.fp32_to_ue4m3(scales * 2), numbers], axis=-1).reshape(rows, -1)
+
+
 def write_gguf(
     folder: Path,
     file: Path,
@@ -72,10 +81,14 @@ def write_gguf(
     change: Change | None = None,
     tokenizer: bool = False,
     older: bool = False,
+    fused: bool = False,
+    scaled: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write matrices in `kinds` by turns, gpt-oss's experts in MXFP4 and all else in fp32; `change` may add keys.
 
-    `older`: DeepSeek's latent attention as files had it before llama.cpp multiplied queries with latents.
+    `older`: DeepSeek's latent attention as files had it before llama.cpp multiplied queries with latents. `fused`: as
+    llama.cpp's converter writes with its options of that name. `scaled`: with a scale beside every matrix of a layer,
+    as beside NVFP4.
 
     Return the dequantized tensors of the file, with the names of `open_tensors` and in the layout of the folder. The
     package cannot quantize to kinds with K in their name: their weights are random.
@@ -94,6 +107,7 @@ def write_gguf(
     if config.get("tie_word_embeddings", "layer_norm_epsilon" in config):
         tensors.pop("lm_head.weight", None)
     expected: dict[str, torch.Tensor] = {}
+    stored: dict[str, tuple[np.ndarray, Kind]] = {}
     stacks: dict[str, list[tuple[Kind, np.ndarray]]] = {}
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
         value = tensor.float().numpy()
@@ -108,26 +122,66 @@ def write_gguf(
         if name.endswith(".kv_b_proj.weight") and not older:
             expected[name] = _write_heads(writer, names, name, value, kind, config)
             continue
-        if kind in RANDOM:
+        if Kind.NVFP4 in kinds and value.ndim == 2:
+            kind = Kind.NVFP4 if value.shape[1] % 64 == 0 else Kind.F32
+        if kind is Kind.NVFP4:
+            raw = random_nvfp4(*value.shape, float(value.std()), seed=turn)
+        elif kind in RANDOM:
             raw = random_blocks(kind, *value.shape, float(value.std()), seed=turn)
         else:
             raw = quants.quantize(value, kind)
         restored = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
         if heads:
             restored = restored.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
-        expected[name] = restored
+        scale = 0.5 + turn / 7 if scaled and ".layers." in name and value.ndim == 2 else 1.0
+        expected[name] = restored * torch.tensor(scale) if scale != 1 else restored
         if ".experts." in name:
             layer, _, rest = name.partition(".experts.")
             stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append((kind, raw))
         else:
-            writer.add_tensor(_name(names, name), raw, raw_dtype=kind)
+            stored[_name(names, name)] = raw, kind
+        if scale != 1:
+            stem = _name(names, re.sub(r"experts\.\d+", "experts", name)).removesuffix(".weight")
+            stored.update(_scales(stored, stem, scale))
     for name, values in stacks.items():  # sorted by name, which is by number for fewer than ten experts
-        writer.add_tensor(_name(names, name), np.stack([raw for _, raw in values]), raw_dtype=values[0][0])
+        stored[_name(names, name)] = np.stack([raw for _, raw in values]), values[0][0]
+    for name, (raw, kind) in (fuse(stored) if fused else stored).items():
+        writer.add_tensor(name, raw, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+Stored = dict[str, tuple[np.ndarray, Kind]]
+FUSIONS = {  # as ModelBase.modify_tensors in llama.cpp's conversion/base.py: tensors, the axis, the result
+    "attn_qkv": (("attn_q", "attn_k", "attn_v"), 0),
+    "ffn_gate_up_exps": (("ffn_gate_exps", "ffn_up_exps"), 1),
+}
+
+
+def fuse(stored: Stored) -> Stored:
+    """Return the tensors with those of FUSIONS fused, where all parts have one kind."""
+    result = dict(stored)
+    for name in stored:
+        for fused, (parts, axis) in FUSIONS.items():
+            if f".{parts[0]}." not in name:
+                continue
+            found = [name.replace(f".{parts[0]}.", f".{part}.") for part in parts]
+            assert len({stored[part][1] for part in found}) == 1
+            result[name.replace(f".{parts[0]}.", f".{fused}.")] = (
+                np.concatenate([result.pop(part)[0] for part in found], axis=axis),
+                stored[name][1],
+            )
+    return result
+
+
+def _scales(stored: Stored, stem: str, scale: float) -> Stored:
+    """Return the tensor of scales of a matrix or, one more, of a stack of experts, and a scale of activations."""
+    earlier, _ = stored.get(f"{stem}.scale", (np.zeros(0, np.float32), None))
+    scales = np.concatenate([earlier, np.array([scale], np.float32)])
+    return {f"{stem}.scale": (scales, Kind.F32), f"{stem}.input_scale": (scales * 3, Kind.F32)}
 
 
 def _write_heads(

@@ -147,7 +147,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config["head_dim"] = head_size(file, architecture, values, config)
     config["vocab_size"] = vocabulary(file, values.get("vocab_size"))
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["attention_bias"] = any(f"blk.0.attn_{kind}.bias" in file.tensors for kind in ("q", "qkv"))
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     config["rope_theta"] = values.get("rope.freq_base", 10000.0)
     config["rope_scaling"] = scaling(file, architecture, values, config)

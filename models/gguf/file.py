@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,18 @@ class TensorInfo:
     kind: GGMLQuantizationType
     offset: int  # of its first byte in the file
     size: int  # bytes
+
+    def bytes_of(self, shape: tuple[int, ...], first: int) -> tuple[int, int]:
+        """Return where the bytes of a part begin in the file, and their number."""
+        block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.offset + first // block * block_bytes, math.prod(shape) // block * block_bytes
+
+
+class Part(NamedTuple):
+    """Rows of a tensor that lie end to end: one matrix of a stack, or one of several that are fused."""
+
+    shape: tuple[int, ...]
+    first: int = 0  # weights of the tensor before it
 
 
 class GgufFile:
@@ -89,16 +101,11 @@ class GgufFile:
             raise ValueError(f"{self.path}: the key {key} is missing")
         return self.keys[key]
 
-    def read(self, name: str, dtype: torch.dtype, *, index: int | None = None) -> Tensor:
-        """Return the tensor's values in `dtype`; of a stack of matrices (experts) only those of the one at `index`.
-
-        Needs little more memory than the returned tensor.
-        """
+    def read(self, name: str, dtype: torch.dtype, part: Part | None = None) -> Tensor:
+        """Return the tensor's values in `dtype`, or those of a part. Needs little more memory than these."""
         info = self.tensors[name]
-        shape, offset, size = info.shape, info.offset, info.size
-        if index is not None:
-            size //= shape[0]
-            shape, offset = shape[1:], offset + index * size
+        shape, first = part or Part(info.shape)
+        offset, size = info.bytes_of(shape, first)
         block, block_bytes = GGML_QUANT_SIZES[info.kind]
         step = CHUNK_WEIGHTS // block
         values = torch.empty(math.prod(shape), dtype=dtype)
@@ -108,31 +115,29 @@ class GgufFile:
             values[first * block : (first + count) * block] = torch.from_numpy(widen(raw, info.kind))
         return values.view(shape)
 
-    def blocks(self, name: str, *, index: int | None = None) -> GgmlRows | None:
-        """Return a matrix as it is in the mapped file, of a stack only that at `index`; None if it is not in blocks."""
+    def blocks(self, name: str, part: Part | None = None) -> GgmlRows | None:
+        """Return a matrix as it is in the mapped file; None if it is not in blocks."""
         info = self.tensors[name]
         if info.kind.name not in FORMATS or len(info.shape) < 2:
             return None
-        data, offset = self._matrix(name, index)
+        data, offset = self._matrix(name, part)
         return GgmlRows(info.kind.name, data, source=f"{self.path}: {name}", offset=offset)
 
-    def groups(self, name: str, *, index: int | None = None) -> GroupedRows | None:
-        """Return a matrix in MXFP4 as integers in groups, of a stack only that at `index`; None for another tensor."""
+    def groups(self, name: str, part: Part | None = None) -> GroupedRows | None:
+        """Return a matrix in MXFP4 as integers in groups; None for another tensor."""
         info = self.tensors[name]
         if info.kind is not GGMLQuantizationType.MXFP4 or len(info.shape) < 2:
             return None
-        exponents, pairs = self._matrix(name, index)[0].unflatten(1, (-1, 17)).split([1, 16], -1)
+        exponents, pairs = self._matrix(name, part)[0].unflatten(1, (-1, 17)).split([1, 16], -1)
         return grouped(
             f"{self.path}: {name}", exponents.squeeze(-1), lambda: torch.cat([pairs & 15, pairs >> 4], -1).flatten(1)
         )
 
-    def _matrix(self, name: str, index: int | None) -> tuple[Tensor, int]:
+    def _matrix(self, name: str, part: Part | None) -> tuple[Tensor, int]:
         """Return the bytes uint8 `[rows, bytes of a row]` of a mapped matrix, and the offset of the first."""
         info = self.tensors[name]
-        rows, size, offset = math.prod(info.shape[:-1]), info.size, info.offset
-        if index is not None:
-            rows, size = rows // info.shape[0], size // info.shape[0]
-            offset += index * size
+        shape, first = part or Part(info.shape)
+        rows, (offset, size) = math.prod(shape[:-1]), info.bytes_of(shape, first)
         raw = np.frombuffer(self._bytes, np.uint8, size, offset)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from tqdm import tqdm
 from kernels.ggml import GgmlRows
 from kernels.groups import GroupedRows
 from models.gguf.config import ARCHITECTURE, LONGROPE, ROPE_FREQS
-from models.gguf.file import GgufFile
+from models.gguf.file import GgufFile, Part
 from models.weights import NamedTensors, Rows
 
 GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -54,6 +55,7 @@ OTHERWISE = {  # by architecture
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
 }
+HEADS = {"attn_q": "attention", "attn_k": "key_value", "attn_v": "key_value"}
 KEYS, VALUES = "attn_k_b", "attn_v_b"  # each head's matrices between latent and key, and value, in newer files
 PAIRED = ("llama", "granite")  # ggml rotates pairs of adjacent rows in these
 MIXTURES = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
@@ -72,14 +74,19 @@ STARCODER_LAYER = {
     "ffn_down": "mlp.c_proj",
 }
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+QKV, GATE_UP = "attn_qkv", "ffn_gate_up_exps"
+FUSED = {QKV: ("attn_q", "attn_k", "attn_v"), GATE_UP: ("ffn_gate_exps", "ffn_up_exps")}  # one behind another, by rows
+# of a weight, by which it is multiplied; of its activations, which are not rounded here
+SCALE, INPUT_SCALE = "scale", "input_scale"
+NAME = re.compile(rf"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|{SCALE}|{INPUT_SCALE})")
 
 
 class Source(NamedTuple):
     tensor: str
-    expert: int | None = None
+    part: Part
     change: Callable[[Tensor], Tensor] | None = None
     values: str | None = None  # the tensor of VALUES, where `tensor` is that of KEYS
+    scale: Part | None = None  # of the tensor SCALE beside it
 
 
 class GgufTensors(NamedTensors):
@@ -100,44 +107,63 @@ class GgufTensors(NamedTensors):
         self._bar: tqdm[NoReturn] | None = None
         self._sources: dict[str, Source] = {}
         architecture = str(file.need(ARCHITECTURE))
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        heads = {kind: int(str(config[f"num_{key}_heads"])) for kind, key in HEADS.items()}
         for name, info in file.tensors.items():
             if name in (ROPE_FREQS, *(LONGROPE.values() if architecture == "phi3" else ())):  # read by config_json
                 continue
             layer, kind, part = split_name(file, name)
             if kind == VALUES and architecture == "deepseek2":  # read with KEYS
                 continue
-            if kind in STACKED and layer is not None and architecture in MIXTURES:
-                for expert in range(info.shape[0]):
-                    hf_name = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[kind]}.{part}"
-                    self._sources[hf_name] = Source(name, expert)
+            if part in (SCALE, INPUT_SCALE) and beside(name, "weight") in file.tensors:  # read with the weight, or not
                 continue
             names = GLOBAL if layer is None else {**LAYER, **OTHERWISE.get(architecture, {})}
             if architecture == "starcoder":
                 names = STARCODER if layer is None else STARCODER_LAYER
-            whole = f"{kind}.{part}"  # has a name of another form
-            if kind not in names and whole not in names:
-                raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
-            change = None
-            if architecture in PAIRED and kind in heads:
-                count = int(str(heads[kind]))
-                if info.shape[0] % (2 * count):
-                    raise ValueError(f"{file.path}: {name} {list(info.shape)}: is no pairs of rows for {count} heads")
-                change = rotary_halves(count)
-            elif architecture == "gemma3" and kind.endswith("_norm"):
-                change = without_one
+            pieces = {kind: info.shape}
+            if kind in FUSED and kind not in names and layer is not None:
+                pieces = fused_pieces(file, name, kind, heads)
+            experts = layer is not None and architecture in MIXTURES and next(iter(pieces)) in STACKED
             layers = "transformer.h" if architecture == "starcoder" else "model.layers"
             prefix = "" if layer is None else f"{layers}.{layer}."
-            values = values_beside(file, name) if kind == KEYS else None
-            self._sources[prefix + (names.get(whole) or f"{names[kind]}.{part}")] = Source(name, None, change, values)
+            scales, first = scales_beside(file, name, part, info.shape[0] if experts else 1), 0
+            for piece, shape in pieces.items():
+                if experts:
+                    step = math.prod(info.shape[1:])
+                    self._sources |= {
+                        f"{prefix}mlp.experts.{expert}.{STACKED[piece]}.{part}": Source(
+                            name, Part(shape[1:], expert * step + first), scale=scales[expert]
+                        )
+                        for expert in range(shape[0])
+                    }
+                    first += math.prod(shape[1:])
+                    continue
+                whole = f"{piece}.{part}"  # has a name of another form
+                if part in (SCALE, INPUT_SCALE) or (piece not in names and whole not in names):
+                    raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
+                change = None
+                if architecture in PAIRED and piece in heads and piece != "attn_v":
+                    if shape[0] % (2 * heads[piece]):
+                        raise ValueError(
+                            f"{file.path}: {name} {list(info.shape)}: is no pairs of rows for {heads[piece]} heads"
+                        )
+                    change = rotary_halves(heads[piece])
+                elif architecture == "gemma3" and piece.endswith("_norm"):
+                    change = without_one
+                values = values_beside(file, name) if piece == KEYS else None
+                source = Source(name, Part(shape, first), change, values, scales[0])
+                self._sources[prefix + (names.get(whole) or f"{names[piece]}.{part}")] = source
+                first += math.prod(shape)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, expert, change, values = self._sources[name]
+        tensor, part, change, values, scale = self._sources[name]
         # changed in fp32, so that it is rounded only once; a router may compute in fp32 whatever the model's dtype is
-        wide = torch.float32 if change is not None or ".mlp.gate." in name else self._dtype
-        value = self._file.read(tensor, wide, index=expert)
+        changed = change is not None or scale is not None
+        value = self._file.read(tensor, torch.float32 if changed or ".mlp.gate." in name else self._dtype, part)
+        if scale is not None:
+            value *= self._file.read(beside(tensor, SCALE), torch.float32, scale)
         if change is not None:
-            value = change(value).to(self._dtype)
+            value = change(value)
+        value = value.to(self._dtype) if changed else value
         if values is not None:
             value = join_heads(value, self._file.read(values, self._dtype))
         self._advance_progress()
@@ -145,13 +171,12 @@ class GgufTensors(NamedTensors):
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
 
     def shape(self, name: str) -> Sequence[int]:
-        tensor, expert, _, values = self._sources[name]
-        shape = self._file.tensors[tensor].shape[0 if expert is None else 1 :]
+        _, (shape, _), _, values, _ = self._sources[name]
         return shape if values is None else (shape[0] * (shape[2] + self._file.tensors[values].shape[1]), shape[1])
 
     def blocks(self, name: str) -> GgmlRows | None:
-        tensor, expert, change, values = self._sources[name]
-        rows = None if values else self._file.blocks(tensor, index=expert)
+        tensor, part, change, values, scale = self._sources[name]
+        rows = None if values or scale else self._file.blocks(tensor, part)
         if rows is None:
             return None
         self._advance_progress()
@@ -162,8 +187,8 @@ class GgufTensors(NamedTensors):
         return replace(rows, order=order)
 
     def groups(self, name: str) -> GroupedRows | None:
-        tensor, expert, _, values = self._sources[name]
-        return None if values else self._file.groups(tensor, index=expert)
+        tensor, part, _, values, scale = self._sources[name]
+        return None if values or scale else self._file.groups(tensor, part)
 
     def release(self) -> None:
         self._file.release()
@@ -186,6 +211,41 @@ def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
     if match is None:
         raise ValueError(f"{file.path}: the tensor {name} is not known")
     return None if match[1] is None else int(match[1]), match[2], match[3]
+
+
+def fused_pieces(file: GgufFile, name: str, kind: str, heads: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that a fused one holds, in their order. Raises ValueError if it is no such sum.
+
+    `heads`: their number in each of attn_q, attn_k and attn_v.
+    """
+    shape, kinds = file.tensors[name].shape, FUSED[kind]
+    stacked, weights = kind == GATE_UP, [heads[piece] if kind == QKV else 1 for piece in kinds]
+    if len(shape) <= stacked or shape[stacked] % sum(weights):
+        raise ValueError(f"{file.path}: {name} {list(shape)}: is no {', '.join(kinds)} one behind another")
+    rows = shape[stacked] // sum(weights)
+    return {
+        piece: (*shape[:stacked], rows * weight, *shape[stacked + 1 :])
+        for piece, weight in zip(kinds, weights, strict=True)
+    }
+
+
+def beside(name: str, part: str) -> str:
+    """Return the name of another part of a tensor's layer: its weight, bias or scale."""
+    return f"{name.rpartition('.')[0]}.{part}"
+
+
+def scales_beside(file: GgufFile, name: str, part: str, count: int) -> list[Part | None]:
+    """Return where the scale of each of `count` matrices is in the tensor SCALE beside a weight; None: it has none.
+
+    llama.cpp's converter writes them beside NVFP4. Raises ValueError unless there is one of all or one of each.
+    """
+    scale = beside(name, SCALE)
+    if part != "weight" or scale not in file.tensors:
+        return [None] * count
+    shape = file.tensors[scale].shape
+    if math.prod(shape) not in (1, count):
+        raise ValueError(f"{file.path}: {scale} {list(shape)}: must be one number, or {count}")
+    return [Part((1,), place % math.prod(shape)) for place in range(count)]
 
 
 def rotary_halves(heads: int) -> Callable[[Tensor], Tensor]:

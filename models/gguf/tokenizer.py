@@ -20,6 +20,7 @@ PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, USER_DEFINED, UNUSED = 1, 2, 4, 5  # kinds of tokens, with CONTROL; 6 is a byte
 OF_TEXT = (NORMAL, USER_DEFINED, UNUSED)  # kinds that text may be merged into
 SPACE = "▁"
+KEEPS_RIGHT = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that keep the white space behind them
 SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -88,13 +89,18 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     special |= {named[name] for name in ("bos_token", "eos_token") if name in named}  # some files mark them as normal
     special |= set(gguf_ends(file))
     ordered = [token for token in tokens if token in special]  # by id
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in ordered])
-    user_defined = [
+    ordered += [
         token
         for token, token_type in zip(tokens, types, strict=True)
         if token_type == USER_DEFINED and token not in special
     ]
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in user_defined])
+    strips = strips_right(file)
+    backend.add_tokens(
+        [
+            AddedToken(token, special=token in special, normalized=False, rstrip=strips and token not in KEEPS_RIGHT)
+            for token in ordered
+        ]
+    )
     adds_bos = kind == "llama" or file.keys.get(f"{PREFIX}pre") in BEGIN
     template = ["$A"]
     if file.keys.get(f"{PREFIX}add_bos_token", adds_bos):
@@ -105,6 +111,16 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         ids = [(token, tokens.index(token)) for token in dict.fromkeys(template) if token != "$A"]
         backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
     return backend
+
+
+def strips_right(file: GgufFile) -> bool:
+    """Return whether white space behind special tokens is dropped, as Phi-3's tokenizer.json says and no key does.
+
+    llama.cpp goes by the name alone, which converters spell in several ways; Phi-4, with another vocabulary, does not.
+    """
+    named = any(name in str(file.keys.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
+    phi = named or file.keys.get("general.architecture") == "phi3"
+    return phi and file.keys.get(f"{PREFIX}model") == "llama"
 
 
 def needed(file: GgufFile, named: dict[str, str], name: str) -> str:

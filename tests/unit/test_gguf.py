@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 
 import gguf
@@ -25,7 +26,7 @@ from models.stacked_experts import stack
 from models.targets import check_weights, empty_target, load_target, read_target_config
 from models.targets.views import viewed
 from models.targets.writing import save_target
-from tests.gguf_writing import write_gguf
+from tests.gguf_writing import fuse, write_gguf
 from tests.unit.reference import TOLERANCE, randomise_biases_and_norms, relative_error
 
 LLAMA3 = {
@@ -191,6 +192,85 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
     with torch.no_grad():
         out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
         assert relative_error(target.logits(out.hidden), model(IDS).logits) < TOLERANCE
+
+
+FUSED = (
+    "llama",
+    "llama biased",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3moe",
+    "granite",
+    "gemma3",
+    "gpt-oss",
+    "deepseek v3",
+)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_tensors_are_those_of_the_file_that_has_them_apart(written, tmp_path, name):
+    files = [tmp_path / "apart.gguf", tmp_path / "fused.gguf"]
+    for file in files:
+        write_gguf(written(name)[1], file, (Kind.Q8_0,), fused="fused" in file.name)
+    attention = "deepseek" not in name
+    assert ("blk.0.attn_qkv.weight" in GgufFile(files[1]).tensors) == attention
+    mixture = any(word in key for key in FAMILIES[name][1] for word in ("experts_per_tok", "local_experts"))
+    assert any("ffn_gate_up_exps" in key for key in GgufFile(files[1]).tensors) == mixture
+    apart, fused = (dict(open_tensors(file)) for file in files)
+    assert apart.keys() == fused.keys()
+    assert all(torch.equal(fused[key], value) for key, value in apart.items())
+    assert read_config(files[0]) == read_config(files[1])
+    for native in (False, True) if library() is not None else (False,):
+        logits = []
+        for file in files:
+            target = load_target(str(file), native=native)
+            with torch.no_grad():
+                out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
+                logits.append(target.logits(out.hidden))
+        assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("llama", "blk.0.attn_qkv.weight"), ("qwen3moe", "blk.1.ffn_gate_up_exps.weight")]
+)
+def test_fused_tensors_of_other_sizes_are_named(written, tmp_path, name, tensor):
+    file = tmp_path / "odd.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.gguf_writing.fuse", lambda stored: odd(fuse(stored), tensor))
+        write_gguf(written(name)[1], file, (Kind.F32,), fused=True)
+    with pytest.raises(ValueError, match=rf"{re.escape(tensor)} \[.*\]: is no .* one behind another"):
+        open_tensors(file)
+
+
+def odd(stored, name):
+    value, kind = stored[name]
+    return stored | {name: (value[..., :-1, :] if "exps" in name else value[:-1], kind)}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3moe"])
+def test_nvfp4_and_its_scales(written, tmp_path, name):
+    """Against the package's dequantization times the scale; queries and keys are scaled before they are reordered."""
+    file = tmp_path / "tiny.gguf"
+    expected = write_gguf(written(name)[1], file, (Kind.NVFP4,), scaled=True)
+    opened = GgufFile(file)
+    assert {opened.tensors[f"blk.0.attn_{kind}.weight"].kind for kind in "qkv"} == {Kind.NVFP4}
+    assert any(key.endswith(".input_scale") for key in opened.tensors)
+    tensors = viewed(open_tensors(file), empty_target(file), None)
+    assert set(tensors) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(tensors[key], value), key
+    check_weights(file, empty_target(file))
+    assert torch.isfinite(load_target(str(file)).layers[0].self_attn.qkv_proj.weight).all()
+
+
+def test_scales_that_fit_no_weight_are_named(written, tmp_path):
+    for scale, message in (("blk.0.attn_q.scale", "must be one number"), ("blk.0.attn_x.scale", "is no part of")):
+        file = tmp_path / "tiny.gguf"
+        change = lambda writer, scale=scale: writer.add_tensor(scale, np.ones(3, np.float32))  # noqa: E731
+        write_gguf(written("llama")[1], file, change=change)
+        with pytest.raises(ValueError, match=rf"{re.escape(scale)}.*{message}"):
+            open_tensors(file)
 
 
 def test_gemma_is_read_as_its_folder_states(written):

@@ -91,13 +91,15 @@ TEXTS = [
 ]
 
 
-def write(path: Path, model: str, tokens: list[str], types: list[int], **keys: Any) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
+def write(
+    path: Path, model: str, tokens: list[str], types: list[int], architecture: str = "llama", **keys: Any
+) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     for name, value in keys.items():
-        key = name if name.startswith("tokenizer.") else PREFIX + name
+        key = name if name.startswith(("tokenizer.", "general.")) else PREFIX + name
         if isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, bool):
@@ -256,6 +258,31 @@ def test_sentence_piece_without_the_space_before_a_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(sentence_piece(tmp_path, add_space_prefix=False, add_bos_token=False))
     assert [tokenizer.backend.id_to_token(token) for token in tokenizer.encode("hello")] == ["hello"]
     assert tokenizer.decode(tokenizer.encode(" hello")) == " hello"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "strips"),
+    [("phi3", "Phi 3.5 Mini Instruct", True), ("llama", "Phi3", True), ("llama", "TinyLlama", False)],
+)
+def test_white_space_behind_phi_3_s_special_tokens(architecture: str, name: str, strips: bool, tmp_path: Path) -> None:
+    """As its tokenizer.json has it: not behind <|endoftext|>, <s> and <unk>."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "H", "i", "▁", "▁H", "▁Hi", "Hi"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 6]
+    added = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
+    named = {"bos_token_id": 1, "eos_token_id": 265, "unknown_token_id": 0, "add_bos_token": False}
+    scores = [0.0] * 259 + [-5.0, -6.0, -4.0, -2.0, -1.0, -3.0] + [0.0] * 4
+    types = [*types, CONTROL, CONTROL, CONTROL, USER_DEFINED]
+    keys = {"scores": scores, "general.name": name, **named}
+    tokenizer = Tokenizer.load(write(tmp_path / "phi.gguf", "llama", [*tokens, *added], types, architecture, **keys))
+
+    def pieces(text: str) -> list[str | None]:
+        return [tokenizer.backend.id_to_token(token) for token in tokenizer.encode(text)]
+
+    newline = [] if strips else ["▁", "<0x0A>"]
+    first = ["▁Hi"] if strips else ["▁", "<0x0A>", "Hi"]
+    expected = ["<|user|>", *first, "<|end|>", *newline, "<|assistant|>", *newline]
+    assert pieces("<|user|>\nHi<|end|>\n<|assistant|>\n") == expected
+    assert pieces("<|endoftext|>\nHi") == ["<|endoftext|>", "▁", "<0x0A>", "Hi"]
 
 
 @pytest.mark.parametrize("scores", [None, [0.0]])
