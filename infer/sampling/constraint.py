@@ -7,6 +7,7 @@ tree is masked exactly as in plain decoding, and speculation does not change the
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +24,9 @@ from models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+log = logging.getLogger(__name__)
+
+MAX_REMARKS = 256  # log lines about keywords that are not enforced
 # CPU time for one request's masks in one step; a slower grammar would delay every request in the batch. Not wall time:
 # beside busy processes any grammar may take seconds.
 STEP_LIMIT_S = 1.0
@@ -38,10 +42,15 @@ class Constraints:
         self._tokenizer = make_tokenizer(tokenizer.backend.to_str(), size, list(eos_ids))
         numbers, tagged = (NumberLimit(tokenizer.token_bytes, vocab_size, quoted=quoted) for quoted in (True, False))
         self._numbers = {"json_object": numbers, "json_schema": numbers, "calls": numbers, "tagged_calls": tagged}
+        self._said: set[str] = set()
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Compile a grammar. Raises ValueError if it is invalid or too large."""
+        """Compile a grammar, and log once what of its schemas is not enforced. Raises ValueError if it is invalid."""
         matcher = compile_matcher(grammar, self._tokenizer)
+        for remark in grammar.remarks:
+            if remark not in self._said and len(self._said) < MAX_REMARKS:
+                self._said.add(remark)
+                log.warning("JSON schema: %s", remark)
         return Constraint(matcher, self._vocab_size, self._numbers.get(grammar.kind), after=grammar.after)
 
 

@@ -1,32 +1,33 @@
 """Grammars that constrain an output, and their translation for llguidance. Light: imports no torch.
 
 White space between JSON tokens is limited to 40 characters, so that a model cannot emit it for ever, and so are numbers
-(infer/sampling/number_limit.py). `oneOf` is read as `anyOf`: equivalent wherever the alternatives exclude each other,
-as those of a discriminated union do.
+(infer/sampling/number_limit.py). What the keywords of a JSON schema do is in infer/json_schema/keywords.py.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from infer.json_schema.regexes import ascii_classes
+from infer.json_schema.regexes import translate as translate_regex
+from infer.json_schema.translation import Translation, translate
 
 if TYPE_CHECKING:
     import llguidance
 
 KINDS = ("json_object", "json_schema", "regex", "choice", "lark", "calls", "tagged_calls")
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "coerce_one_of": True}
-# Keywords whose numbers llguidance computes with as doubles.
-NUMBER_KEYWORDS = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}  # name -> schema
-REMARKS = {"default", "example", "examples", "title", "description", "$comment"}
-EXACT = 2**53  # up to which a double holds every integer
+COMPACT_OPTIONS: Any = {"whitespace_flexible": False, "coerce_one_of": True}
 NOT_TEXT = "\ufdd0"  # a noncharacter
-# Strings, regular expressions and comments of a Lark grammar, or a token's name. Matches in linear time.
-LARK_PARTS = re.compile(r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|//[^\n]*+|/[^/\\\n]*+(?:\\.[^/\\\n]*+)*+/|<[^\s<>]++>')
+# Strings, regular expressions and comments of Lark, a token's name, the mark of a JSON schema. Matches in linear time.
+LARK_PARTS = re.compile(
+    r'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|//[^\n]*+|/[^/\\\n]*+(?:\\.[^/\\\n]*+)*+/|<[^\s<>]++>|%json\b\s*+'
+)
 REASONS = {  # of llguidance's codes, which are errors without a sentence
     "NoExtensionBias": "nothing can satisfy it",
     "ParserTooComplex": "it allows too many ways to go on",
@@ -39,13 +40,18 @@ class Grammar:
     """A grammar whose `text` is a JSON schema, a regular expression, a JSON list of strings, or llguidance's Lark.
 
     `calls` is Lark whose output is JSON between marks: tool calls; in `tagged_calls` some values stand there without
-    quotes. `after`: the grammar applies behind this mark and line breaks, any text precedes it. Raises ValueError
-    naming the kind if `text` does not have that form; `compile_matcher` finds all other errors.
+    quotes. A schema in either is named by its `$comment` in errors. `after`: the grammar applies behind this mark and
+    line breaks, any text precedes it. `compact`: JSON has no white space between tokens; `closed`: objects have no
+    properties that the schema does not declare; `unenforced`: remarks on schemas that were translated before. Raises
+    ValueError naming the kind if `text` does not have that form; `compile_matcher` finds other errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "lark", "calls", "tagged_calls"]
     text: str = ""
     after: str = ""
+    compact: bool = False
+    closed: bool = False
+    unenforced: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -63,59 +69,78 @@ class Grammar:
         elif self.kind != "json_object" and not self.text:
             raise ValueError(f"{self.kind}: is empty")
 
-    @property
-    def source(self) -> str:
-        """The grammar in llguidance's format. Raises ValueError for a schema that it would not keep exactly."""
+    @functools.cached_property
+    def source(self) -> Source:
+        """The grammar for llguidance. Raises ValueError for what is malformed or cannot be enforced."""
         from llguidance import LLMatcher
 
         if self.kind == "regex":
-            return LLMatcher.grammar_from_regex(self.text)
+            regexes, exact = translate_regex(self.text)
+            if not exact or len(regexes) > 1:
+                raise ValueError("regex: look-around, \\b and back-references are not supported")
+            return Source(LLMatcher.grammar_from_regex(regexes[0]))
         if self.kind == "choice":
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(self.text))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            return Source(LLMatcher.grammar_from_lark(f"start: {choices}"))
+        schemas: list[tuple[str, Translation]] = []
         if self.kind in ("lark", "calls", "tagged_calls"):
-            for schema in schemas_in(self.text):
-                check_numbers(schema, self.kind)
-            return LLMatcher.grammar_from_lark(self.text)
-        if self.kind == "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
-        check_numbers(json.loads(self.text), "json_schema")
-        return LLMatcher.grammar_from_json_schema(self.text, overrides=JSON_OPTIONS)
+            return Source(LLMatcher.grammar_from_lark(self._lark(schemas)), schemas)
+        schema = json.loads(self.text) if self.kind == "json_schema" else {"type": "object"}
+        schemas.append((self.kind, self._translate(schema, self.kind)))
+        return Source(self.alone(schemas[0][1].schema), schemas)
+
+    def _translate(self, schema: Any, subject: str) -> Translation:
+        try:
+            return translate(schema, closed=self.closed)
+        except ValueError as error:
+            raise ValueError(f"{subject}: {error}") from error
+
+    def alone(self, schema: Any) -> str:
+        """Return the source of a translated schema that is all of a grammar."""
+        from llguidance import LLMatcher
+
+        options = COMPACT_OPTIONS if self.compact else JSON_OPTIONS
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+
+    def _lark(self, schemas: list[tuple[str, Translation]]) -> str:
+        """Return the grammar with translated JSON schemas, which are added to `schemas`, and classes in ASCII."""
+        out: list[str] = []
+        place = 0
+        while match := LARK_PARTS.search(self.text, place):
+            out += [self.text[place : match.start()], match[0]]
+            place = match.end()
+            if match[0].startswith("/") and not match[0].startswith("//"):
+                out[-1] = ascii_classes(match[0])
+            elif match[0].startswith("%json"):
+                try:
+                    schema, place = json.JSONDecoder().raw_decode(self.text, place)
+                except (ValueError, RecursionError):  # left to llguidance
+                    continue
+                out.append(self._nested(schema, schemas))
+        return "".join([*out, self.text[place:]])
+
+    def _nested(self, schema: Any, schemas: list[tuple[str, Translation]]) -> str:
+        given = schema if isinstance(schema, dict) else {}
+        subject = f"{self.kind}: JSON schema {len(schemas) + 1}"
+        if self.kind in ("calls", "tagged_calls"):
+            subject = str(given.get("$comment", subject))
+        schemas.append((subject, self._translate(schema, subject)))
+        translated = schemas[-1][1].schema
+        options = {"x-guidance": given.get("x-guidance", JSON_OPTIONS)}
+        return json.dumps(translated | options if isinstance(translated, dict) else translated)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What of its JSON schemas is not enforced."""
+        remarks = (remark for _, item in self.source.schemas for remark in item.remarks)
+        return list(dict.fromkeys([*self.unenforced, *remarks]))
 
 
-def check_numbers(schema: Any, subject: str) -> None:
-    """Raise ValueError naming a number in a JSON schema in whose place llguidance would enforce a neighbour."""
-    for keyword, number in numbers_in(schema):
-        limit = EXACT if isinstance(number, int) and not keyword.startswith("exclusive") else EXACT - 1
-        if abs(number) > limit:
-            raise ValueError(
-                f"{subject}: {keyword} {number} is beyond 2^53, where numbers cannot be enforced exactly; "
-                "leave the bound out, or make the value a string"
-            )
+class Source(NamedTuple):
+    """A grammar in llguidance's format, and the JSON schemas in it by what they are called in errors."""
 
-
-def schemas_in(lark: str) -> Iterator[Any]:
-    """Yield the JSON schemas in a Lark grammar; one that is not JSON is left to llguidance."""
-    for mark in re.finditer(r"%json\s*+", lark):
-        with contextlib.suppress(ValueError, RecursionError):
-            yield json.JSONDecoder().raw_decode(lark, mark.end())[0]
-
-
-def numbers_in(schema: Any) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers that a JSON schema compares values with, each with the keyword that holds it."""
-    pending: list[tuple[str, Any]] = [("", schema)]  # schemas with "", and what a keyword compares values with
-    while pending:
-        keyword, node = pending.pop()
-        if isinstance(node, list):
-            pending += [(keyword, item) for item in node]
-        elif isinstance(node, dict):
-            for key, value in node.items():
-                if not keyword and key in NAMED_SCHEMAS and isinstance(value, dict):
-                    pending += [("", item) for item in value.values()]
-                elif keyword or key not in REMARKS:
-                    pending.append((keyword or (key if key in NUMBER_KEYWORDS else ""), value))
-        elif keyword and isinstance(node, int | float):
-            yield keyword, node
+    text: str
+    schemas: Sequence[tuple[str, Translation]] = ()
 
 
 class GrammarTokenizer(NamedTuple):
@@ -166,7 +191,27 @@ def by_id(lark: str, special_ids: dict[str, int]) -> str:
 
 
 def compile_matcher(grammar: Grammar, tokenizer: GrammarTokenizer) -> llguidance.LLMatcher:
-    """Compile a grammar. Raises ValueError saying what is wrong with it."""
+    """Compile a grammar. Raises ValueError saying what is wrong with it, and in which schema."""
+    if grammar.kind == "lark":
+        grammar = replace(grammar, text=by_id(grammar.text, tokenizer.special_ids))
+    source = grammar.source.text
+    if grammar.after:
+        source = behind(grammar.after, source, tokenizer.special_ids)
+    matcher = matcher_of(source, tokenizer)
+    if matcher.is_error():
+        for subject, translation in grammar.source.schemas:
+            for regex, place in translation.patterns.items():
+                alone = matcher_of(grammar.alone({"type": "string", "pattern": regex}), tokenizer)
+                if alone.is_error():
+                    raise ValueError(f"{subject}: {place}: {reason_of(alone)}")
+            alone = matcher_of(grammar.alone(translation.schema), tokenizer)
+            if alone.is_error():
+                raise ValueError(f"{subject}: {reason_of(alone)}")
+        raise ValueError(f"{grammar.kind}: {reason_of(matcher)}")
+    return matcher
+
+
+def matcher_of(source: str, tokenizer: GrammarTokenizer) -> llguidance.LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -176,13 +221,7 @@ def compile_matcher(grammar: Grammar, tokenizer: GrammarTokenizer) -> llguidance
         max_grammar_size=100_000,
         verbose_errors=False,  # they contain the parser's state, and with it what the client wrote
     )
-    if grammar.kind == "lark":
-        grammar = replace(grammar, text=by_id(grammar.text, tokenizer.special_ids))
-    source = behind(grammar.after, grammar.source, tokenizer.special_ids) if grammar.after else grammar.source
-    matcher = LLMatcher(tokenizer.tokenizer, source, log_level=0, limits=limits)
-    if matcher.is_error():
-        raise ValueError(f"{grammar.kind}: {reason_of(matcher)}")
-    return matcher
+    return LLMatcher(tokenizer.tokenizer, source, log_level=0, limits=limits)
 
 
 def behind(mark: str, source: str, special_ids: dict[str, int]) -> str:

@@ -3,8 +3,8 @@
 Its `tl.dot` is numpy's matmul, for which BLAS sums in an order that depends on the shape and on a row's index, so that
 bitwise exactness cannot be tested. A tensor core's sum depends on the two vectors alone; here products are summed along
 K one after another. The interpreter's conversion from fp32 to fp8 also loses the carry where a mantissa rounds up to
-the next power of two. Triton 3.6's makes an int of an array of one element, which numpy has refused since 2.5, and up to
-3.7 the larger of a number and NaN is NaN, where a GPU returns the number.
+the next power of two. Triton 3.6's makes an int of an array of one element, which numpy has refused since 2.5, and up
+to 3.7 the larger of a number and NaN is NaN, where a GPU returns the number.
 """
 
 from __future__ import annotations

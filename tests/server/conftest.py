@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.server.talking import CALL, make_talking_target, style_folder
 
 if TYPE_CHECKING:
     import openai
+
+    from models.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -139,3 +142,31 @@ def plain_engine(tiny_target_folder: Path) -> Any:
     return Engine.load(
         ModelConfig(name=MODEL, path=str(tiny_target_folder), device="cpu"), proposer=ProposerConfig(name="none")
     )
+
+
+@pytest.fixture(scope="session")
+def walk(tiny_tokenizer: Tokenizer) -> Callable[..., tuple[str, bool]]:
+    """Return a random text that a grammar allows, and whether the grammar came to its end."""
+    import numpy as np
+
+    from infer.sampling.grammar import compile_matcher, make_tokenizer
+
+    tokenizer = make_tokenizer(tiny_tokenizer.backend.to_str(), tiny_tokenizer.vocab_size, list(tiny_tokenizer.eos_ids))
+    closing = np.zeros(tiny_tokenizer.vocab_size, dtype=bool)
+    for text in '"}],':
+        closing[tiny_tokenizer.encode(text, add_special_tokens=False)] = True
+
+    def run(grammar: Any, seed: int, max_tokens: int = 1500) -> tuple[str, bool]:
+        matcher = compile_matcher(grammar, tokenizer)
+        chance, ids = random.Random(seed), []
+        while not matcher.is_stopped() and len(ids) < max_tokens:
+            bitmask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bitmask, bitorder="little")[: len(closing)].astype(bool)
+            ending = allowed & closing
+            choices = (ending if ending.any() and chance.random() < 0.5 else allowed).nonzero()[0]
+            ids.append(int(chance.choice(choices)))
+            assert matcher.try_consume_tokens([ids[-1]]), matcher.get_error()
+        stop = [token for token in ids if token not in tiny_tokenizer.eos_ids]
+        return tiny_tokenizer.decode(stop, with_special=True), matcher.is_stopped()
+
+    return run

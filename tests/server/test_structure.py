@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from typing import Any
 
 import jsonschema
@@ -171,7 +173,7 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
         ({"response_format": format_of({"type": "wibble"})}, "response_format"),
         ({"response_format": format_of({"$ref": "https://example.org/schema"})}, "response_format"),
         ({"response_format": format_of({"$ref": "#/nowhere"})}, "response_format"),
-        ({"response_format": format_of({"type": "string", "pattern": "(?=a)"})}, "response_format"),
+        ({"response_format": format_of({"type": "string", "pattern": "("})}, "response_format"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs"),
@@ -231,13 +233,12 @@ def test_a_process_that_bursts_or_hangs_is_replaced(tiny_tokenizer: Any) -> None
         check = GrammarCheck(settings)
         await check.check(Grammar("regex", "a+"))
         assert check._process is not None
-        first = check._process.pid
-        check._process.kill()  # as the kernel would
-        with pytest.raises(ValueError, match="more memory"):
-            await check.check(Grammar("regex", "b+"))
-        await check.check(Grammar("regex", "b+"))
-        assert check._process.pid != first
-        with pytest.raises(ValueError, match="json_schema: Invalid type"):
+        for number in (signal.SIGKILL, signal.SIGTERM):  # from outside: the next grammar did nothing wrong
+            killed = check._process.pid
+            os.kill(killed, number)
+            await check.check(Grammar("json_schema", f'{{"const": {number.value}}}'))
+            assert check._process.pid != killed
+        with pytest.raises(ValueError, match="json_schema: type: must be one or a list of"):
             await check.check(Grammar("json_schema", '{"type": "wibble"}'))
         await check.close()
         await check.check(Grammar("regex", "a+"))  # cached as valid, so no process is started
@@ -296,13 +297,13 @@ BIG = 9007199254740993  # 2^53 + 1
         ({"const": -BIG}, -BIG),
         ({"enum": [1, {"id": [BIG]}]}, BIG),
         ({"type": "integer", "minimum": BIG}, BIG),
-        ({"type": "integer", "exclusiveMaximum": 2**63 - 1}, 2**63 - 1),
-        ({"type": "array", "items": {"anyOf": [{"type": "null"}, {"maximum": 2**63 - 1}]}}, 2**63 - 1),
+        ({"type": "integer", "exclusiveMaximum": -BIG}, -BIG),
+        ({"type": "array", "items": {"anyOf": [{"type": "null"}, {"minimum": 2**63 - 1}]}}, 2**63 - 1),
         ({"type": "object", "properties": {"minimum": {"enum": [2**64 - 1]}}}, 2**64 - 1),
         ({"$ref": "#/$defs/const", "$defs": {"const": {"const": 10**30 + 1}}}, 10**30 + 1),
-        ({"type": "integer", "minimum": -(2**63)}, -(2**63)),
+        ({"type": "integer", "maximum": -(2**63)}, -(2**63)),
         ({"type": "integer", "exclusiveMinimum": 2**53}, 2**53),
-        ({"type": "integer", "maximum": 1e20}, 1e20),
+        ({"type": "number", "minimum": 1e20}, 1e20),
     ],
 )
 def test_a_number_that_would_become_its_neighbour_is_a_400(server: Server, schema: Any, number: float) -> None:

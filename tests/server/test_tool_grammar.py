@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import llguidance
-import numpy as np
 import pydantic
 import pytest
 
-from infer.sampling.grammar import compile_matcher, make_tokenizer
 from infer.server.parsing.call_grammar import call_grammar
 from infer.server.parsing.harmony import HarmonyParser
 from infer.server.parsing.stream import ChatParser
@@ -82,30 +79,6 @@ def tool(name: str) -> FunctionTool:
 
 def schema_of(name: str) -> Any:
     return {"type": "object", "maxProperties": 0} if SCHEMAS[name] is None else SCHEMAS[name]
-
-
-@pytest.fixture(scope="module")
-def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
-    """Return a text that the grammar allows, and whether the grammar came to its end."""
-    tokenizer = make_tokenizer(tiny_tokenizer.backend.to_str(), tiny_tokenizer.vocab_size, list(tiny_tokenizer.eos_ids))
-    closing = np.zeros(tiny_tokenizer.vocab_size, dtype=bool)
-    for text in '"}],':
-        closing[tiny_tokenizer.encode(text, add_special_tokens=False)] = True
-
-    def run(grammar: Any, seed: int, max_tokens: int = 1500) -> tuple[str, bool]:
-        matcher = compile_matcher(grammar, tokenizer)
-        chance, ids = random.Random(seed), []
-        while not matcher.is_stopped() and len(ids) < max_tokens:
-            bitmask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(bitmask, bitorder="little")[: len(closing)].astype(bool)
-            ending = allowed & closing
-            choices = (ending if ending.any() and chance.random() < 0.5 else allowed).nonzero()[0]
-            ids.append(int(chance.choice(choices)))
-            assert matcher.try_consume_tokens([ids[-1]]), matcher.get_error()
-        stop = [token for token in ids if token not in tiny_tokenizer.eos_ids]
-        return tiny_tokenizer.decode(stop, with_special=True), matcher.is_stopped()
-
-    return run
 
 
 def forced(style: str, tools: list[FunctionTool], max_calls: int | None) -> Any:

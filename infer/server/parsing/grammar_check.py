@@ -37,12 +37,13 @@ class GrammarCheck:
 
     async def check(self, grammar: Grammar) -> None:
         """Raises ValueError with the reason if the grammar is invalid, or takes too much memory or time to compile."""
-        digest = hashlib.sha256(f"{grammar.kind}:{grammar.after}:{grammar.text}".encode("utf-8", "replace")).digest()
+        line = json.dumps(asdict(grammar))
+        digest = hashlib.sha256(line.encode()).digest()
         if digest in self._good:
             self._good.move_to_end(digest)
             return
         async with self._lock:
-            error = await self._ask(json.dumps(asdict(grammar)))
+            error = await self._ask(line)
         if error is not None:
             raise ValueError(error)
         self._good[digest] = None
@@ -59,18 +60,24 @@ class GrammarCheck:
     async def _ask(self, line: str) -> str | None:
         slow = f"takes more than {self._cpu_s:g} s of CPU time to compile"
         try:
-            if self._process is None:
-                await self._start()
-            return await self._exchange(line)
+            while True:
+                is_new = self._process is None
+                try:
+                    if is_new:
+                        await self._start()
+                    return await self._exchange(line)
+                except (EOFError, OSError):  # the worker has died
+                    if self._process is None:  # or could not be started
+                        raise
+                    code = await self._process.wait()  # not killed first: asyncio would lose its exit code
+                    self._process = None
+                    if code == -signal.SIGPROF:
+                        return slow
+                    if is_new:  # an older one may have been killed before
+                        return f"needs more memory to compile than {MEMORY_MB} MB"
         except TimeoutError:
             await self.close()
             return slow
-        except (EOFError, OSError):  # the worker has died
-            if self._process is None:  # or could not be started
-                raise
-            code = await self._process.wait()  # not killed first: asyncio would lose its exit code
-            self._process = None
-            return slow if code == -signal.SIGPROF else f"needs more memory to compile than {MEMORY_MB} MB"
         except BaseException:  # this request was cancelled during an exchange
             await self.close()
             raise

@@ -1,8 +1,8 @@
 """Whether a JSON value fits a JSON schema: its types, names, values and bounds.
 
-For calls that a model writes unasked, where no grammar has kept the schema. Keywords with regular expressions
-(`pattern`, `patternProperties`), `format` and conditions are not checked, so nothing of a client's runs here.
-References resolve inside the schema.
+For calls that a model writes unasked, where no grammar has kept the schema. It is translated as for a grammar, so that
+both mean the same. Keywords with regular expressions (`pattern`, `patternProperties`) and `format` are not checked, so
+nothing of a client's runs here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from infer.json_schema.translation import translate
 from infer.server.protocol.fields import is_one_of
 
 MAX_CHECKS = 20_000  # schemas applied to values, for one call
+MAX_REFERENCES = 8  # that are followed to the properties of an object
+ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)  # of a malformed schema
 TYPES: dict[str, Any] = {"null": type(None), "boolean": bool, "string": str, "array": list, "object": dict}
 BOUNDS = {
     "minimum": operator.ge,
@@ -27,22 +30,47 @@ LENGTHS = {
 }
 
 
-def fits(value: Any, schema: Any, document: Any = None) -> bool:
-    """Return whether the value fits. Nothing fits a schema that is malformed or takes more than MAX_CHECKS.
-
-    `document`: where the schema's references resolve; itself by default.
-    """
+def fits(value: Any, schema: Any) -> bool:
+    """Return whether the value fits. Nothing fits a schema that is malformed or takes more than MAX_CHECKS."""
     try:
-        return Check(schema if document is None else document).holds(value, schema)
-    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        translated = translate(schema).schema
+        return Check(translated).holds(value, translated)
+    except ERRORS:
         return False
 
 
-class Check:
-    """A check against one document. Its methods raise for a malformed schema."""
+def fits_member(value: Any, schema: Any, key: str) -> bool:
+    """Return whether the value fits a member of an object with this schema; any fits one that it does not declare."""
+    try:
+        document = node = translate(schema).schema
+        definitions = definitions_of(document)
+        for _ in range(MAX_REFERENCES):
+            if "properties" in node or "$ref" not in node:
+                break
+            node = referred(definitions, node["$ref"])
+        return Check(document).holds(value, node["properties"][key])
+    except LookupError:
+        return True
+    except ERRORS:
+        return False
 
-    def __init__(self, document: Any) -> None:
-        self._document, self._left = document, MAX_CHECKS
+
+def definitions_of(document: Any) -> dict[str, Any]:
+    """Return the definitions of a translated schema."""
+    return document.get("$defs", {}) if isinstance(document, dict) else {}
+
+
+def referred(definitions: dict[str, Any], reference: str) -> Any:
+    """Return what a reference in a translated schema refers to."""
+    return definitions[reference.rpartition("/")[2]]
+
+
+class Check:
+    """A check against a translated schema. Its methods raise for a malformed one."""
+
+    def __init__(self, schema: Any) -> None:
+        self._definitions = definitions_of(schema)
+        self._left = MAX_CHECKS
 
     def holds(self, value: Any, schema: Any) -> bool:
         self._left -= 1
@@ -56,7 +84,7 @@ class Check:
             and ("const" not in schema or is_one_of(value, (schema["const"],)))
             and ("enum" not in schema or is_one_of(value, tuple(schema["enum"])))
             and is_within(value, schema)
-            and ("$ref" not in schema or self.holds(value, resolve(self._document, schema["$ref"])))
+            and ("$ref" not in schema or self.holds(value, referred(self._definitions, schema["$ref"])))
             and all(self.holds(value, option) for option in schema.get("allOf", ()))
             and all(any(self.holds(value, option) for option in options) for options in either)
             and (not isinstance(value, dict) or self._members_hold(value, schema))
@@ -74,24 +102,6 @@ class Check:
         first = schema.get("prefixItems", [])
         pairs = zip(value, [*first, *[schema.get("items", True)] * (len(value) - len(first))], strict=False)
         return all(self.holds(item, item_schema) for item, item_schema in pairs)
-
-
-def resolve(document: Any, reference: str) -> Any:
-    """Return the schema to which a reference in the document points. Raises ValueError, TypeError or LookupError."""
-    root, _, path = reference.partition("#")
-    if root or (path and not path.startswith("/")):
-        raise ValueError("neither the document nor a place inside it")
-    node = document
-    for part in path.split("/")[1:]:
-        key = unquoted(part).replace("~1", "/").replace("~0", "~")
-        node = node[int(key)] if isinstance(node, list) else node[key]
-    return node
-
-
-def unquoted(part: str) -> str:
-    """Decode `%20` and the like, in ASCII."""
-    first, *rest = part.split("%")
-    return first + "".join(chr(int(piece[:2], 16)) + piece[2:] for piece in rest)
 
 
 def is_a(value: Any, kinds: str | list[str]) -> bool:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from infer.server.parsing.schema_check import fits, resolve
+from infer.server.parsing.schema_check import fits_member
 from models.json_text import read, skip, without_lone_surrogates
 
-MAX_REFERENCES = 8  # that are followed to the properties of an object
 PRINTED = {"True": "true", "False": "false", "None": "null"}  # what Jinja prints for these values
 
 
@@ -107,18 +106,4 @@ def value_text(text: str, schema: Any, key: str) -> str:
     options = [(without_lone_surrogates(literal), value), (as_string, text)]
     if isinstance(value, str):  # quotes in a text are its own
         options.reverse()
-    expected = member_schema(schema, key)
-    return next((written for written, option in options if fits(option, expected, schema)), options[0][0])
-
-
-def member_schema(schema: Any, key: str) -> Any:
-    """Return the schema of one member of an object; True, which everything fits, where it is not stated plainly."""
-    node = schema
-    try:
-        for _ in range(MAX_REFERENCES):
-            if "properties" in node:
-                return node["properties"][key]
-            node = resolve(schema, node["$ref"])
-    except (ValueError, TypeError, LookupError):
-        pass
-    return True
+    return next((written for written, option in options if fits_member(option, schema, key)), options[0][0])

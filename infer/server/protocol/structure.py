@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from infer.sampling.grammar import Grammar
 from infer.server.protocol.errors import ApiError, field_error, invalid_field
-from infer.server.protocol.fields import Strict
+from infer.server.protocol.fields import Strict, Unless
 from models.json_text import depth
 
 MAX_CHOICES = 1024
@@ -95,13 +95,18 @@ class ResponseFormat(TextFormat):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's structured output; exactly one field is set."""
+    """vLLM's structured output; exactly one of the fields that ask for a form is set."""
+
+    accepted = frozenset({"disable_fallback"})  # to another library
+    refused: ClassVar[dict[str, Unless]] = dict.fromkeys(("whitespace_pattern", "structural_tag"), Unless())
 
     json_: JsonObject | GrammarText | None = Field(default=None, alias="json")
     regex: GrammarText | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar_: GrammarText | None = Field(default=None, alias="grammar")
     json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
     @model_validator(mode="after")
     def check_one(self) -> StructuredOutputs:
@@ -117,13 +122,18 @@ class StructuredOutputs(Strict):
 
     @property
     def grammar(self) -> Grammar:
+        options: dict[str, Any] = {
+            "compact": self.disable_any_whitespace is True,
+            "closed": self.disable_additional_properties is True,
+        }
         if self.json_ is not None:
-            return Grammar("json_schema", self.json_ if isinstance(self.json_, str) else json.dumps(self.json_))
+            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return Grammar("json_schema", text, **options)
         if self.regex:
             return Grammar("regex", self.regex)
         if self.choice:
             return Grammar("choice", json.dumps(self.choice))
-        return Grammar("lark", self.grammar_) if self.grammar_ else Grammar("json_object")
+        return Grammar("lark", self.grammar_) if self.grammar_ else Grammar("json_object", **options)
 
 
 def check_size(grammar: Grammar, param: str) -> None:
