@@ -64,43 +64,54 @@ ANNOTATIONS = (
     *("contentEncoding", "contentMediaType", "contentSchema", "$vocabulary", "$defs", "definitions"),
     *("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "minContains", "maxContains", "then", "else"),
 )
-PARTLY = {  # of enforced keywords: what is not, or how they are read
-    "oneOf": "as `anyOf`, which is the same where the alternatives exclude each other",
-    "not": "of `true` and `{}`, which nothing satisfies; any other is ignored",
-    "pattern": "as ECMA-262's and Python's, `\\d`, `\\w` and `\\s` in ASCII. Look-ahead behind `^` is enforced; other "
-    "look-around and `\\b` are left out, and a pattern with back-references is ignored",
-    "format": ", ".join(f"`{name}`" for name in FORMATS)
-    + f". A second's fraction has at most {MAX_FRACTION} digits, a duration's number {MAX_DURATION}; beside a "
-    f"`pattern`, {' and '.join(f'`{name}`' for name in BESIDE_A_PATTERN)} ask for no more than that. Other formats are "
-    "annotations",
-    "propertyNames": "by `enum`, `const`, `pattern`, lengths and formats, unless beside `patternProperties`; not by "
-    + ", ".join(f"`{name}`" for name, regex in FORMATS.items() if regex is None),
-    "patternProperties": "if no name can match two of the patterns; else the schema is a 400",
-    "minProperties": "and `maxProperties`, if all `properties` are required, or it asks for one of a closed list",
-    "unevaluatedProperties": "if `false`: names that no part of the schema declares",
-    "unevaluatedItems": "if `false`, in a schema without parts",
-    "minimum": "and the other bounds: one beyond 2^53 that would admit more is narrowed to 2^53; one that would admit "
-    "only more is a 400, as are such numbers in `enum`, `const` and `multipleOf`",
-    "$ref": "inside the schema: by pointer, `$id`, `$anchor`. A reference elsewhere is a 400",
-    "$dynamicRef": "and `$recursiveRef`, as `$ref`",
-    "items": "and `prefixItems`, also as in draft 7: a list, with `additionalItems`",
+OWN = [name for name, regex in FORMATS.items() if regex is None]
+PARTLY = {  # how enforced keywords are read, and what of them is not enforced
+    ("oneOf",): "enforced as `anyOf`, which is the same where the alternatives exclude each other",
+    ("not",): "enforced if it is `true` or `{}`, which nothing satisfies",
+    (
+        "pattern",
+    ): "enforced in the syntax of ECMA-262 and Python, with `\\d`, `\\w` and `\\s` in ASCII. Look-ahead behind "
+    "`^` is enforced, but no other look-around, no `\\b`, and nothing of a pattern with back-references",
+    (
+        "format",
+    ): f"enforced: {', '.join(f'`{name}`' for name in FORMATS)}. A second's fraction has at most {MAX_FRACTION} "
+    f"digits, which is all that {' and '.join(f'`{name}`' for name in BESIDE_A_PATTERN)} ask for beside a `pattern`; a "
+    f"number in a duration has at most {MAX_DURATION}. Other formats are annotations",
+    ("propertyNames",): "enforced by `enum`, `const`, a `pattern`, lengths or a format (not "
+    f"{', '.join(f'`{name}`' for name in OWN)}), unless there are `patternProperties`",
+    ("patternProperties",): "enforced; a 400 if a name could match two of the patterns",
+    (
+        "minProperties",
+        "maxProperties",
+    ): "enforced if all `properties` are required, and as at least one of a closed list",
+    (
+        "unevaluatedProperties",
+        "unevaluatedItems",
+    ): "`false` is enforced: names that no part of the schema declares; items in a schema without parts",
+    (
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+    ): "enforced; a bound beyond 2^53 is narrowed to that, "
+    "and a 400 if nothing within 2^53 satisfies it, as are such numbers in `enum`, `const` and `multipleOf`",
+    (
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+    ): "enforced inside the schema: a pointer, an `$id`, an anchor; others are a 400",
+    ("items", "prefixItems", "additionalItems"): "enforced, also as in draft 7: a list, with `additionalItems`",
 }
 
 
 def table() -> str:
     """Return the table of keywords in the server's manual, in Markdown."""
-
-    def row(names: Any, text: str) -> str:
-        return f"| {', '.join(f'`{name}`' for name in names)} | {text} |"
-
-    plain = [name for name in ENFORCED if name not in PARTLY]
-    rows = [
-        "| keyword | in a grammar |",
-        "|---|---|",
-        row(plain, "enforced"),
-        *(row([name], f"enforced {text}") for name, text in PARTLY.items()),
-        row(IGNORED, "not enforced; the log says so once, unless it asks for nothing"),
-        row(ANNOTATIONS, "annotations, and what other keywords refer to"),
-        "| any other | an annotation |",
-    ]
-    return "\n".join(rows) + "\n"
+    plain = ENFORCED.keys() - {name for names in PARTLY for name in names}
+    rows: dict[tuple[str, ...], str] = {
+        tuple(name for name in ENFORCED if name in plain): "enforced",
+        **PARTLY,
+        tuple(IGNORED): "not enforced",
+        ANNOTATIONS: "annotations, or read with another keyword",
+    }
+    lines = [f"| {', '.join(f'`{name}`' for name in names)} | {text} |" for names, text in rows.items()]
+    return "\n".join(["| keyword | in a grammar |", "|---|---|", *lines, "| others | annotations |"]) + "\n"

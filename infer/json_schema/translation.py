@@ -81,6 +81,9 @@ class Translator:
             return False
         if not result.get("allOf", True):
             del result["allOf"]
+        for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if isinstance(result.get(exclusive), bool) and result.pop(exclusive) and bound in result:  # of draft 4
+                result[exclusive] = result.pop(bound)
         if self._closed and not node.keys().isdisjoint({"properties", "patternProperties"}):
             result.setdefault("additionalProperties", False)
         if node.get("unevaluatedProperties") is False and "additionalProperties" not in node:

@@ -7,7 +7,8 @@ A name is what a result was saved under: `python scripts/bench.py ... save=NAME`
 Several names, with spaces between, are comparisons in one table, of one target at other numbers of requests. Results of
 several levels of processors become a table each, whose caption names the level, and whether it was lowered by
 HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`, selects
-its table. The files in PAGES are rewritten. The plots of tables are redrawn too, next to the result files.
+its table. The names in FROM_CODE are tables of lists in the code. The files in PAGES are rewritten. The plots of tables
+are redrawn too, next to the result files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from infer.json_schema import keywords
 from infer.options.cli import entry_point
 from infer.options.paths import REPO_ROOT
 from kernels.cpu.level import LEVELS
@@ -40,6 +42,7 @@ NAMES = {
     "hf_lookup": "transformers, prompt lookup",
     "vllm": "vLLM",
 }
+FROM_CODE = {"json-schema-keywords": keywords.table}
 PLOTTED = ("smollm2-heads", "smollm2-budget")
 SOURCES = {"ngram": "n-gram lookup", "head": "head"}
 Cell = dict[str, Any]
@@ -286,7 +289,8 @@ def rewrite(page: Path) -> str:
 
     def table(match: re.Match[str]) -> str:
         names, _, level = match[2].partition(":")
-        return f"{match[1]}{blocks(names.split(), page.parent, level)}{match[3]}"
+        text = FROM_CODE[names]() if names in FROM_CODE else blocks(names.split(), page.parent, level)
+        return f"{match[1]}{text}{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 

@@ -74,8 +74,7 @@ class Open(pydantic.BaseModel, extra="allow"):
     a: int
 
 
-Fits, Unfit = list[Any], list[Any]
-PYDANTIC: dict[str, tuple[Any, Fits, Unfit]] = {
+PYDANTIC: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "str": (str, ["a"], [1]),
     "int": (int, [1, -3], ["a", 1.5]),
     "float": (float, [1.5, 2], ["a"]),
