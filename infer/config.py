@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 QUANTIZED = ("int8", "fp8", "int4")
 BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
+# `proposer.max_draft_tokens` where none is said: copies may be long, a head is seldom right for long
+DRAFT_TOKENS, HEAD_TOKENS = {"none": 0, "suffix": 16, "combined": 16}, 3
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 AUTO, PUBLISHED = "auto", "published"  # of `head=`: the newest one of the target; the first one on the model hub
 TOOL_STYLES = (  # rows of the table in infer/server/parsing/tool_styles.py
@@ -33,6 +35,7 @@ TOOL_STYLES = (  # rows of the table in infer/server/parsing/tool_styles.py
     *("phi4_mini", "granite", "deepseek_v3", "deepseek_v31", "llama3"),
 )
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
+HOST = re.compile(r"[\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+|\*")
 LEAST_TOKENS = 8  # of an update of a head that learns
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
 
@@ -59,7 +62,7 @@ class ModelConfig(Schema):
     name: str = MISSING  # its name in exported heads and for the server's clients
     path: str = MISSING  # a folder or .gguf file (relative to the repository), a hub id, or package:<name> (fetched)
     revision: str | None = None  # of a hub id: branch, tag or commit
-    dtype: str = choice("float32", "float32", "bfloat16", "float16", "auto")  # auto: the checkpoint's
+    dtype: str = choice("auto", "float32", "bfloat16", "float16", "auto")  # auto: the checkpoint's
     device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
 
     def __post_init__(self) -> None:
@@ -93,9 +96,9 @@ class ProposerConfig(Schema):
     """The proposer in serving. `auto` takes the exported head if there is one, else suffix decoding."""
 
     name: str = choice(MISSING, *PROPOSERS)
-    adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
-    # most drafted tokens per step and request of a chain, and depth of a measured tree
-    max_draft_tokens: int = number(3, low=0, high=MAX_TREE_NODES - 1)
+    adaptive: bool = True  # draft only as far as it pays on this machine, or not at all; false: as configured
+    # most drafted tokens per step and request of a chain, and depth of a measured tree; null: by the proposer
+    max_draft_tokens: int | None = number(None, low=0, high=MAX_TREE_NODES - 1)
     # what a head or a draft model drafts: none: a chain | beam:4x5: a beam search 4 wide and 5 deep (EAGLE-2), of which
     # as many nodes as fit are proposed | beam:4x5:16: its 16 best nodes | measured: the best fixed tree of 16 nodes for
     # the exported head (Medusa) | measured:9: of 9 | a fixed tree as paths of ranks: [[0], [1], [0, 0]]
@@ -144,6 +147,11 @@ class ProposerConfig(Schema):
             raise ValueError(
                 f"proposer.prompt_lookup_min={shortest}: is more than proposer.prompt_lookup_max={longest}"
             )
+
+    @property
+    def draft_tokens(self) -> int:
+        """`max_draft_tokens`; where it is null, as many as pay for proposers of this name."""
+        return DRAFT_TOKENS.get(self.name, HEAD_TOKENS) if self.max_draft_tokens is None else self.max_draft_tokens
 
     @property
     def merges(self) -> bool:
@@ -202,9 +210,9 @@ class EngineConfig(Schema):
     activations: str = choice("same", "same", "int8", "auto")
     # a head's linear layers, in 8 or 4 bits, or in blocks (q8_0, ...), on a CPU with their input in 8 bits; auto: int8
     # on a CPU, else same; changes what is drafted, never the output
-    head_weights: str = choice("same", "same", "auto", *QUANTIZED, *BLOCKS)
+    head_weights: str = choice("auto", "same", "auto", *QUANTIZED, *BLOCKS)
     # a draft model's, likewise; with same and auto blocks and groups stay as published where a kernel reads them
-    draft_weights: str = choice("same", "same", "auto", *QUANTIZED, *BLOCKS)
+    draft_weights: str = choice("auto", "same", "auto", *QUANTIZED, *BLOCKS)
     # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     kv_dtype: str = choice("same", "same", "fp8")
     # CPU threads of a step, all ranks together, and of training; null: one or torch's default, as measured
@@ -258,7 +266,11 @@ class ServerConfig(Schema):
     insecure: bool = False  # listen beyond this machine without an API key
     strict: bool = False  # reject request fields of no schema; false: ignore them with a warning
     cors_origins: list[str] = field(default_factory=list)  # origins whose pages may call from a browser; ["*"]: all
+    # host names beside localhost under which a server may be called that needs no key; ["*"]: any
+    allowed_hosts: list[str] = field(default_factory=list)
     max_body_bytes: int = number(4 * 2**20, low=1)
+    max_connections: int = number(1024, low=1)  # open at once; fewer if half of the process's descriptors are
+    client_timeout_s: float = number(60.0, low=0.001)  # for sending a request, and without reading of its response
     max_prompts: int = number(32, low=1)  # prompts in one completions request
     max_waiting: int = number(256, low=1)  # requests queued before a 429
     request_timeout_s: float = number(600.0, low=0.001)  # time queued plus time running
@@ -274,6 +286,9 @@ class ServerConfig(Schema):
         for origin in self.cors_origins:  # a browser's `origin` header
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(f"server.cors_origins={origin}: must be *, or http(s)://host[:port], without a path")
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host):
+                raise ValueError(f"server.allowed_hosts={host}: must be a name without scheme and port, or *")
         if "*" in self.cors_origins and len(self.cors_origins) > 1:
             raise ValueError(
                 f"server.cors_origins={self.cors_origins}: * stands for every origin; leave out the others"

@@ -55,7 +55,7 @@ def run(config: ServeConfig) -> None:
 
     log_to_console()
     trainer = Trainer(config) if config.learn else None  # which loads the head meanwhile
-    if trainer and lacks_head(config.head, config.output_dir, config.model.name):
+    if trainer and lacks_head(config.head, config.output_dir, config.model):
         config = replace(config, head=replace(config.head, path=trainer.new_head()))
 
     def load() -> Engine:

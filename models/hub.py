@@ -52,6 +52,14 @@ def fetch_snapshot(repository: str, revision: str | None, patterns: tuple[str, .
     return snapshot
 
 
+def cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    """Return the folder of a repository's files that were fetched before, None if its config.json was not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repository, "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def is_whole(blob: Path) -> bool:
     """Return whether a file of the cache holds the bytes that its name is the hash of; True if its name is none.
 

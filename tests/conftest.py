@@ -22,6 +22,7 @@ import contextlib
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
+from infer.config import EngineConfig, ProposerConfig
 from kernels.cpu.library import library
 from models.heads.weights import initialize, set_vocabulary
 from tests import forking
@@ -74,6 +76,7 @@ def interpret_faster() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    draft_always()
     config.pluginmanager.register(Unchanged(Path(__file__).resolve().parents[1]))
 
 
@@ -85,6 +88,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="REQUESTS",
         help="how long tests/lossless/test_soak.py and test_lives.py go on (default 600; 10000 is the whole soak)",
     )
+
+
+def draft_always() -> None:
+    """Make engines of tests draft as much as they may, with a head's own weights, unless a test says otherwise.
+
+    Adaptive drafting profiles the machine first, and drafts as times tell it: ids would be compared without any draft,
+    and a test's outcome would depend on time. Only calls from Python are changed: commands have their real defaults.
+    """
+    fixed = {ProposerConfig: {"adaptive": False}, EngineConfig: {"head_weights": "same", "draft_weights": "same"}}
+    for schema, values in fixed.items():
+        make: Any = schema.__init__
+        names = [field.name for field in fields(schema)]
+        make.__defaults__ = tuple(map(values.get, names[-len(make.__defaults__) :], make.__defaults__))
 
 
 def train_tiny_tokenizer() -> Any:

@@ -66,11 +66,11 @@ def digests(completions: Sequence[Completion]) -> dict[str, str]:
 def run(model: ModelConfig, head: str, *, max_tokens: int, dtypes: Sequence[str]) -> Iterator[Cells]:
     """Yield the cells one at a time."""
     for dtype in dtypes:
-        shape = {"max_draft_tokens": 4, "draft_model": model.path}
+        shape = {"adaptive": False, "max_draft_tokens": 4, "draft_model": model.path}
         engine = Engine.load(
             replace(model, dtype=dtype),
             head=head,
-            engine=EngineConfig(max_batch=8),
+            engine=EngineConfig(max_batch=8, head_weights="same", draft_weights="same"),
             proposer=ProposerConfig(name="combined", **shape),
         )
         for name, (proposer, tree) in DRAFTS.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from infer.config import BLOCKS, ModelConfig, ProposerConfig
 from infer.console.command_words import head_words, model_overrides, python_command
 from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
-from infer.options.paths import REPO_ROOT
+from infer.options.paths import short
 from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
@@ -128,7 +127,7 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
     """Return what the engine drafts with and, for an automatic choice, why."""
     if name == "none":
         return "off"
-    drafts = f"up to {config.max_draft_tokens} draft tokens per step"
+    drafts = f"up to {config.draft_tokens} draft tokens per step"
     pays = ", as far as it pays" if config.adaptive else ""
     tree = config.shape if name in ("head", "draft_model") else None
     if isinstance(tree, Beam):
@@ -140,14 +139,14 @@ def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model
         place = (
             f"{head.path}, revision {head.revision}"
             if head.path and head.revision
-            else head.path or short(head_folder(head, output_dir, model.name))
+            else head.path or short(head_folder(head, output_dir, model))
         )
         modules = ", the target's own modules" if head.path == model.path_or_hub_id else ""
         return f"head {head.name} from {place}{modules}, {drafts}{pays}"
     sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
     drafter = f"{SPELLED.get(name, name.replace('_', ' '))}{sources}, {drafts}{pays}"
     if config.name == "auto" and head.name != "none":
-        folder = head_folder(head, output_dir, model.name)
+        folder = head_folder(head, output_dir, model)
         command = python_command("train/run.py", *model_overrides(model), *head_words(head, output_dir))
         return f"{drafter} (no head at {short(folder)}; train one: {command})"
     return drafter
@@ -178,10 +177,6 @@ def describe_costs(table: CostTable | None) -> Sequence[Row]:
     for name, each in table.reads.items():
         rows.append((f"reading, {name.replace('_', ' ')}", f"{1e6 * each:.2g} ms for 1000 tokens of a prompt"))
     return rows
-
-
-def short(folder: Path) -> str:
-    return str(folder.relative_to(REPO_ROOT) if folder.is_relative_to(REPO_ROOT) else folder)
 
 
 def describe_sampling(params: SamplingParams) -> str:

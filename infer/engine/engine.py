@@ -39,6 +39,7 @@ from models.tokenizer import Tokenizer
 class Engine(EngineCore):
     """Takes ownership of `target` and `draft_model` and packs them: do not train them afterwards. `head` is copied.
 
+    Drafts are adaptive unless `proposer_config` says otherwise: the first engine of its kind profiles what they cost.
     `probe=False` skips the start-up check of what `exact` assumes of the kernels. `profile=False` leaves profiling of
     step costs to `profile()`, for a start that must not wait. `clock` is the time of deadlines, in seconds; `timer`
     times steps, from which drafts are planned.
@@ -88,8 +89,11 @@ class Engine(EngineCore):
         """Load an engine from configs, or from names as on a command line.
 
         Names: a model as in `model=` (infer/options/model_names.py), a head or its folder, a proposer. `proposer=auto`
-        uses the exported head if there is one, else suffix decoding. With `engine.tensor_parallel` this process becomes
-        rank 0; `close` the engine, or drop it, to end the other ranks.
+        uses the exported head if there is one, else suffix decoding. Whatever is not said is as in the commands. With
+        `engine.tensor_parallel` this process becomes rank 0; `close` the engine, or drop it, to end the other ranks.
+
+        Drafts are made as far as they pay: at the first start on a machine the costs of steps and drafts are measured,
+        for a few seconds, unless `profile=False` leaves that to `profile()` or `proposer.adaptive=False` drafts always.
         """
         model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
         engine = engine or EngineConfig()

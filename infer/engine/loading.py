@@ -88,5 +88,5 @@ def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerC
     required = proposer.name == "head" or (proposer.merges and "head" in proposer.sources)
     if head is None or head.name == "none" or not (required or proposer.name == "auto"):
         return None
-    folder = head_folder(head, output_dir, model.name)
+    folder = head_folder(head, output_dir, model)
     return folder if required or head.path or is_head(folder) else None

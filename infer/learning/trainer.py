@@ -42,7 +42,7 @@ def depth_of(config: ServeConfig) -> int:
     shape = config.proposer.shape
     if isinstance(shape, Beam):
         return shape.depth
-    return max(map(len, shape)) if isinstance(shape, list) else config.proposer.max_draft_tokens
+    return max(map(len, shape)) if isinstance(shape, list) else config.proposer.draft_tokens
 
 
 class Trainer:

@@ -38,7 +38,7 @@ def read_model(text: str, **settings: Any) -> ModelConfig:
 
 def model_at(path: str) -> ModelConfig:
     """Return the target at a `model.path` that no option of conf/model/ has."""
-    return ModelConfig(name=model_name(path), path=path, dtype="auto")
+    return ModelConfig(name=model_name(path), path=path)
 
 
 def read_head_config(text: str) -> HeadConfig:

@@ -138,7 +138,7 @@ def main(config: EvaluateConfig) -> None:
     folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
     make_folder(folder)  # refuses a place that cannot be written, before anything is measured
     # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
-    cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head")
+    cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head", adaptive=False)
     engine = Engine.load(config.model, config.head, cold, drafts, output_dir=config.output_dir)
     assert engine.head is not None
     names = {OFF: OFF, **{shape: f"head:{shape}" for shape in config.shapes}}
@@ -148,5 +148,5 @@ def main(config: EvaluateConfig) -> None:
     trackers.log(1, metrics(cells))
     trackers.finish()
     print(table(cells, pad=True), end="")
-    heads = {config.head.name: head_folder(config.head, config.output_dir, config.model.name)}
+    heads = {config.head.name: head_folder(config.head, config.output_dir, config.model)}
     publish(document(config, engine.target, heads, cells), config.save, config.model.name)

@@ -39,7 +39,7 @@ def make_engine(folder: Path, drafter: Drafter, device: str = "cuda:0", **config
         draft_model=DraftModelHead.of(draft, target.config.vocab_size) if drafter.draft_model else None,
         proposer=drafter.proposer,
         config=EngineConfig(**SIZES | config),
-        proposer_config=ProposerConfig(name="auto", **{"max_draft_tokens": 3} | drafter.config),
+        proposer_config=ProposerConfig(name="auto", **{"adaptive": False} | drafter.config),
         timer=lambda: next(calls) * 1e-3,
         probe=False,
         profile=adaptive and config.get("graphs") == "on",  # without graphs it takes a minute

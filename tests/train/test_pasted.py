@@ -137,16 +137,16 @@ def test_only_a_target_of_the_hub_is_a_base_model(path: str, base: str | None) -
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [
-        (ModelConfig("demo", "models/demo"), ["model=demo"]),
+        (ModelConfig("demo", "models/demo", dtype="float32"), ["model=demo"]),
         (
             ModelConfig("qwen3-8b", "Qwen/Qwen3-8B", dtype="float32", revision="v1"),
             ["model=qwen3-8b", "model.revision=v1", "model.dtype=float32"],
         ),
         (
-            ModelConfig("mine", "owner/name", device="cpu"),
+            ModelConfig("mine", "owner/name", dtype="float32", device="cpu"),
             ["model=owner/name", "model.name=mine", "model.dtype=float32", "model.device=cpu"],
         ),
-        (ModelConfig("name", "owner/name", dtype="auto"), ["model=owner/name"]),
+        (ModelConfig("name", "owner/name"), ["model=owner/name"]),
     ],
 )
 def test_the_words_of_a_model_give_it_again(model: ModelConfig, overrides: list[str]) -> None:

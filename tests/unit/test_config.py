@@ -19,6 +19,7 @@ import yaml
 from infer import config as infer_config
 from infer.options.cli import CONF, compose, groups_of, help_text, load_config, save_config
 from infer.options.exported_heads import export_folder
+from infer.options.model_names import read_model
 from models.heads import HEADS
 from scripts.benchmarks import config as benchmark_config
 from tests.forking import Run
@@ -74,6 +75,30 @@ def composed() -> list[tuple[str, dict[str, str]]]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_compose(command: str) -> None:
     assert type(compose(command, COMMANDS[command])) is COMMANDS[command]
+
+
+@pytest.mark.parametrize("command", infer_config.COMMANDS)
+def test_defaults_are_the_same_from_python(command: str) -> None:
+    """The schemas state every default once; tests/conftest.py changes some for tests, but not what fields state."""
+    config = compose(command, COMMANDS[command])
+    for part in (
+        config.proposer,
+        config.engine,
+        config.head,
+        *(getattr(config, "server", ()), getattr(config, "learning", ())),
+    ):
+        for field in dataclasses.fields(part) if part else ():
+            stated = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            differs = field.name in ("name", *(["max_batch"] if command == "chat" else ()))  # one conversation
+            assert differs or getattr(part, field.name) == stated, field.name
+    assert config.model == read_model("smollm2-135m")
+
+
+@pytest.mark.parametrize("option", ["proposer", "engine", "server", "learning"])
+def test_options_only_name_themselves(option: str) -> None:
+    """So that `ProposerConfig(name="suffix")` is `proposer=suffix`."""
+    for file in Path(CONF, option).glob("*.yaml"):
+        assert set(yaml.safe_load(file.read_text())) <= {"defaults", "name"}, file.name
 
 
 def once() -> list[tuple[str, dict[str, str]]]:

@@ -152,7 +152,7 @@ def test_an_engine_loads_by_names(tiny_target_folder: Path, tiny_head_folder: Pa
     shutil.copytree(tiny_head_folder, tmp_path / "heads" / name / "eagle3")
     for head in ("eagle3", "auto", HeadConfig(name="eagle3")):
         assert Engine.load(folder, head=head, output_dir=str(tmp_path)).proposer_name == "head"
-    assert Engine.load(folder, head="none", proposer="suffix").proposer_config.max_draft_tokens == 16
+    assert Engine.load(folder, head="none", proposer="suffix").proposer_config.draft_tokens == 16
     for mistake, message in (
         ({"model": "lama3-8b"}, "did you mean llama3-8b"),
         ({"head": "eagel"}, "head=eagel: no head"),
@@ -171,7 +171,7 @@ def test_a_head_is_looked_up_among_exports_and_then_among_shipped_ones(
 
     def chosen() -> tuple[str, Path]:
         head = choose_head(auto, output_dir, ModelConfig("tiny", "x"))
-        return head.name, head_folder(head, output_dir, "tiny")
+        return head.name, head_folder(head, output_dir, ModelConfig("tiny", "x"))
 
     assert chosen() == ("eagle3", exports / "eagle3")  # there is no head: the folder that training would export to
     shutil.copytree(tiny_head_folder, shipped / "mlp")

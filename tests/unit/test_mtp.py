@@ -141,9 +141,9 @@ def test_auto_takes_the_modules_of_a_target_for_which_there_is_no_other_head(shi
     assert (config.head.name, config.head.path) == ("mtp", str(folder))
     run(config)
     assert f"head mtp from {folder}, the target's own modules, up to" in capsys.readouterr().out
-    shutil.copytree(tiny_head_folder, tmp_path / "heads" / config.model.name / "eagle3")
+    exported = shutil.copytree(tiny_head_folder, tmp_path / "heads" / config.model.name / "eagle3")
     config = with_head(compose("generate", GenerateConfig, words))
-    assert (config.head.name, config.head.path) == ("eagle3", None)
+    assert (config.head.name, config.head.path) == ("eagle3", str(exported))
 
 
 def test_auto_takes_no_modules_that_the_files_of_a_target_lack(tiny_target_folder, tmp_path):

@@ -14,6 +14,7 @@ from infer.config import EngineConfig
 from infer.engine import Engine
 
 engine = Engine.load(sys.argv[1], head=sys.argv[2], engine=EngineConfig(max_tokens_in_cache=512), proposer="head")
+print(engine.proposer_config.adaptive, type(engine.speculator.planner).__name__, engine.config.head_weights)
 print([name for name in ("accelerate", "sympy", "torch._dynamo", "transformers") if name in sys.modules])
 """
 
@@ -30,4 +31,4 @@ def test_an_engine_with_a_head_loads_no_compiler(tiny_target_folder: Path, tiny_
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert started.returncode == 0, started.stderr
-    assert started.stdout.splitlines()[-1] == "[]"
+    assert started.stdout.splitlines()[-2:] == ["True Controller auto", "[]"], "what the commands draft by, too"

@@ -41,9 +41,9 @@ def learn(config: LearnConfig, stream: socket.socket) -> None:
     if config.head.name not in HEADS:
         raise ValueError(f"head={config.head.name}: there is no head to train; heads: {', '.join(HEADS)}")
     check_kind(config.head.name)
-    names = config.output_dir, config.model.name
-    folder, place = head_folder(config.head, *names), learned_folder(config.head.name, *names)
-    if lacks_head(config.head, *names):
+    where = config.output_dir, config.model
+    folder, place = head_folder(config.head, *where), learned_folder(config.head.name, where[0], config.model.name)
+    if lacks_head(config.head, *where):
         folder = untrained(config, place / "0")
         send(stream, Message("head", {}, {"folder": str(folder)}))
     load = partial(load_target, config.model.path_or_hub_id, revision=config.model.revision)

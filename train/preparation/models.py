@@ -40,7 +40,7 @@ def open_engine(config: TrainConfig, device: torch.device, exchange: Exchange | 
     """
     dtype = resolve_dtype(config.model)
     path, revision = config.model.path_or_hub_id, config.model.revision
-    drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
+    drafts = ProposerConfig(name="head", adaptive=False, max_draft_tokens=config.eval_draft_tokens)
     with ranks_of(config.model, config.engine) as ranks:
         if ranks is not None:
             device = ranks.device

@@ -28,7 +28,7 @@ def build_proposers(
     config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None, vocab_size: int
 ) -> Mapping[str, tuple[Proposer, Budget]]:
     """Return every proposer available to this engine, each with its budget per step."""
-    chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
+    chain = Budget(config.draft_tokens, config.draft_tokens)
     proposers: dict[str, tuple[Proposer, Budget]] = {
         "ngram": (NgramProposer(*config.lookup_sizes), chain),
         "suffix": (suffix_proposer(config, vocab_size), chain),

@@ -275,7 +275,7 @@ class HeadProposer(ModelProposer):
     def set_drafts(self, config: ProposerConfig) -> None:
         """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""
         shape, max_depth = tree_shape(config), self.max_depth
-        depth = config.max_draft_tokens if shape is None else shape.depth
+        depth = config.draft_tokens if shape is None else shape.depth
         if max_depth is not None and depth > max_depth and config.head_alone:
             key = "proposer.tree" if shape is not None else f"proposer.max_draft_tokens={depth}"
             name = self.module.config.name

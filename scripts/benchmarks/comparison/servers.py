@@ -196,7 +196,7 @@ def make_server(name: str, config: CompareConfig) -> Server:
 def command_of(name: str, config: CompareConfig, port: int) -> list[str]:
     """Return the words that start the server of that name. Raises ValueError as `make_server` does."""
     program, *rest = name.split(":")
-    depth = config.proposer.max_draft_tokens
+    depth = config.proposer.draft_tokens
     if rest and (shape := re.fullmatch(r"chain(\d+)", rest[-1])):
         rest[-1], depth = "chain", int(shape[1])
     beginnings = [":".join((program, *rest[:size])) for size in range(len(rest) + 1)]
@@ -270,7 +270,7 @@ def eagle3_folder(config: CompareConfig) -> Path:
     """
     if config.head.name != "eagle3":
         raise ValueError(f"head={config.head.name}: vLLM and llama.cpp are measured with head=eagle3")
-    folder = head_folder(config.head, config.output_dir, config.model.name)
+    folder = head_folder(config.head, config.output_dir, config.model)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no exported head; train one (python train/run.py), or give head.path=")
     return folder

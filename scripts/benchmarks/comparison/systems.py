@@ -93,7 +93,7 @@ def engine_system(
     if head is not None and (depth := head.config.max_depth) is not None:
         if isinstance(tree := drafts.shape, Beam):
             drafts = replace(drafts, tree=str(tree._replace(depth=min(depth, tree.depth))))
-        drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
+        drafts = replace(drafts, max_draft_tokens=min(depth, drafts.draft_tokens))
     drafts = replace(drafts, name="none" if source == "off" else "head" if source in heads else source)
     drafts = resolve_tree(drafts, folder_of(config, source))
 
@@ -118,7 +118,7 @@ def engine_system(
 def folder_of(config: PromptsConfig, proposer: str) -> Path:
     """Return the folder of the head that `proposer` names, else that of the configured head."""
     head = HeadConfig(name=proposer) if proposer in HEADS else config.head
-    return head_folder(head, config.output_dir, config.model.name)
+    return head_folder(head, config.output_dir, config.model)
 
 
 def head_folders(config: CompareConfig) -> dict[str, Path]:
@@ -173,7 +173,7 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
 
         return run
 
-    systems = {"hf": system(None), "hf_lookup": system(1, prompt_lookup_num_tokens=config.proposer.max_draft_tokens)}
+    systems = {"hf": system(None), "hf_lookup": system(1, prompt_lookup_num_tokens=config.proposer.draft_tokens)}
     return {name: systems[name] for name in wanted}
 
 

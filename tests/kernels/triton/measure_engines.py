@@ -39,7 +39,7 @@ TEXTS = (
 DTYPE = sized(torch.float32, torch.bfloat16)
 BATCHES, PROFILED_BATCHES = sized(((2,), (2,)), ((1, 8, 64), (1, 8)))
 TOKENS, PROFILED = sized((3, 1), (96, 8))  # of a request; rounds, in each of which it emits at most six tokens
-SHORT, CHAIN = (ProposerConfig(name="auto", max_draft_tokens=length) for length in (2, 5))
+SHORT, CHAIN = (ProposerConfig(name="auto", adaptive=False, max_draft_tokens=length) for length in (2, 5))
 SYSTEMS = sized(
     {
         "plain": ("none", SHORT),
@@ -115,7 +115,9 @@ def bench() -> Iterator[Bench]:
     config = EngineConfig(max_batch=max(BATCHES), max_tokens_in_cache=sized(128, 32768), graphs="off")
     head = targets.random_head(target, 32000) if ON_GPU else targets.taught_head(target)
     with patch.object(warm_up, "compiles", lambda device: False):  # kernels are compiled when they are needed
-        made = Bench(Engine(target, head=head, config=config, probe=False), weights, {})  # `exact` probes this shape
+        made = Bench(
+            Engine(target, head=head, config=config, proposer_config=CHAIN, probe=False), weights, {}
+        )  # `exact` probes this shape
         yield made
     made.engine.close()
 
@@ -136,7 +138,9 @@ def measure_acceptance(bench: Bench, record_property: Callable[..., None], pytes
                 f"--head {folder}: a head of kind {head.name}; give an EAGLE-3 head, whose rounds are timed"
             )
         target = load_target(str(targets.DEMO), dtype=DTYPE, device=DEVICE)
-        engine = Engine(target, head=head, config=EngineConfig(max_batch=8, graphs="off"), probe=False)
+        engine = Engine(
+            target, head=head, config=EngineConfig(max_batch=8, graphs="off"), proposer_config=CHAIN, probe=False
+        )
         for name, (proposer, shape) in SYSTEMS.items():
             if proposer == "head":
                 engine.set_proposer(proposer, config=shape)
