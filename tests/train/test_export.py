@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from train.config import TrainConfig
 from train.planning.plan import outputs_have_room
 from train.preparation.models import Shapes
 from train.publishing import card as card_module
-from train.publishing.export import Acceptance, Measured, export_head, serving_arguments
+from train.publishing.export import Acceptance, Measured, drafts_by_name, export_head, serving_arguments
 from train.publishing.provenance import provenance
 from train.publishing.publish import line
 
@@ -54,11 +56,11 @@ MEASURED = Measured(
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return compose("train", TrainConfig, [f"output_dir={tmp_path}"])
+    return compose("train", TrainConfig, [f"output_dir={tmp_path}", "run=r"])
 
 
 def export(
-    head: Eagle3Head, target: LlamaTarget, config: TrainConfig, measured: Measured = MEASURED
+    head: Eagle3Head, target: LlamaTarget, config: TrainConfig, measured: Measured = MEASURED, **facts: Any
 ) -> tuple[Path, list[Eagle3Head]]:
     measured_heads: list[Eagle3Head] = []
 
@@ -66,10 +68,47 @@ def export(
         measured_heads.append(loaded)
         return measured
 
-    record = provenance(dataclasses.asdict(config), **FACTS)
+    record = provenance(dataclasses.asdict(config), **FACTS | facts)
     folder, result = export_head(head, target, config, record, measure)
     assert result is measured
     return folder, measured_heads
+
+
+def test_a_head_that_another_run_has_exported_meanwhile_stays(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig
+) -> None:
+    def measure(_: object) -> Measured:  # in the middle of the export of run r
+        export(random_head, tiny_target, dataclasses.replace(config, run="first"), run="first")
+        return MEASURED
+
+    beside, _ = export_head(random_head, tiny_target, config, FACTS | {"config": dataclasses.asdict(config)}, measure)
+    wanted = config.export_folder
+    assert beside == wanted.with_name("eagle3-r")
+    assert [json.loads((each / "provenance.json").read_text())["run"] for each in (wanted, beside)] == ["first", "r"]
+    card = (beside / "README.md").read_text()
+    assert "python infer/serve.py model=demo head=eagle3 'head.path=<folder of this head>'" in card
+    again, _ = export_head(random_head, tiny_target, config, FACTS | {"config": dataclasses.asdict(config)}, measure)
+    assert again == beside
+    forced = dataclasses.replace(config, overwrite=True)
+    assert export(random_head, tiny_target, forced)[0] == wanted
+    assert sorted(each.name for each in wanted.parent.iterdir()) == ["eagle3", "eagle3-r"]
+
+
+@pytest.mark.parametrize(("accepted", "by_name"), [((99, 90), False), ((1, 0), True)])
+def test_the_card_names_the_place_of_a_head_that_its_name_does_not_give(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, accepted: tuple[int, ...], by_name: bool,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_head_folder: Path,
+) -> None:  # fmt: skip
+    shipped = shutil.copytree(tiny_head_folder, tmp_path / "shipped" / "demo" / "heads" / "eagle3")
+    counts = {"steps": 100, "emitted": 100 + sum(accepted), "accepted_by_position": accepted}
+    better = {"target_fingerprint": tiny_target.fingerprint, "counted": {"greedy": counts}}
+    (shipped / "provenance.json").write_text(json.dumps(better))
+    monkeypatch.setattr("infer.options.exported_heads.SHIPPED", tmp_path / "shipped")
+    folder, _ = export(random_head, tiny_target, config)
+    assert drafts_by_name(folder, config) is by_name
+    inside = dataclasses.replace(config, output_dir="outputs")
+    words, _ = serving_arguments(inside, inside.export_folder, by_name=by_name)
+    assert words == "model=demo head=eagle3" + ("" if by_name else " head.path=outputs/heads/demo/eagle3")
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -103,7 +142,8 @@ def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, 
     card = (folder / "README.md").read_text()
     assert "| **in the engine** | 2.500 | 1.500 |\n| simulated by the trainer | 3.000 | 1.500 |\n" in card
     assert "| 1 | 0.500 (1 of 2) | 0.500 (1 of 2) |" in card
-    assert card == card_module.card(record, *serving_arguments(config)), "it can be made again from provenance.json"
+    arguments = serving_arguments(config, folder, by_name=True)
+    assert card == card_module.card(record, *arguments), "it can be made again from provenance.json"
     assert "python infer/serve.py model=demo head=eagle3" in card
 
 

@@ -35,11 +35,12 @@ from train.data.sequences import Sequences
 from train.distributed.collectives import refuse_other_launch
 from train.distributed.strategies import Replicated
 from train.loop import Run, train
+from train.publishing import publish
 from train.publishing.trackers import read_metrics
 from train.schedule import LEAST_UPDATES
 from train.signals import Interrupted
 from train.storage import atomic
-from train.storage.run_folder import name_run, read_budget, resume_command, write_budget
+from train.storage.run_folder import name_run, read_budget, resume_command, run_of_head, write_budget
 
 
 @pytest.mark.usefixtures("plots")
@@ -517,6 +518,32 @@ def test_another_runs_head_is_replaced_only_where_one_says_so(settings: list[str
     (tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").unlink()
     with pytest.raises(ValueError, match="holds a head that no run of ours exported"):
         run(overrides, "run=third")
+
+
+def test_two_runs_that_begin_together_replace_no_head_of_each_other(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides, export = [*settings, "overwrite=false", "steps=1"], publish.export_head
+    place = tmp_path / "heads" / "demo" / "eagle3"
+    run(overrides, "run=first")
+    other = place.rename(tmp_path / "other")
+
+    def meanwhile(*arguments: Any, **options: Any) -> Any:
+        if not place.exists():
+            other.rename(place)  # by the other run, which ends a little earlier
+        return export(*arguments, **options)
+
+    monkeypatch.setattr(publish, "export_head", meanwhile)
+    place = tmp_path / "heads" / "demo" / "eagle3"
+    with pytest.raises(
+        ValueError, match=rf"eagle3: holds the head of run first, .* is in {place}-second; .* run=second"
+    ):
+        run(overrides, "run=second")
+    assert run_of_head(place) == "first"
+    assert run_of_head(tmp_path / "heads" / "demo" / "eagle3-second") == "second"
+    assert (tmp_path / "second" / "report.md").is_file()
+    assert run(overrides, "run=second", "overwrite=true")["export"] == str(place)
+    assert run_of_head(place) == "second"
 
 
 def test_two_runs_in_one_folder_are_refused(settings: list[str], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from infer.engine import Engine
 from infer.learning.recording import recording
+from infer.options.paths import private
 from infer.request import SamplingParams
 from models.tokenizer import Tokenizer
 from train.config import DataConfig
@@ -117,7 +118,7 @@ def regenerate(
     answered, partly = 0, 0.0  # by this call: conversations, and their equivalent in parts of answers
     with (
         atomic.refuse_full_disk(path),
-        path.open("w", encoding="utf-8") as part,
+        open(path, "w", encoding="utf-8", opener=private) as part,
         tqdm(total=total, initial=already, unit="row", disable=not show, dynamic_ncols=True) as bar,
     ):
 

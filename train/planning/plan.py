@@ -110,7 +110,7 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     plan_kernels(plan, config, target.norm.weight.dtype)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
-        other = other_export(config)
+        other = other_export(config, config.export_folder)
         fate = f" (replaces {other})" if other else " (replaced)" if config.export_folder.exists() else ""
         written.append(f"{config.export_folder}/{fate}")
         try:

@@ -17,10 +17,11 @@ from train import checkpoint
 from train.config import TrainConfig
 from train.evaluation import acceptance_metrics
 from train.preparation.prepare import Prepared
-from train.publishing.export import Measured, drafting_words, export_head
+from train.publishing.export import Measured, drafting_words, drafts_by_name, export_head
 from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
 from train.publishing.trackers import Results, Trackers
+from train.storage.run_folder import refusal
 
 
 def publish_run(
@@ -64,9 +65,17 @@ def publish_run(
     if note is not None:
         log(note)
     log(f"exported to {head_folder}; metrics and plots in {folder}")
-    place = portable_path(str(head_folder)) or str(head_folder)
-    arguments = [*model_overrides(config.model), *drafting_words(config.head, config.output_dir, place)]
+    place, refused = portable_path(str(head_folder)) or str(head_folder), head_folder != config.export_folder
+    head = config.head
+    if refused or not drafts_by_name(head_folder, config):
+        head = dataclasses.replace(head, path=place)
+    arguments = [*model_overrides(config.model), *drafting_words(head, config.output_dir, place)]
     log(f"serve it: {python_command('infer/serve.py', *arguments)}")
+    if refused:
+        raise ValueError(
+            f"{refusal(config, config.export_folder)}, and did not yet when this run began. This run's head is in "
+            f"{head_folder}; overwrite=true run={config.run} puts it in that place"
+        )
     summary = {"export": str(head_folder), "acceptance_length": lengths, "gap": round(measured.greedy.gap, 4)}
     return summary if note is None else {**summary, "note": note}
 

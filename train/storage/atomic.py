@@ -14,8 +14,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,14 +27,19 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path, finish: Callable[[Path], Path] | None = None) -> Iterator[Path]:
     """Yield an empty folder to fill, which atomically replaces `folder` if the block succeeds.
 
-    Raises ValueError naming the path and the bytes if the disk is full; `folder` is then unchanged.
+    `finish` gets what was filled, may add to it, and returns what it replaces instead: nobody else who has a `finish`
+    replaces anything beside `folder` meanwhile. Raises ValueError naming the path and the bytes if the disk is full;
+    `folder` is then unchanged.
     """
     make_folder(folder.parent)
-    with staging_for(folder) as staging:
+    with staging_for(folder) as staging, ExitStack() as stack:
         yield staging
+        if finish is not None:
+            stack.enter_context(lock(folder.parent, wait=True))
+            folder = finish(staging)
         for path in staging.rglob("*"):
             flush(path)
         flush(staging)
@@ -78,15 +83,15 @@ def staging_for(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[bool]:
+def lock(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Lock a file or folder within the block, if the file system can; the value says whether it could.
 
-    Raises BlockingIOError if it is locked already, by another process or by this one.
+    Raises BlockingIOError if it is locked already, by another process or by this one, unless it is to `wait`.
     """
     descriptor, locked = os.open(path, os.O_RDONLY), True
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise
         except OSError:  # of a file system without locks

@@ -76,9 +76,8 @@ def check_run(config: TrainConfig) -> bool:
     return False
 
 
-def other_export(config: TrainConfig) -> str | None:
-    """Describe the head in the export folder of this run if another run exported it, else None."""
-    folder = config.export_folder
+def other_export(config: TrainConfig, folder: Path) -> str | None:
+    """Describe the head in `folder`, to which this run exports, if another run exported it, else None."""
     if not (folder / HEAD_CONFIG).is_file():
         return None
     run = run_of_head(folder)
@@ -95,15 +94,18 @@ def run_of_head(folder: Path) -> str | None:
         return None
 
 
+def refusal(config: TrainConfig, folder: Path) -> str | None:
+    """Return why this run may not export to `folder`, None if it may: another run's head would be replaced."""
+    other = None if config.stage != "all" or config.overwrite else other_export(config, folder)
+    return other and f"{folder}: holds {other}, which this run's would replace"
+
+
 def refuse_other_export(config: TrainConfig) -> None:
     """Raises ValueError if this run would replace another run's head without overwrite=true."""
-    if config.stage != "all" or config.overwrite:
-        return
-    other = other_export(config)
-    if other is not None:
+    if why := refusal(config, config.export_folder):
         raise ValueError(
-            f"{config.export_folder}: holds {other}, which this run's would replace. Give head.path= another folder, "
-            "overwrite=true to replace it, or run= the name of that run to resume it"
+            f"{why}. Give head.path= another folder, overwrite=true to replace it, or run= the name of that run to "
+            "resume it"
         )
 
 
