@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -267,6 +268,28 @@ def test_responses_survive_a_restart_for_their_tenant(tmp_path):
     assert drafted(again, make_request([9, 2, 3, 4], cache_salt="a secret")) == [5, 6, 7]
     assert drafted(again, make_request([9, 2, 3, 4])) == []
     assert "a secret" not in Path(path).read_text()
+
+
+def test_a_file_may_be_read_by_its_owner_alone(tmp_path):
+    path = tmp_path / "responses.jsonl"
+
+    def mode() -> int:
+        return path.stat().st_mode & 0o777
+
+    before = os.umask(0)
+    try:
+        assert list(ResponseFile(str(path), 1000).read(3, 100)) == []
+        assert mode() == 0o600
+        path.unlink()
+        ResponseFile(str(path), 1000).append("t", [1])  # somebody has moved it away
+        assert mode() == 0o600
+        path.write_text('{"vocabulary": 1000}\n{"tenant": "t", "ids": [1, 2]}\n')
+        for others in (0o644, 0o660):  # of a version that did not care
+            path.chmod(others)
+            assert list(ResponseFile(str(path), 1000).read(3, 100)) == [("t", [1, 2])]
+            assert mode() == 0o600
+    finally:
+        os.umask(before)
 
 
 def test_a_file_keeps_the_newest_responses_and_leaves_out_what_it_cannot_read(tmp_path):

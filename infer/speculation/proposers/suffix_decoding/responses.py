@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from infer.options.paths import private
 from infer.speculation.proposers.suffix_decoding.automaton import SuffixAutomaton
 
 MOST_TOKENS = 200_000  # of all tenants' responses; an automaton of 32,000 tokens takes 17 MB
@@ -85,8 +86,9 @@ def digest(salt: str) -> str:
 class ResponseFile:
     """JSON Lines: {"vocabulary": V}, then {"tenant": digest, "ids": [...]} for each response, the newest last.
 
-    A line that cannot be read, as a stop in the middle of writing leaves one, is left out. Raises ValueError for a file
-    of another kind or vocabulary, or one that cannot be written.
+    It holds texts of all tenants, so only its owner may read it. A line that cannot be read, as a stop in the middle of
+    writing leaves one, is left out. Raises ValueError for a file of another kind or vocabulary, or one that cannot be
+    written.
     """
 
     def __init__(self, path: str, vocabulary: int) -> None:
@@ -106,7 +108,7 @@ class ResponseFile:
             if len(kept) == most_responses or tokens > most_tokens:
                 break
             kept.appendleft(line)
-        if len(kept) < len(lines) or not self._path.exists():
+        if len(kept) < len(lines) or not self._path.exists() or self._path.stat().st_mode & 0o077:
             self._write(kept)
         for line in kept:
             response = parse(line, self._vocabulary)
@@ -116,7 +118,7 @@ class ResponseFile:
     def append(self, tenant: str, tokens: Sequence[int]) -> None:
         """Write a response; what cannot be written is lost, with one warning."""
         try:
-            with self._path.open("a") as file:
+            with open(self._path, "a", opener=private) as file:
                 file.write(json.dumps({"tenant": tenant, "ids": list(tokens)}) + "\n")
         except OSError as error:
             if not self._full:
@@ -145,7 +147,9 @@ class ResponseFile:
         part = self._path.with_name(self._path.name + ".part")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(self._header + "".join(line + "\n" for line in lines))
+            part.unlink(missing_ok=True)  # whose mode may be another
+            with open(part, "w", opener=private) as file:
+                file.write(self._header + "".join(line + "\n" for line in lines))
             os.replace(part, self._path)
         except OSError as error:
             raise ValueError(f"proposer.memory={self._path}: cannot be written: {error}") from error
