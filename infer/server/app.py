@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
+from socket import socket
 from typing import Any
 
 import uvicorn
@@ -13,26 +15,31 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
+from infer.config import ServerConfig
 from infer.server.api import chat, completions, messages, responses, tokens
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
+from infer.server.network.connections import Bounds
+from infer.server.network.hosts import HostCheck, own_names
 from infer.server.playground import page
 from infer.server.protocol import error_responses
 from infer.server.protocol.bodies import JsonRoute
 from infer.server.protocol.errors import ApiError
 from infer.server.service import Service
 
+TICKS_PER_S = 10  # of uvicorn
 HTTP_GRACE_S = 3  # for responses still being sent after everything else has ended
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: the caller stops it."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        self.bounds = Bounds(config)
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # explicit, so that other installed packages change nothing
+                http=self.bounds.protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -40,6 +47,15 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=HTTP_GRACE_S,
             )
         )
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self.bounds.on_loop_error)
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % TICKS_PER_S == 0:
+            self.bounds.enforce(self.server_state.connections)
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,6 +77,8 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
             allow_private_network=True,
             allow_credentials=False,  # keys come in a header that the page sets, never in cookies
         )
+    if (names := own_names(service.config, api_keys)) is not None:
+        app.add_middleware(HostCheck, names=names)
     routes = APIRouter(route_class=JsonRoute)
     for endpoint in (completions, chat, responses, messages, tokens):
         endpoint.add_routes(routes, service)

@@ -102,7 +102,7 @@ async def run(
     from infer.server.service import Service
 
     service = Service(model_id, runtime)
-    http = HttpServer(create_app(service, api_keys=api_keys))
+    http = HttpServer(create_app(service, api_keys=api_keys), runtime.config)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     requested, hurry, dead = (
         asyncio.ensure_future(event.wait()) for event in (stopping.requested, stopping.hurry, runtime.dead)

@@ -1,0 +1,1 @@
+"""Connections and host names: what a client may do before its request is one."""
