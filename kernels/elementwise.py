@@ -8,6 +8,8 @@ gradients, on other devices, and for odd sizes or mixed dtypes.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -95,7 +97,7 @@ def embed_norm_gelu(
         from kernels.triton import elementwise as gpu
 
         return gpu.embed_norm_gelu(_rows(x), ids.flatten(), table, factor, weight, bias, eps).view(x.shape)
-    return F.gelu(rms_norm(x + factor * F.embedding(ids, table), weight, eps) + bias)
+    return uniform(F.gelu, rms_norm(x + factor * F.embedding(ids, table), weight, eps) + bias)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -125,15 +127,8 @@ def _gated_without_c(gate_up: Tensor, gelu: bool, size: int) -> Tensor:
         from kernels.triton import elementwise as gpu
 
         return gpu.gate_mul(_rows(gate_up), gelu=gelu).view(*gate_up.shape[:-1], size)
-    if gate_up.device.type != "cpu" or torch.is_grad_enabled():
-        return _gated(gate_up, gelu)
-    blocks = _rows(gate_up).split(max(1, SERIAL // size))
-    return torch.cat([_gated(block, gelu) for block in blocks]).view(*gate_up.shape[:-1], size)
-
-
-def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     left, right = gate_up.chunk(2, dim=-1)
-    return (F.gelu(left, approximate="tanh") if gelu else F.silu(left)) * right
+    return uniform(partial(F.gelu, approximate="tanh") if gelu else F.silu, left) * right
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -145,12 +140,20 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         from kernels.triton import elementwise as gpu
 
         return gpu.gelu(_rows(x), tanh=approximate == "tanh").view(x.shape)
+    return uniform(partial(F.gelu, approximate=approximate), x)
+
+
+def uniform(operation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an elementwise operation of torch to x, each number with the same bits wherever it stands.
+
+    On a CPU sigmoid, SiLU, GELU (tanh) and softplus give what a loop of vectors leaves other last bits, and threads
+    divide many numbers anywhere. The operations on a row's path go through here, but for those that torch computes by
+    vectors to the last number: exp, log, tanh, sine and cosine, softmax, logsumexp (tests/kernels/test_uniform.py).
+    """
     if x.device.type != "cpu" or torch.is_grad_enabled():
-        return F.gelu(x, approximate=approximate)
-    rows, size = _rows(x), x.shape[-1]
-    rows = F.pad(rows, (0, -size % VECTORS))
-    blocks = rows.split(max(1, SERIAL // rows.shape[1]))
-    return torch.cat([F.gelu(block, approximate=approximate) for block in blocks])[:, :size].reshape(x.shape)
+        return operation(x)
+    numbers = F.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
+    return torch.cat([operation(part) for part in numbers.split(SERIAL)])[: x.numel()].view(x.shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.elementwise import uniform
 from models.config import ExpertsConfig, LatentConfig, TargetConfig
 from models.decoder import DecoderLayer
 from models.fields import Fields
@@ -53,7 +54,7 @@ class DeepseekExperts(MixtureOfExperts):
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
         logits = self.gate(rows.float())
-        scores = logits.sigmoid() if config.sigmoid else logits.softmax(-1)
+        scores = uniform(torch.sigmoid, logits) if config.sigmoid else logits.softmax(-1)
         ranked = scores + self.gate.e_score_correction_bias if config.sigmoid else scores
         if config.groups > 1:
             grouped = ranked.unflatten(-1, (config.groups, -1))  # [R, G, E / G]

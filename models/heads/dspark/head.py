@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.elementwise import uniform
 from kernels.operands import Transition
 from models.heads.block import Corrector
 from models.heads.dflash import head as dflash
@@ -39,9 +40,10 @@ class MarkovHead(nn.Module):
         if self.kind == "vanilla":
             return embedded, carried
         if self.kind == "gated":
-            return self.gate_proj(torch.cat([states, embedded], dim=-1)).sigmoid() * embedded, carried
+            gate = uniform(torch.sigmoid, self.gate_proj(torch.cat([states, embedded], dim=-1)))
+            return gate * embedded, carried
         keep, candidate, out = self.joint_proj(torch.cat([carried, embedded, states], dim=-1)).chunk(3, dim=-1)
-        keep = keep.sigmoid()
+        keep = uniform(torch.sigmoid, keep)
         return out.tanh(), keep * carried + (1 - keep) * candidate.tanh()
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.elementwise import activate, uniform
 from models.attention import Attention
 from models.heads.base import Head, Readout
 from models.heads.lstm.config import LstmConfig
@@ -58,14 +58,15 @@ class LstmHead(SpeculatorHead):
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         index, scale = self.index(depth), self.embedding_scale
         if not self.config.has_gates:
-            return F.gelu(self.ln[index](torch.add(self.projected(state, depth), self.emb[index](ids), alpha=scale)))
+            summed = torch.add(self.projected(state, depth), self.emb[index](ids), alpha=scale)
+            return activate(self.ln[index](summed), "gelu")
         before, cell = (state, None) if depth == 0 else state.chunk(2, dim=-1)
         embedded = torch.stack([table(ids) for table in self.emb], dim=-2)  # [..., 4, D], or [..., 1, D] if tied
         sums = torch.add(self.projected(before, depth).unflatten(-1, (len(GATES), -1)), embedded, alpha=scale)
-        forget, enter, leave = sums[..., :-1, :].sigmoid().unbind(-2)
-        candidate = F.gelu(self.cell_ln[0](sums[..., -1, :])) * enter
+        forget, enter, leave = uniform(torch.sigmoid, sums[..., :-1, :]).unbind(-2)
+        candidate = activate(self.cell_ln[0](sums[..., -1, :]), "gelu") * enter
         cell = candidate if cell is None else cell * forget + candidate
-        return torch.cat([F.gelu(self.state_ln[0](cell)) * leave, cell], dim=-1)
+        return torch.cat([activate(self.state_ln[0](cell), "gelu") * leave, cell], dim=-1)
 
     def readout(self, depth: int) -> Readout:
         return Readout(self.head[self.index(depth)], lambda state: state[..., : self.config.hidden_size])
