@@ -22,6 +22,7 @@ set_tracing_disabled(True)
 client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="none")
 models = [kind(MODEL, client) for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel)]
 calls: list[dict[str, int]] = []
+loop = asyncio.new_event_loop()  # one for all, to which the client's connections belong
 
 
 class Sum(BaseModel):
@@ -43,7 +44,7 @@ def agents(**options: Any) -> list[Agent]:
 
 def plain() -> None:
     for agent in agents():
-        expect(asyncio.run(Runner.run(agent, ASKED)).final_output, SAID)
+        expect(loop.run_until_complete(Runner.run(agent, ASKED)).final_output, SAID)
 
 
 def stream() -> None:
@@ -53,21 +54,21 @@ def stream() -> None:
         return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
     for agent in agents():
-        expect(asyncio.run(text(agent)), SAID)
+        expect(loop.run_until_complete(text(agent)), SAID)
 
 
 def tools() -> None:
     for agent in agents(tools=[add]):
-        first = asyncio.run(Runner.run(agent, ASKED))
+        first = loop.run_until_complete(Runner.run(agent, ASKED))
         expect(first.final_output, SAID)
         turn: Any = [*first.to_input_list(), {"role": "user", "content": ASKED}]
-        expect(asyncio.run(Runner.run(agent, turn)).final_output, SAID)
+        expect(loop.run_until_complete(Runner.run(agent, turn)).final_output, SAID)
     expect(calls, [ARGUMENTS] * 4)
 
 
 def structured() -> None:
     for agent in agents(output_type=Sum):
-        expect(asyncio.run(Runner.run(agent, ASKED_JSON)).final_output, Sum(**ARGUMENTS))
+        expect(loop.run_until_complete(Runner.run(agent, ASKED_JSON)).final_output, Sum(**ARGUMENTS))
 
 
 run("openai-agents", plain=plain, stream=stream, tools=tools, structured=structured)
