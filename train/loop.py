@@ -36,7 +36,6 @@ from train.distributed.collectives import (
     stopping_together,
     total,
 )
-from train.distributed.liveness import OtherProcesses
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
@@ -76,8 +75,6 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     config = dataclasses.replace(config, run=broadcast(accelerator, run_folder.name_run(config).run))
     with StopRequest() as stop, ExitStack() as resources:
         resume = run_folder.resume_command(config, overrides, accelerator.num_processes)
-        others = OtherProcesses(config, accelerator, stop, resume)
-        resources.push(lambda error, *_: others.leave(failed=error is not None))
         resources.callback(release, accelerator)
         run = Run(config, accelerator, stop, resources, started)
         try:
@@ -92,7 +89,15 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         except RuntimeError as error:
             if not lost_process(error):
                 raise
-            raise ValueError(others.message(error)) from error
+            last = (
+                checkpoint.find_checkpoint(resolve_path(config.output_dir) / str(config.run) / "checkpoints")
+                or "none yet"
+            )
+            raise ValueError(
+                f"parallel={config.parallel.name}: another process has ended or does not respond "
+                f"({str(error).splitlines()[0]}), so this process ends too; the other's output says why. Last good "
+                f"checkpoint: {last}; resume with: {resume}"
+            ) from error
 
 
 class Run:

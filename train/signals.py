@@ -15,19 +15,11 @@ class Interrupted(Exception):
     """Raised to abort work that may be discarded (generating, evaluating) because a stop was requested."""
 
 
-class LostProcess(RuntimeError):
-    """Another process of the run has ended; the message says which."""
-
-
 class StopRequest:
-    """Context manager that installs the signal handlers; outside the main thread it has no effect.
-
-    `lost` says which other process has ended, once one has: this one can compute nothing more.
-    """
+    """Context manager that installs the signal handlers; outside the main thread it has no effect."""
 
     def __init__(self) -> None:
         self.requested = False
-        self.lost = ""
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
@@ -41,9 +33,7 @@ class StopRequest:
         self._restore()
 
     def check(self) -> None:
-        """Raises Interrupted if a stop was requested, LostProcess if another process has ended."""
-        if self.lost:
-            raise LostProcess(self.lost)
+        """Raises Interrupted if a stop was requested."""
         if self.requested:
             raise Interrupted
 

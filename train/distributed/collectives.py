@@ -21,7 +21,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
 from train.config import TrainConfig
-from train.signals import Interrupted, LostProcess
+from train.signals import Interrupted
 
 T = TypeVar("T")
 # Timeout of collectives: processes wait for each other while one generates responses or evaluates, which takes hours.
@@ -139,8 +139,8 @@ def zero_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def lost_process(error: RuntimeError) -> bool:
-    """Return whether this is a LostProcess, or a collective failed because another process has ended or timed out."""
-    if isinstance(error, LostProcess | torch.distributed.DistError):
+    """Return whether a collective failed because another process has ended or timed out."""
+    if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error)
     return any(sign in text for sign in ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out"))
