@@ -3,8 +3,9 @@
 Its `tl.dot` is numpy's matmul, for which BLAS sums in an order that depends on the shape and on a row's index, so that
 bitwise exactness cannot be tested. A tensor core's sum depends on the two vectors alone; here products are summed along
 K one after another. The interpreter's conversion from fp32 to fp8 also loses the carry where a mantissa rounds up to
-the next power of two. Triton 3.6's makes an int of an array of one element, which numpy has refused since 2.5, and up
-to 3.7 the larger of a number and NaN is NaN, where a GPU returns the number.
+the next power of two. Triton 3.6's makes an int of an array of one element, which numpy has refused since 2.5. Up
+to 3.7 the larger of a number and NaN is NaN, where a GPU returns the number. 3.9's loads and stores refuse a mask that
+was made of a scalar, of which the interpreter makes integers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,23 @@ def dot_in_order(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
 InterpreterBuilder.create_dot = dot_in_order  # type: ignore[method-assign]
 InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)  # type: ignore[method-assign]
 InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)  # type: ignore[method-assign]
+_load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+
+def as_mask(mask: Any) -> Any:
+    return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+
+def masked_load(builder: Any, pointers: Any, mask: Any, *options: Any) -> Any:
+    return _load(builder, pointers, as_mask(mask), *options)
+
+
+def masked_store(builder: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+    return _store(builder, pointers, value, as_mask(mask), *options)
+
+
+InterpreterBuilder.create_masked_load = masked_load  # type: ignore[method-assign]
+InterpreterBuilder.create_masked_store = masked_store  # type: ignore[method-assign]
 _convert_float = interpreter._convert_float
 
 

@@ -55,9 +55,9 @@ def compile_in_new_process(
     return run_in_new_process("tests.kernels.triton.compiled", module, str(capability), triton=triton)
 
 
-def run_in_new_process(*command: str, triton: str = INSTALLED) -> dict[str, Any]:
-    """Return what a module prints, run without Triton's interpreter. Skips the test without that version of Triton."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def run_in_new_process(*command: str, triton: str = INSTALLED, interprets: bool = False) -> dict[str, Any]:
+    """Return what a module prints, run by that Triton, compiled or interpreted. Skips the test if it is not there."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interprets))}
     if triton != INSTALLED:
         folder = cache_folder() / f"triton-{triton}-{sys.implementation.cache_tag}"
         if not folder.is_dir():
