@@ -59,7 +59,7 @@ class Grammar:
         if self.kind in ("json_schema", "choice"):
             try:
                 content = json.loads(self.text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{self.kind}: not valid JSON ({error})") from error
             if self.kind == "json_schema" and not isinstance(content, dict | bool):
                 raise ValueError("json_schema: must be a JSON object")
@@ -100,6 +100,7 @@ class Grammar:
         from llguidance import LLMatcher
 
         options = COMPACT_OPTIONS if self.compact else JSON_OPTIONS
+        schema = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
 
     def _lark(self, schemas: list[tuple[str, Translation]]) -> str:

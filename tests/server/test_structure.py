@@ -137,6 +137,7 @@ def test_several_answers_each_keep_it(server: Server, no_space: dict[str, int]) 
         ({"grammar": 'start: "(" /[xyz]{1,3}/ ")"'}, r"\([xyz]{1,3}\)"),
         ({"json": {"enum": [1, 2]}}, "1|2"),
         ({"json": '{"type": "boolean"}'}, "true|false"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [1, 2]}}}}, "1|2"),
     ],
 )
 def test_vllm_s_ways_of_asking(server: Server, structured_outputs: dict[str, Any], pattern: str) -> None:
@@ -179,6 +180,10 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[" * 200_000}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "false"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.json_schema"),
