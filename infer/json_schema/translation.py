@@ -224,6 +224,9 @@ class Translator:
                 continue
             seen.add(id(part))
             base = base_of(part, base)
+            for key in part.keys() & {"properties", "patternProperties", *PARTS, *REFERENCES}:
+                if not keywords.ENFORCED[key].holds(part[key]):
+                    raise malformed((key,), keywords.ENFORCED[key])
             if part.get("additionalProperties", False) is not False:
                 return
             names |= dict.fromkeys(part.get("properties") or (), True)

@@ -9,11 +9,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from infer.json_schema.formats import FORMATS
+from infer.json_schema.keywords import ANNOTATIONS, ENFORCED, IGNORED
 from infer.json_schema.regexes import translate as translate_regex
 from infer.json_schema.translation import translate
 from infer.sampling.grammar import Grammar
@@ -188,6 +189,28 @@ def test_keywords_that_are_rewritten(schema: Any, fitting: list[Any], unfit: lis
     for value in fitting + unfit:
         assert draft(schema).is_valid(value) == (value in fitting)
         assert accepts(schema, value) == (value in fitting)
+
+
+WORDS = st.sampled_from([*ENFORCED, *IGNORED, *ANNOTATIONS, "a"])
+SMALL = st.sampled_from([None, True, False, 0, -1, 2.5, 2**70, "", "a", "#", "#/a", "#a", "string", "object", "("])
+NODES = st.recursive(
+    SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=5), max_leaves=12
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(WORDS, NODES, min_size=1, max_size=5))
+@example({"unevaluatedProperties": False, "$ref": "#/a", "a": {"allOf": 3}})
+@example({"unevaluatedProperties": False, "$ref": "#/a", "a": {"$ref": 5}})
+@example({"unevaluatedProperties": False, "$ref": "#/a", "a": {"properties": [{}]}})
+@example({"propertyNames": {"$ref": "#/a"}, "a": {"$ref": "#/a"}})
+def test_what_is_malformed_is_an_error_in_words(schema: Any) -> None:
+    message = ""
+    try:
+        json.dumps(translate(schema).schema)
+    except ValueError as error:
+        message = str(error)
+    assert not message or any(word in message for word in ("must be", "is not in this schema", "beyond 2^53"))
 
 
 def test_closed_objects_have_the_declared_properties() -> None:
