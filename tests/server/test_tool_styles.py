@@ -198,6 +198,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("add", {"a": 1}), ("now", {})],
     ),
     ("mistral_args", "[TOOL_CALLS]now{}", "", [("now", {})]),
+    ("mistral_args", '[TOOL_CALLS]add[CALL_ID]aB3456789[ARGS]{"a": 1}', "", [("add", {"a": 1})]),
     (
         "deepseek_v3",
         f"Hm.{DEEPSEEK[1]}function{DEEPSEEK[2]}now\n```json\n{{}}\n```{DEEPSEEK[3]} Done.",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from infer.server.parsing.tagged_arguments import TagScanner, arguments_text
-from infer.server.parsing.tool_styles import CALL_KEYS, Call, ToolStyle, arguments_call
+from infer.server.parsing.tool_styles import ALPHANUMERIC, CALL_ID, CALL_KEYS, Call, ToolStyle, arguments_call
 from models.json_text import JsonScanner, skip
 
 THINK, END_THINK = "<think>", "</think>"
@@ -341,6 +341,8 @@ def name_places(text: str, name: str, style: ToolStyle) -> tuple[int, int] | Non
         if written == mark:
             place += len(mark)
             name_end = place if mark == name else name_end
+            if mark == CALL_ID:
+                place = len(text) - len(text[place:].lstrip(ALPHANUMERIC))
         elif len(written) < len(mark) and mark.startswith(written):
             return name_end, len(text)
         elif mark == name:

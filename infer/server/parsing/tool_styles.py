@@ -19,6 +19,7 @@ from models.json_text import elements, members, read, value_end, without_lone_su
 MAX_FORCED_CALLS = 8
 ALPHANUMERIC = string.ascii_letters + string.digits
 CALL_KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call without marks
+CALL_ID = "[CALL_ID]"  # an id follows it
 OBJECT = '{"name": "$name", "arguments": $arguments}'
 
 
@@ -234,7 +235,7 @@ STYLES = {
             "Mistral since Small 3.2",
             shown_by=(("[TOOL_CALLS]", "[ARGS]"),),
             begins=("[TOOL_CALLS]",),
-            after=("[ARGS]",),
+            after=(CALL_ID, "[ARGS]"),
             named=True,
             short_ids=True,
             form="[TOOL_CALLS]$name[ARGS]$arguments",
