@@ -21,7 +21,7 @@ from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of
 from infer.server.parsing.grammar_check import GrammarCheck
 from infer.server.parsing.harmony import CHANNEL
-from infer.server.parsing.stream import THINK
+from infer.server.parsing.stream import END_RESPONSE, RESPONSE, THINK
 from infer.server.parsing.style_choice import choose_style
 from infer.server.protocol.completions import GenerationRequest
 from infer.server.protocol.errors import ApiError, invalid_field
@@ -65,7 +65,7 @@ class Service:
         parser, templates = self.config.reasoning_parser, "\n".join(self.tokenizer.chat.texts.values())
         if parser == "auto":
             parser = "harmony" if CHANNEL in templates else "think" if THINK in templates else "none"
-        self.reasoning_parser = parser
+        self.reasoning_parser, self.wraps_answers = parser, f"{RESPONSE}{END_RESPONSE}" in templates
         self.proposer, self.proposers = engine.proposer_name, tuple(engine.speculator.names)
         self.metrics.speculative = self.proposer != "none"
         # No longer text can fit the context; saves tokenizing megabytes only to refuse them.

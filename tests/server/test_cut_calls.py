@@ -158,6 +158,28 @@ FRAGMENTS = (
     '<tool_call>{"name": "add", "arguments": {"a": "',
     '{"name": "add", "parameters": {"b": [',
     '[TOOL_CALLS][{"name": "add", "arguments": {}}',
+    *("<function=add>", "<parameter=a>\n", "\n</parameter>", "</function>", "<tool_call>add\n", "<arg_key>a</arg_key>"),
+    *(
+        "<arg_value>",
+        "</arg_value>",
+        '<invoke name="add">',
+        '<parameter name="a">',
+        "</invoke>",
+        "functools",
+        "```json\n",
+    ),
+    *(
+        "<|tool_call|>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "function<｜tool▁sep｜>add\n",
+        "<｜tool▁call▁end｜>",
+    ),
+    *(
+        "<tool_call>\n<function=add>\n<parameter=a>\n",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>",
+        "<response>",
+    ),
 )
 
 
@@ -173,6 +195,7 @@ FRAGMENTS = (
             "inside": st.booleans(),
             "forced": st.booleans(),
             "max_calls": st.sampled_from([None, 1]),
+            "wrapped": st.booleans(),
         }
     ),
 )

@@ -143,6 +143,27 @@ def test_reasoning_is_set_apart(text: str, inside: bool, reasoning: str, content
     assert parse(ChatParser(None, []), pieces(text, cuts)).content == text
 
 
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 100), max_size=30))
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<think>Hm.</think><response>It is <3.</response>", "It is <3."),
+        ("<think>Hm.</think>\n\n<response>\nYes.</response>\n", "\nYes.\n"),
+        ("<think>Hm.</think><response>It is", "It is"),
+        ("<think>Hm.</think>It is <response>3</response>", "It is <response>3</response>"),
+        ("<think>Hm.</think><resp", "<resp"),
+    ],
+)
+def test_an_answer_between_marks_of_its_own(text: str, content: str, cuts: list[int]) -> None:
+    """Granite 3.3 with thinking=true."""
+    for tools in ([], TOOLS):
+        parts = parse(ChatParser(STYLES["granite"], tools, thinking=True, wrapped=True), pieces(text, cuts))
+        assert (parts.reasoning, parts.content) == ("Hm.", content)
+    answer = text.removeprefix("<think>Hm.</think>")
+    assert parse(ChatParser(None, [], thinking=True, wrapped=True), pieces(answer, cuts)).content == answer
+
+
 @pytest.mark.parametrize("text", ["\n\nYes.", " ", "\n", "\t\n no"])
 def test_where_nothing_can_open_every_piece_is_shown_at_once(text: str) -> None:
     """Neither tools nor reasoning: an answer that begins with white space is streamed from its first token."""

@@ -123,6 +123,7 @@ class Conversation:
             names,
             thinking=self.thinks and (self._structure is None or self._begun_thinking),
             inside=self._begun_thinking,
+            wrapped=self._service.wraps_answers,
             forced=self._forced,
             max_calls=self._most_calls,
             fits=None if self._forced else self._fits,

@@ -15,6 +15,7 @@ from infer.server.parsing.tool_styles import ALPHANUMERIC, CALL_ID, CALL_KEYS, C
 from models.json_text import JsonScanner, skip
 
 THINK, END_THINK = "<think>", "</think>"
+RESPONSE, END_RESPONSE = "<response>", "</response>"  # around an answer after its reasoning (Granite 3.3)
 NO_CALL = ("", -1)
 FENCE = "```"
 MAX_OPENING = 80  # characters in which the first key of an unmarked call begins
@@ -61,6 +62,7 @@ class ChatParser:
     tools: Collection[str]
     thinking: bool = False  # a reasoning span may begin the text
     inside: bool = False  # and the prompt has already begun it
+    wrapped: bool = False  # what follows it may stand between RESPONSE and END_RESPONSE
     forced: bool = False  # a grammar restricts the text to calls
     max_calls: int | None = None  # further ones are dropped
     fits: Callable[[Call], bool] | None = None  # a call's arguments; calls that are all of the text need no marks
@@ -81,6 +83,7 @@ class ChatParser:
         self._scanner: JsonScanner | TagScanner = JsonScanner()
         self._after_call = False  # white space around calls is not content
         self._after_reasoning = False  # nor are newlines after the reasoning
+        self._is_wrapped = False  # whether END_RESPONSE ends the content
         self.reasoning_span = (0, 0)  # (first, last + 1) in the characters taken, without its marks
 
     def take(self, text: str, finish_reason: str | None) -> Parts:
@@ -103,6 +106,8 @@ class ChatParser:
             self._buffer = self._buffer.lstrip("\n")
         text, style = self._buffer.lstrip(), self.style
         openings = [*([THINK] if self.thinking else []), *(style.begins if style is not None else ())]
+        if self.wrapped and self._after_reasoning:
+            openings.append(RESPONSE)
         if not self._buffer or (openings and not text):  # where nothing can open, white space is content
             return False
         if not last and any(mark.startswith(text) for mark in openings):
@@ -114,6 +119,8 @@ class ChatParser:
         elif style is not None and style.bare and text.startswith(("{", *style.begins)):
             self._begin_bare_call(text)
         else:
+            self._is_wrapped = RESPONSE in openings and text.startswith(RESPONSE)
+            self._buffer = text.removeprefix(RESPONSE) if self._is_wrapped else self._buffer
             self._state = "content" if style is None or self.fits is None else "unmarked"
             self._end, self._scanner = None, JsonScanner()
         return True
@@ -165,16 +172,15 @@ class ChatParser:
             self.reasoning_span = self.reasoning_span[0], self.reasoning_span[1] + len(text)
 
     def _in_content(self, parts: Parts, last: bool) -> bool:
-        if self.style is None:
-            self._content(parts, self._buffer)
-            self._buffer = ""
-            return False
-        before, mark, self._buffer = split(self._buffer, self.style.begins, last)
+        marks = (*(self.style.begins if self.style is not None else ()), *([END_RESPONSE] if self._is_wrapped else []))
+        before, mark, self._buffer = split(self._buffer, marks, last)
         if not before.strip() and not mark and not last and self._after_call:
             self._buffer = before + self._buffer
             return False
         self._content(parts, before)
-        if mark:
+        if mark == END_RESPONSE:
+            self._is_wrapped = False
+        elif mark:
             self._begin_call(mark, self._buffer)
         return bool(mark)
 
@@ -361,7 +367,7 @@ def split(text: str, marks: Sequence[str], last: bool) -> tuple[str, str, str]:
     if places:
         mark = min(places, key=places.__getitem__)
         return text[: places[mark]], mark, text[places[mark] + len(mark) :]
-    longest = 0 if last else min(max(map(len, marks)) - 1, len(text))
+    longest = 0 if last else min(max(map(len, marks), default=1) - 1, len(text))
     for length in range(longest, 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return text[:-length], "", text[-length:]
