@@ -29,15 +29,12 @@ from infer.server.protocol.tools import (
 )
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Prefix caching is always on; the other fields identify, bill or route a request.
+# Prefix caching is always on; the other fields identify, bill or route a request, which is never passed on.
 ACCEPTED = frozenset(
     {
         *("cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics"),
         *("user_profile_id", "workspace_id", "billing_policy", "betas"),
-        *(
-            "fallbacks",
-            "fallback_credit_token",
-        ),  # other models that may serve what one declines; this one declines nothing
+        *("fallbacks", "fallback_credit_token"),
     }
 )
 REFUSED: dict[str, Unless] = {
