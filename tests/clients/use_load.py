@@ -36,8 +36,8 @@ def guidellm(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
 
 def aiperf(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
     command = ["aiperf", "profile", "--model", MODEL, "--url", URL, "--endpoint-type", "chat", "--streaming"]
-    command += ["--tokenizer", TARGET, "--request-count", str(REQUESTS), "--concurrency", "2", "--ui", "none"]
-    command += ["--synthetic-input-tokens-mean", "32", "--output-tokens-mean", str(TOKENS)]
+    command += ["--tokenizer", TARGET, "--request-count", str(REQUESTS), "--concurrency", "2", "--ui", "simple"]
+    command += ["--isl", "32", "--osl", str(TOKENS)]
     command += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count", "--artifact-dir", folder]
 
     def counts() -> dict[str, Any]:
@@ -79,8 +79,10 @@ def counts() -> None:
     before = counted()
     with tempfile.TemporaryDirectory() as folder:
         command, reported = {"guidellm": guidellm, "aiperf": aiperf, "evalscope": evalscope}[NAME](folder)
-        program = str(Path(sys.executable).with_name(command[0]))
-        done = subprocess.run([program, *command[1:]], capture_output=True, text=True, timeout=500, check=False)
+        # aiperf takes the path of a tokenizer for the id of a repository where HF_HUB_OFFLINE is set.
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        command[0] = str(Path(sys.executable).with_name(command[0]))
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
         if done.returncode:
             raise RuntimeError((done.stderr or done.stdout).strip()[-800:])
         after = counted()
