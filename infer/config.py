@@ -34,7 +34,7 @@ TOOL_STYLES = (  # rows of the table in infer/server/parsing/tool_styles.py
     *("harmony", "qwen3_coder", "glm45", "minimax_m2", "hermes", "mistral_args", "mistral"),
     *("phi4_mini", "granite", "deepseek_v3", "deepseek_v31", "llama3"),
 )
-ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
+ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
 HOST = re.compile(r"[\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+|\*")
 LEAST_TOKENS = 8  # of an update of a head that learns
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
@@ -265,9 +265,10 @@ class ServerConfig(Schema):
     api_keys_file: str | None = None  # one key per line; in addition to HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
     strict: bool = False  # reject request fields of no schema; false: ignore them with a warning
-    cors_origins: list[str] = field(default_factory=list)  # origins whose pages may call from a browser; ["*"]: all
+    # origins whose pages may call from a browser; ["*"]: all
+    cors_origins: list[str] = bounded([], "must be *, or http(s)://host[:port], without a path", ORIGIN.fullmatch)
     # host names beside localhost under which a server may be called that needs no key; ["*"]: any
-    allowed_hosts: list[str] = field(default_factory=list)
+    allowed_hosts: list[str] = bounded([], "must be a name without scheme and port, or *", HOST.fullmatch)
     max_body_bytes: int = number(4 * 2**20, low=1)
     max_connections: int = number(1024, low=1)  # open at once; fewer if half of the process's descriptors are
     client_timeout_s: float = number(60.0, low=0.001)  # for sending a request, and without reading of its response
@@ -283,12 +284,6 @@ class ServerConfig(Schema):
 
     def __post_init__(self) -> None:
         check_fields(self, "server.")
-        for origin in self.cors_origins:  # a browser's `origin` header
-            if origin != "*" and not ORIGIN.fullmatch(origin):
-                raise ValueError(f"server.cors_origins={origin}: must be *, or http(s)://host[:port], without a path")
-        for host in self.allowed_hosts:
-            if not HOST.fullmatch(host):
-                raise ValueError(f"server.allowed_hosts={host}: must be a name without scheme and port, or *")
         if "*" in self.cors_origins and len(self.cors_origins) > 1:
             raise ValueError(
                 f"server.cors_origins={self.cors_origins}: * stands for every origin; leave out the others"

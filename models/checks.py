@@ -25,7 +25,7 @@ def at_least(key: str, value: float | None, low: float) -> None:
         raise ValueError(f"{key}={value}: must be at least {low}")
 
 
-def bounded(default: Any, wanted: str, holds: Callable[[Any], bool]) -> Any:
+def bounded(default: Any, wanted: str, holds: Callable[[Any], object]) -> Any:
     """Return a dataclass field whose value must satisfy `holds`; in a list every item must. None always may be."""
     metadata = {"bound": (wanted, holds)}
     if isinstance(default, list):
