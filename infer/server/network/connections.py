@@ -78,29 +78,31 @@ class Bounds:
             connection.enforce()
 
     def make_room(self, new: Connection) -> bool:
-        """Close the connection that has waited longest for a request, if there are too many. Returns whether there is
+        """Drop the connection that has waited longest for a request, if there are too many. Returns whether there is
         room for a new one: not if every other has a request that is being served.
         """
-        if len(new.connections) <= self.most:
+        held = [each for each in cast(set[Connection], new.connections) if not each.dropped]
+        if len(held) <= self.most:
             return True
         self.note(f"more than {self.most} connections: those that wait longest for a request are closed")
-        others = [each for each in cast(set[Connection], new.connections) if each.owes and each is not new]
-        if others:
-            min(others, key=lambda each: each.since).transport.abort()
-        return bool(others)
+        idle = [each for each in held if each is not new and (each.owes or each.transport.is_closing())]
+        if idle:
+            max(idle, key=Connection.waited).drop()
+        return bool(idle)
 
 
 class Connection(H11Protocol):
     """A connection that is closed once its client has not done for `timeout_s` what it has to do next.
 
     That is to send a whole request, from the first moment or the end of the last response on, or to read any of what
-    was written. A response may take as long as it likes. `since`: from when the client has owed that.
+    was written. A response may take as long as it likes.
     """
 
     def __init__(self, bounds: Bounds, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.bounds, self.since = bounds, monotonic()
+        self.bounds, self.dropped = bounds, False
         self._awaited: Hashable = None
+        self._since = monotonic()  # from when that has been awaited
 
     @property
     def owes(self) -> bool:
@@ -109,22 +111,30 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._awaited = self._await()
+        self.waited()  # from now on
         if not self.bounds.make_room(self):
             why = f"this server has {self.bounds.most} connections (server.max_connections), all with requests"
             transport.write(answer("503 Service Unavailable", why, "overloaded_error", "too_many_connections"))
             transport.close()
 
-    def enforce(self) -> None:
+    def drop(self) -> None:
+        self.dropped = True
+        self.transport.abort()
+
+    def waited(self) -> float:
+        """Return for how many seconds the client has owed what it has to do next."""
         awaited, now = self._await(), monotonic()
         if awaited != self._awaited:
-            self._awaited, self.since = awaited, now
-        if awaited is None or now - self.since < self.bounds.timeout_s:
+            self._awaited, self._since = awaited, now
+        return 0.0 if awaited is None else now - self._since
+
+    def enforce(self) -> None:
+        if self.waited() < self.bounds.timeout_s:
             return
         self.bounds.note("clients kept connections waiting, which were closed (server.client_timeout_s)")
         begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
         if not begun or self._answers or self.transport.is_closing() or self.flow.write_paused:
-            self.transport.abort()
+            self.drop()
             return
         why = f"the request did not arrive whole within server.client_timeout_s={self.bounds.timeout_s:g}"
         self.transport.write(answer("408 Request Timeout", why, "invalid_request_error", "client_timeout"))
