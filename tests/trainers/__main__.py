@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from models.attention import CausalAttention
 from models.formats.checkpoint import export_format
-from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint
+from models.formats.conversion import FORMATS, UNSUPPORTED, detect, read_checkpoint, write_checkpoint
 from models.heads import HEADS
 from models.heads.base import Head
 from models.heads.block import BlockHead, base_logits
@@ -32,13 +33,14 @@ from models.heads.mtp.head import MtpHead
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from scripts.benchmarks.document import markdown
+from tests.formats import test_other_trainers as recorded
 from tests.heads import VARIANTS, make_head
 from train.objectives import alignment
 from train.objectives.draft_states import draft_states
 
 HERE, FOLDER = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / ".trainers"
 LENGTH, STEPS, CLOSE = 40, 3, 1e-4  # of the largest logit
-SHOWN = 110
+SHOWN, LIBRARIES = 110, ("speculators", "specforge")
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 0,
@@ -52,13 +54,19 @@ EXPORTED = ("eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2")
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.trainers", description=__doc__, allow_abbrev=False)
     parser.add_argument("--python", type=Path, help="of an environment with speculators; without it one is made")
-    python = parser.parse_args(argv).python or install()
+    parser.add_argument("--record", type=Path, help="write the logits that tests/formats/test_other_trainers.py reads")
+    options = parser.parse_args(argv)
+    python = options.python or install()
     shutil.rmtree(FOLDER / "heads", ignore_errors=True)
-    folders = {kind: FOLDER / "heads" / kind for kind in ("target", "theirs", "ours")}
+    folders = {kind: FOLDER / "heads" / kind for kind in ("target", "speculators", "specforge", "ours")}
     target = make_target(folders["target"])
-    run(python, "make", target.path, folders["theirs"])
+    if options.record:
+        return record(python, target, options.record)
     ours, lost = dict[Path, Tensor](), dict[Path, list[str]]()
-    outcomes = {folder: "" for folder in sorted(folders["theirs"].iterdir())}
+    for library in LIBRARIES:
+        folders[library].mkdir(parents=True)
+        run(python, "make", target.path, folders[library], library=library)
+    outcomes = {folder: "" for library in LIBRARIES for folder in sorted(folders[library].iterdir()) if folder.is_dir()}
     for folder in outcomes:
         try:
             ours[folder] = logits_of(load_head(folder, target=target), target, folder)
@@ -67,15 +75,33 @@ def main(argv: list[str]) -> int:
     for folder, head in export(folders["ours"], target):
         ours[folder], checkpoint = logits_of(head, target, folder), read_checkpoint(detect(folder), folder)
         lost[folder] = export_format(HEADS[head.config.name]).losses(checkpoint)
-    for result in run(python, "logits", *ours):
+    results = run(python, "logits", *(folder for folder in ours if folder.parent != folders["specforge"]))
+    results += [{"folder": folder, "error": None} for folder in ours if folder.parent == folders["specforge"]]
+    for result in results:
         folder, error = Path(result["folder"]), result["error"]
         outcome = error or compared(ours[folder], load_file(f"{folder}.logits.safetensors")["logits"])
         said = lost.get(folder, ())
         outcomes[folder] = f"as announced: {said[0]}" if said and not outcome.startswith("equal") else outcome
     rows = [(f"{folder.name}", f"{folder.parent.name}", outcome[:SHOWN]) for folder, outcome in outcomes.items()]
     print(markdown(("head", "made by", "logits"), rows, pad=True).rstrip())
-    fine = ("equal", "as announced", "refused: speculators' XPress")
+    fine = ("equal", "as announced", *(f"refused: {name}" for name in UNSUPPORTED.values()))
     return int(not all(outcome.startswith(fine) for outcome in outcomes.values()))
+
+
+def record(python: Path, target: LlamaTarget, file: Path) -> int:
+    """Write the logits `[slots, K, Vd]` that speculators computes of the heads of trained_sources.py."""
+    ids, features = recorded.inputs()
+    folders = {name: FOLDER / "heads" / "recorded" / name for name in recorded.TRAINED_SOURCES}
+    for name, source in recorded.TRAINED_SOURCES.items():
+        config = json.loads(json.dumps(source.config))
+        config["speculators_config"]["verifier"]["name_or_path"] = target.path
+        folders[name].parent.mkdir(exist_ok=True)
+        replace(source, config=config).write(folders[name])
+        save_file({"ids": ids[0], "features": torch.cat(features, dim=-1)[0]}, f"{folders[name]}.inputs.safetensors")
+    run(python, "logits", *folders.values())
+    logits = {name: load_file(f"{folder}.logits.safetensors")["logits"] for name, folder in folders.items()}
+    save_file({name: each[list(recorded.SLOTS)].contiguous() for name, each in logits.items()}, file)
+    return 0
 
 
 def install() -> Path:
@@ -89,6 +115,7 @@ def install() -> Path:
         torch_pin.write_text(f"torch=={torch.__version__}\n")
         subprocess.run([*pip, "-r", torch_pin], check=True)
         subprocess.run([*pip, "-c", torch_pin, "-r", pins], check=True)
+        subprocess.run([*pip, "--no-deps", "-r", HERE / "requirements-no-deps.txt"], check=True)
         # of another torch than this one, and transformers imports them if they are there
         subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio"], check=True)
         stamp.write_text(pins.read_text())
@@ -103,12 +130,12 @@ def make_target(folder: Path) -> LlamaTarget:
     return load_target(str(folder))
 
 
-def run(python: Path, command: str, *words: object) -> list[dict[str, Any]]:
-    """Run the trainers' side; return the results that it prints. Its other output is in .trainers/<command>.log."""
+def run(python: Path, command: str, *words: object, library: str = LIBRARIES[0]) -> list[dict[str, Any]]:
+    """Run a trainer's side; return the results that it prints. The rest is in .trainers/<library>-<command>.log."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with (FOLDER / f"{command}.log").open("w") as log:
+    with (FOLDER / f"{library}-{command}.log").open("w") as log:
         done = subprocess.run(
-            [python, HERE / "use_speculators.py", command, *map(str, words)],
+            [python, HERE / f"use_{library}.py", command, *map(str, words)],
             stdout=subprocess.PIPE, stderr=log, text=True, check=True, env=environment,
         )  # fmt: skip
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
