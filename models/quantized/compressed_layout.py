@@ -4,12 +4,15 @@
 shape in `weight_shape`; zero points, if any, are packed along N in the same way. The other formats store `weight`
 unpacked, as int8 or fp8. `weight_scale` `[N, G]`, `[N, 1]` or `[1]`; `weight_g_idx` `[K]` holds the group of each
 column if columns are not grouped in order.
+
+Of several groups the library itself takes the one with the most exact target: a layer's name before a pattern, and that
+before a class, wherever they stand. With `mixed-precision` each group states its own format.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +23,7 @@ from kernels.groups import GroupedRows
 from models.fields import Fields
 from models.quantized.scheme import INTEGERS, WORD, Scheme, centered, centered_zeros, column_groups, need, unpack
 
-PACKED = "pack-quantized"
+PACKED, MIXED = "pack-quantized", "mixed-precision"
 STORED = {  # format -> (type, bits) that it may hold
     PACKED: (("int", 4), ("int", 8)),
     "int-quantized": (("int", 8),),
@@ -36,9 +39,9 @@ PARTS = ("weight_scale", "weight", "weight_packed", "weight_shape", "weight_zero
 
 @dataclass(frozen=True)
 class Group:
-    """The storage of the layers that `targets` names. `size`: columns of a group; 0: a row, -1: the whole weight."""
+    """The storage of some layers. `size`: columns of a group; 0: a row, -1: the whole weight."""
 
-    targets: tuple[str, ...]
+    form: str
     kind: str
     bits: int
     size: int
@@ -48,20 +51,19 @@ class Group:
 
 def read(fields: Fields) -> Scheme:
     form = fields.need("format", str)
-    if form not in STORED:
-        raise ValueError(f"{fields.name}: format={form!r}: only {', '.join(STORED)} are supported")
     fields.only("kv_cache_scheme")
     fields.only("sparsity_config")
     fields.ignore(*HISTORY)
-    ignored = tuple(_string_list(fields, "ignore"))
+    ignored = _string_list(fields, "ignore")
     sections = fields.need_section("config_groups")
-    groups = [_read_group(sections.need_section(name), form) for name in sections.values]
+    groups: dict[str, Group] = {}  # by target; of two of one target the last counts
+    for name in sections.values:
+        section = sections.need_section(name)
+        groups |= dict.fromkeys(_string_list(section, "targets"), _read_group(section, form))
     if not groups:
         raise ValueError(f"{sections.name}: names no group")
-    kinds = ", ".join(dict.fromkeys(f"{group.kind}{group.bits}" for group in groups))
-    return Scheme(
-        f"compressed-tensors {form}, {kinds}", PARTS, partial(_read_layer, groups=groups, ignored=ignored, form=form)
-    )
+    kinds = ", ".join(dict.fromkeys(f"{group.kind}{group.bits}" for group in groups.values()))
+    return Scheme(f"compressed-tensors {form}, {kinds}", PARTS, partial(_read_layer, groups=groups, ignored=ignored))
 
 
 def _string_list(fields: Fields, key: str) -> Sequence[str]:
@@ -72,8 +74,12 @@ def _string_list(fields: Fields, key: str) -> Sequence[str]:
 
 
 def _read_group(fields: Fields, form: str) -> Group:
-    targets = tuple(_string_list(fields, "targets"))
-    fields.only("format", form)
+    if form == MIXED:
+        form = fields.need("format", str)
+    else:
+        fields.only("format", form)
+    if form not in STORED:
+        raise ValueError(f"{fields.name}: format={form!r}: only {', '.join(STORED)} are supported")
     for activations in ("input_activations", "output_activations"):
         if fields.maybe(activations, dict) is not None:
             raise ValueError(f"{fields.name}: {activations}: quantized activations are not supported, only weights")
@@ -98,24 +104,29 @@ def _read_group(fields: Fields, form: str) -> Group:
         raise ValueError(f"{weights.name}: symmetric=false: only supported in {PACKED}")
     weights.done()
     columns = {"tensor": -1, "channel": 0}.get(strategy, size or 0)
-    return Group(targets, kind, bits, columns, symmetric, ORDERS[order])
+    return Group(form, kind, bits, columns, symmetric, ORDERS[order])
 
 
-def _matches(pattern: str, layer: str) -> bool:
-    return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern in (layer, "Linear")
+def _matching(patterns: Iterable[str], layer: str) -> list[str]:
+    """Return those of the patterns that name the layer: it alone, then patterns in alphabetical order, then classes."""
+    named = {
+        pattern: re.match(pattern[3:], layer) if pattern.startswith("re:") else pattern in (layer, "Linear")
+        for pattern in patterns
+    }
+    matching = [pattern for pattern, match in named.items() if match]
+    return sorted(matching, key=lambda pattern: (pattern != layer, not pattern.startswith("re:"), pattern))
 
 
 def _read_layer(
-    layer: str, parts: Mapping[str, Tensor], *, groups: Sequence[Group], ignored: Sequence[str], form: str
+    layer: str, parts: Mapping[str, Tensor], *, groups: Mapping[str, Group], ignored: Sequence[str]
 ) -> GroupedRows:
-    if any(_matches(pattern, layer) for pattern in ignored):
+    if _matching(ignored, layer):
         raise ValueError("is quantized, and named under `ignore`")
-    group = next(
-        (candidate for candidate in groups if any(_matches(pattern, layer) for pattern in candidate.targets)), None
-    )
-    if group is None:
+    targets = _matching(groups, layer)
+    if not targets:
         raise ValueError("is quantized, and no group of `config_groups` names it")
-    rows, columns = _shape(group, parts, form)
+    group = groups[targets[0]]
+    rows, columns = _shape(group, parts)
     size = columns if group.size < 1 else group.size
     count = -(-columns // size)
     scales = need(parts, "weight_scale")
@@ -137,7 +148,7 @@ def _read_layer(
         raise ValueError("weight_zero_point: is not zero everywhere, and symmetric=true says that it is")
 
     def integers() -> tuple[Tensor, Tensor | None]:
-        if form != PACKED:
+        if group.form != PACKED:
             return need(parts, "weight"), None
         values = centered(unpack(need(parts, "weight_packed"), group.bits)[:, :columns], group.bits)
         if zero_words is None:
@@ -154,9 +165,9 @@ def _all_zero(points: Tensor, rows: int, bits: int) -> bool:
     return not points.float().any() or (packed and centered_zeros(unpack(points.t(), bits).t()[:rows], bits) is None)
 
 
-def _shape(group: Group, parts: Mapping[str, Tensor], form: str) -> tuple[int, int]:
+def _shape(group: Group, parts: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return the rows and columns of a layer's weight. Raises ValueError for tensors of another shape or type."""
-    if form == PACKED:
+    if group.form == PACKED:
         rows, columns = map(int, need(parts, "weight_shape", 2))
         need(parts, "weight_packed", rows, -(-columns * group.bits // WORD))
         return rows, columns

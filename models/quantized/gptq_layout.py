@@ -26,9 +26,16 @@ HISTORY = (
     "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
     "modules_in_block_to_quantize", "mse", "quantizer", "static_groups", "tokenizer", "true_sequential",
     "use_cuda_fp16", "use_exllama",
+    # of AutoRound
+    "amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider", "scale_dtype",
+    "seqlen", "to_quant_block_names",
 )  # fmt: skip
 AWQ_BITS = 4
-AWQ_HISTORY = ("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "modules_to_not_convert")
+AWQ_HISTORY = (
+    "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "modules_to_not_convert",
+    "desc_act", "sym",  # the tensors hold every zero point, and have no order
+)  # fmt: skip
 
 
 def read_gptq(fields: Fields) -> scheme.Scheme:
@@ -40,11 +47,9 @@ def read_gptq(fields: Fields) -> scheme.Scheme:
     version = fields.take("checkpoint_format", str, "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"{fields.name}: checkpoint_format={version!r}: only 'gptq' and 'gptq_v2' are supported")
+    fields.only("method", "gptq")
     fields.only("format", version)
-    fields.only("pack_dtype", "int32")
-    fields.only("lm_head", False)
-    fields.only("dynamic", {})
-    fields.ignore(*HISTORY)
+    _read_common(fields)
     parts = ("qweight", "qzeros", "scales", "g_idx")
     stored = {"minus_one": version == "gptq", "symmetric": symmetric, "reordered": reordered}
     layer = partial(_read_layer, bits=bits, group_size=size, **stored)
@@ -59,10 +64,22 @@ def read_awq(fields: Fields) -> scheme.Scheme:
     version = fields.take("version", str, "gemm")
     if version.lower() != "gemm":
         raise ValueError(f"{fields.name}: version={version!r}: only 'gemm' is supported")
-    fields.only("zero_point", True)
+    fields.only("zero_point", True, False)  # without, the tensors hold the middle of the range
+    fields.only("method", "awq")
+    for key in ("format", "checkpoint_format"):
+        fields.only(key, "gemm")
     fields.ignore(*AWQ_HISTORY)
+    _read_common(fields)
     layer = partial(_read_layer, bits=bits, group_size=size, awq=True)
     return scheme.Scheme(f"awq, {bits} bits in groups of {size}", ("qweight", "qzeros", "scales"), layer)
+
+
+def _read_common(fields: Fields) -> None:
+    fields.only("data_type", "int")
+    fields.only("pack_dtype", "int32")
+    fields.only("lm_head", False)
+    fields.only("dynamic", {})
+    fields.ignore(*HISTORY)
 
 
 def _read_layer(

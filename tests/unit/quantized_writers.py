@@ -76,9 +76,9 @@ def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False
     return quantize
 
 
-def awq(size: int) -> Quantizer:
+def awq(size: int, *, symmetric: bool = False) -> Quantizer:
     def quantize(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
-        values, zero, scale = affine(weight, 4, size, symmetric=False)
+        values, zero, scale = affine(weight, 4, size, symmetric)
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         parts = {
             "qweight": pack_rows(values.T, 4, order),
@@ -176,17 +176,24 @@ def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: 
 
 
 def write(
-    source: Path, section: dict[str, Any], quantize: Quantizer, out: Path, plain: Path, dense: tuple[str, ...] = ()
+    source: Path,
+    section: dict[str, Any],
+    quantize: Quantizer,
+    out: Path,
+    plain: Path,
+    dense: tuple[str, ...] = (),
+    otherwise: dict[str, Quantizer] | None = None,
 ) -> None:
     """Write the target in `source` quantized to `out`, and the dequantized weights as an fp32 checkpoint to `plain`.
 
-    Layers of a name with one of `dense` in it are not quantized.
+    Layers of a name with one of `dense` in it are not quantized, those with one of `otherwise` as it says.
     """
     rng = np.random.default_rng(0)
     stored, ordinary = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, tensor in load_file(source / "model.safetensors").items():
         if LAYER in name and not any(part in name for part in dense):
-            parts, weight = quantize(tensor.numpy(), rng)
+            others = [other for part, other in (otherwise or {}).items() if part in name]
+            parts, weight = (others or [quantize])[0](tensor.numpy(), rng)
             stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
             ordinary[name] = torch.from_numpy(np.ascontiguousarray(weight))
         else:
@@ -204,6 +211,23 @@ GPTQ = gptq_config(32)
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 AWQ |= {"modules_to_not_convert": None}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [48, 16]}
+# of AutoRound 0.16.1's own exports, with iters=2 and lr=1
+AUTOROUND_GPTQ = {
+    "autoround_version": "0.16.1", "bits": 4, "damp_percent": 0.01, "data_type": "int", "desc_act": False,
+    "group_size": 32, "iters": 2, "lm_head": False, "lr": 1, "minmax_lr": 1, "provider": "auto-round",
+    "quant_method": "gptq", "sym": True, "true_sequential": False,
+}  # fmt: skip
+AUTOROUND_AWQ = {
+    "autoround_version": "0.16.1", "bits": 4, "data_type": "int", "group_size": 32, "iters": 1,
+    "modules_to_not_convert": ["lm_head"], "provider": "auto-round", "quant_method": "awq", "sym": True,
+    "to_quant_block_names": "model.layers", "version": "gemm", "zero_point": False,
+}  # fmt: skip
+# of GPTQModel 7.7.0, and what transformers 5.19 makes of AWQ's when it saves a model again
+GPTQMODEL = GPTQ | {"method": "gptq", "format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"], "mse": 0.0}}
+TRANSFORMERS_AWQ = AWQ | {
+    "sym": True, "desc_act": False, "act_group_aware": True, "format": "gemm", "damp_percent": 0.1, "meta": None,
+    "true_sequential": True, "batch_size": 1, "cache_block_outputs": True, "pad_token_id": None, "backend": "auto",
+}  # fmt: skip
 GROUP = {"strategy": "group", "group_size": 32}
 KINDS: dict[str, tuple[dict[str, Any], Quantizer]] = {
     "gptq": (GPTQ, gptq(4, 32)),
@@ -214,7 +238,15 @@ KINDS: dict[str, tuple[dict[str, Any], Quantizer]] = {
     "gptq without an order": (GPTQ | {"desc_act": True}, unordered(gptq(4, 32), "g_idx")),
     "gptq with zeros, in 8 bits": (GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, symmetric=False)),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, zero_offset=0)),
+    "gptq of AutoRound": (AUTOROUND_GPTQ, gptq(4, 32)),
+    "gptq of AutoRound, zeros": (
+        AUTOROUND_GPTQ | {"sym": False, "nsamples": 512, "seqlen": 512, "scale_dtype": "torch.float32"},
+        gptq(4, 32, symmetric=False),
+    ),
+    "gptq of GPTQModel": (GPTQMODEL, gptq(4, 32)),
     "awq": (AWQ, awq(32)),
+    "awq of AutoRound": (AUTOROUND_AWQ, awq(32, symmetric=True)),
+    "awq of transformers": (TRANSFORMERS_AWQ, awq(32)),
     "awq with the older names": (
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
         awq(16),

@@ -22,7 +22,7 @@ from models.sharding import Part
 from models.targets import check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
-from tests.unit.quantized_writers import AWQ, FP8, GPTQ, KINDS, compressed, write
+from tests.unit.quantized_writers import AWQ, FP8, GPTQ, KINDS, compressed, packed, plain8, write
 from train.config import TrainConfig
 from train.loop import train
 
@@ -93,6 +93,54 @@ def changed(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
 PACKED = compressed("pack-quantized")
 
 
+EIGHT = compressed("pack-quantized")["config_groups"]["group_0"]
+FLOATS = compressed("float-quantized", type="float")["config_groups"]["group_0"]
+LINEAR = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)["config_groups"]["group_0"]
+DOWN, PATTERN = "model.layers.0.mlp.down_proj", "re:.*down_proj$"
+# groups in the order of the file, of which `down_proj` has the one in 8 bits
+PRECEDENCE = {
+    "a pattern before a class": [(["Linear"], LINEAR), ([PATTERN], EIGHT)],
+    "the same, the other way round": [([PATTERN], EIGHT), (["Linear"], LINEAR)],
+    "a name before a pattern": [(["Linear", PATTERN], LINEAR), ([DOWN], EIGHT)],
+    "a name that comes later in the alphabet": [(["Linear", "re:.*mlp.*"], LINEAR), ([DOWN], EIGHT)],
+    "of two patterns the first in the alphabet": [(["re:.*mlp.*", "Linear"], LINEAR), ([PATTERN], EIGHT)],
+    "the last of two groups of one target": [(["Linear"], LINEAR), ([DOWN], LINEAR), ([DOWN], EIGHT)],
+}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("case", PRECEDENCE)
+def test_the_most_exact_target_counts(case: str, native: bool, small: Path, tmp_path: Path) -> None:
+    groups = {
+        f"group_{number}": {**group, "targets": targets} for number, (targets, group) in enumerate(PRECEDENCE[case])
+    }
+    section = compressed("pack-quantized") | {"config_groups": groups}
+    otherwise = {"down_proj": packed(8, None)}
+    write(small, section, packed(4, 32), tmp_path / "quantized", tmp_path / "plain", otherwise=otherwise)
+    check_same(tmp_path, native=native)
+
+
+def test_groups_of_several_formats(small: Path, tmp_path: Path) -> None:
+    groups = {
+        "a": {**LINEAR, "format": "pack-quantized"},
+        "b": {**FLOATS, "format": "float-quantized", "targets": [PATTERN]},
+    }
+    section = compressed("mixed-precision") | {"config_groups": groups}
+    otherwise = {"down_proj": plain8("float")}
+    write(small, section, packed(4, 32), tmp_path / "quantized", tmp_path / "plain", otherwise=otherwise)
+    check_same(tmp_path, native=True)
+
+
+def check_same(folder: Path, *, native: bool) -> None:
+    """Assert that the quantized target is the plain one: to the bit if it is widened, else up to the order of sums."""
+    check_weights(folder / "quantized", empty_target(folder / "quantized"))
+    ids, logits = torch.arange(24)[None] + 7, []
+    for name in ("quantized", "plain"):
+        target = load_target(str(folder / name), native=native and name == "quantized")
+        logits.append(target.logits(target(ids, torch.arange(24)[None], CausalAttention()).hidden))
+    assert torch.allclose(*logits, atol=1e-4 if native else 0, rtol=0)
+
+
 @pytest.mark.parametrize("section", [GPTQ, AWQ, PACKED])
 def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(section: dict[str, Any]) -> None:
     """As llm-compressor writes them today."""
@@ -126,7 +174,10 @@ def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(section: dict[str
         (changed(GPTQ, rotation="hadamard"), "unknown: rotation='hadamard'"),
         (changed(AWQ, version="gemv"), "version='gemv': only 'gemm'"),
         (changed(AWQ, bits=8), "bits=8: only 4"),
-        (changed(AWQ, zero_point=False), "zero_point=False"),
+        (changed(AWQ, data_type="int_asym_dq"), "data_type='int_asym_dq': only 'int'"),
+        (changed(GPTQ, data_type="fp"), "data_type='fp': only 'int'"),
+        (changed(GPTQ, act_bits=8), "unknown: act_bits=8"),
+        (changed(PACKED, format="mixed-precision"), "group_0: format is missing"),
         (changed(PACKED, format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'"),
         (changed(PACKED, format="marlin-24"), "format='marlin-24'"),
         (changed(PACKED, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme="),
