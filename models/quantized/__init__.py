@@ -18,6 +18,7 @@ from models.quantized.scheme import SECTION, Scheme
 METHODS: dict[str, Callable[[Fields], Scheme]] = {
     "compressed-tensors": compressed_layout.read,
     "gptq": gptq_layout.read_gptq,
+    "auto-round": gptq_layout.read_autoround,
     "awq": gptq_layout.read_awq,
     "fp8": fp8_layout.read,
     "mxfp4": mxfp4_layout.read,

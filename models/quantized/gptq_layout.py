@@ -5,6 +5,8 @@
 stores zero points minus one; `checkpoint_format: gptq_v2` stores them unchanged. Some files state one and hold the
 other, so with `sym`, where every zero point is the middle of the range, either form of it is read.
 
+AutoRound's own format is one of these under another name (`packing_format`).
+
 AWQ's version `gemm` packs `qweight` int32 `[K, N / 8]` along N too, both in AWQ's order, and has no `g_idx`.
 """
 
@@ -31,6 +33,10 @@ HISTORY = (
     "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider", "scale_dtype",
     "seqlen", "to_quant_block_names",
 )  # fmt: skip
+AUTOROUND = {
+    "auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+}  # fmt: skip
 AWQ_BITS = 4
 AWQ_HISTORY = (
     "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "modules_to_not_convert",
@@ -38,13 +44,20 @@ AWQ_HISTORY = (
 )  # fmt: skip
 
 
-def read_gptq(fields: Fields) -> scheme.Scheme:
+def read_autoround(fields: Fields) -> scheme.Scheme:
+    form = fields.need("packing_format", str)
+    if form not in AUTOROUND:
+        raise ValueError(f"{fields.name}: packing_format={form!r}: only {', '.join(AUTOROUND)} are supported")
+    return read_awq(fields) if AUTOROUND[form] == "awq" else read_gptq(fields, AUTOROUND[form])
+
+
+def read_gptq(fields: Fields, default: str = "gptq") -> scheme.Scheme:
     bits = fields.need("bits", int)
     if bits not in (4, 8):
         raise ValueError(f"{fields.name}: bits={bits}: only 4 and 8 are supported")
     size = fields.need("group_size", int)
     reordered, symmetric = fields.maybe("desc_act", bool), fields.take("sym", bool, False)
-    version = fields.take("checkpoint_format", str, "gptq")
+    version = fields.take("checkpoint_format", str, default)
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"{fields.name}: checkpoint_format={version!r}: only 'gptq' and 'gptq_v2' are supported")
     fields.only("method", "gptq")

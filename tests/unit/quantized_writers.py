@@ -222,6 +222,10 @@ AUTOROUND_AWQ = {
     "modules_to_not_convert": ["lm_head"], "provider": "auto-round", "quant_method": "awq", "sym": True,
     "to_quant_block_names": "model.layers", "version": "gemm", "zero_point": False,
 }  # fmt: skip
+AUTOROUND = {
+    "autoround_version": "0.16.1", "bits": 4, "block_name_to_quantize": "model.layers", "data_type": "int",
+    "group_size": 32, "iters": 1, "quant_method": "auto-round", "sym": True,
+}  # fmt: skip
 # of GPTQModel 7.7.0, and what transformers 5.19 makes of AWQ's when it saves a model again
 GPTQMODEL = GPTQ | {"method": "gptq", "format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"], "mse": 0.0}}
 TRANSFORMERS_AWQ = AWQ | {
@@ -243,6 +247,15 @@ KINDS: dict[str, tuple[dict[str, Any], Quantizer]] = {
         AUTOROUND_GPTQ | {"sym": False, "nsamples": 512, "seqlen": 512, "scale_dtype": "torch.float32"},
         gptq(4, 32, symmetric=False),
     ),
+    "AutoRound's own, as gptq": (
+        AUTOROUND | {"packing_format": "auto_round:auto_gptq", "sym": False},
+        gptq(4, 32, symmetric=False),
+    ),
+    "AutoRound's own, as gptq_v2": (
+        AUTOROUND | {"packing_format": "auto_round:gptqmodel", "sym": False},
+        gptq(4, 32, symmetric=False, zero_offset=0),
+    ),
+    "AutoRound's own, as awq": (AUTOROUND | {"packing_format": "auto_round:auto_awq"}, awq(32, symmetric=True)),
     "gptq of GPTQModel": (GPTQMODEL, gptq(4, 32)),
     "awq": (AWQ, awq(32)),
     "awq of AutoRound": (AUTOROUND_AWQ, awq(32, symmetric=True)),

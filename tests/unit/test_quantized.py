@@ -22,7 +22,7 @@ from models.sharding import Part
 from models.targets import check_weights, empty_target, load_target
 from models.targets.writing import save_target
 from models.weights import fingerprint
-from tests.unit.quantized_writers import AWQ, FP8, GPTQ, KINDS, compressed, packed, plain8, write
+from tests.unit.quantized_writers import AUTOROUND, AWQ, FP8, GPTQ, KINDS, compressed, packed, plain8, write
 from train.config import TrainConfig
 from train.loop import train
 
@@ -177,6 +177,8 @@ def test_null_and_empty_values_of_unknown_keys_ask_for_nothing(section: dict[str
         (changed(AWQ, data_type="int_asym_dq"), "data_type='int_asym_dq': only 'int'"),
         (changed(GPTQ, data_type="fp"), "data_type='fp': only 'int'"),
         (changed(GPTQ, act_bits=8), "unknown: act_bits=8"),
+        (changed(AUTOROUND, packing_format="auto_round:fp8"), "packing_format='auto_round:fp8': only auto_round:auto_"),
+        (changed(AUTOROUND, packing_format="auto_round", extra_config={"x": {"bits": 8}}), "unknown: extra_config="),
         (changed(PACKED, format="mixed-precision"), "group_0: format is missing"),
         (changed(PACKED, format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'"),
         (changed(PACKED, format="marlin-24"), "format='marlin-24'"),
