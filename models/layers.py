@@ -7,7 +7,6 @@ serving, after which the bits of its output do not depend on the number of rows 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +27,7 @@ class Linear(nn.Linear):
     """
 
     packed: PackedLinear | None = None
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: Any = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device)
-        self.out_dtype = out_dtype
+    out_dtype: torch.dtype | None = None
 
     def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False) -> None:
         """Replace the weight by its packed form. Irreversible: the unpacked weight is freed.
@@ -89,9 +78,11 @@ class Linear(nn.Linear):
         return gate_mul(self(input), gate) if packed is None else packed.gated(input, gate)
 
 
-def make_lm_head(inputs: int, outputs: int, device: Any = None) -> Linear:
+def make_lm_head(inputs: int, outputs: int, device: str | None = None) -> Linear:
     """Return an LM head. Its logits are in fp32, the dtype of their sums, whatever the model's: 16 bits make ties."""
-    return Linear(inputs, outputs, False, device, torch.float32)
+    lm_head = Linear(inputs, outputs, bias=False, device=device)
+    lm_head.out_dtype = torch.float32
+    return lm_head
 
 
 class Embedding(nn.Embedding):

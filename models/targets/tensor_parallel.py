@@ -37,7 +37,8 @@ class ShardedLinear(Linear):
         returns: Literal["part", "whole", "leader"] = "part",
     ) -> None:
         assert returns == "part" or sum(sizes) == linear.out_features
-        super().__init__(linear.in_features, sizes[part.rank], linear.bias is not None, out_dtype=linear.out_dtype)
+        super().__init__(linear.in_features, sizes[part.rank], bias=linear.bias is not None)
+        self.out_dtype = linear.out_dtype
         self.part, self.sizes, self.returns = part, tuple(sizes), returns
         self.reads = None if reads is None else tuple(reads)
 
