@@ -4,8 +4,6 @@
     evaluate     an exported head by data set, temperature and draft shape
     perplexity   perplexity and KL divergence of ways to compute a target, and of llama.cpp, on a text
     bandwidth    how fast a CPU reads memory, and what a linear layer of one row reaches in each weight format
-    runs         several training runs as one result file
-    traffic      how well the drafts of a running server are accepted over time, as its head learns
     tables       writes the tables of the manuals from the result files in scripts/results/
 
 `SUBCOMMAND --help` lists the keys; the docstring of scripts/benchmarks/SUBCOMMAND.py says what is done. The last line
@@ -23,7 +21,7 @@ import infer.options.environment  # noqa: F401
 
 import importlib
 
-SUBCOMMANDS = ("compare", "evaluate", "perplexity", "bandwidth", "runs", "traffic", "tables")
+SUBCOMMANDS = ("compare", "evaluate", "perplexity", "bandwidth", "tables")
 
 
 def main() -> None:

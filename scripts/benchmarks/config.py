@@ -26,7 +26,7 @@ from models.heads.config import HeadConfig
 # systems of a comparison, by the first part of their names; scripts/benchmarks/comparison/systems.py defines them
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
 TRANSFORMERS = ("hf", "hf_lookup")
-MAY_BE_EMPTY = ("files", "runs")
+MAY_BE_EMPTY = ("files",)
 
 
 @dataclass
@@ -143,40 +143,6 @@ class BandwidthConfig(SavedConfig):
 
 
 @dataclass
-class RunsConfig(SavedConfig):
-    """Training runs as one result; the first is the one that the others are compared with."""
-
-    runs: list[str] = field(default_factory=list)  # folders, or patterns of them: [outputs/base,outputs/probe-*]
-
-
-@dataclass
-class TrafficConfig(SavedConfig):
-    """Requests to a running server, one kind after the other."""
-
-    model: ModelConfig = MISSING  # the server's
-    url: str = "http://127.0.0.1:8000"  # of the server
-    output_dir: str = "outputs"
-    kinds: list[str] = field(default_factory=lambda: ["edits", "explanations"])  # in order, of `prompts`
-    prompts: dict[str, Any] = field(default_factory=dict)  # by kind, as data.path of training
-    root: str | None = None  # base folder of relative paths; null: the repository
-    columns: Any = None  # maps our column names to the files': {prompt: question}
-    minutes: float = number(60.0, above=0)  # of each kind
-    window: int = number(16, low=1)  # requests between two looks at the counters
-    concurrency: int = number(1, low=1)
-    num_prompts: int = number(10000, low=1)  # of each kind, at most
-    prompt_tokens: int = number(512, low=1)  # at most
-    max_tokens: int = number(128, low=1)
-    temperature: float = number(0.0, low=0)
-    seed: int = 0
-    like: str | None = None  # an earlier result, whose requests are repeated; the server may be another
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for kind in self.kinds:
-            one_of("kinds", kind, tuple(self.prompts))
-
-
-@dataclass
 class TablesConfig:
     check: bool = False  # only say whether a page would change, by the exit code
 
@@ -186,8 +152,6 @@ COMMANDS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "perplexity": PerplexityConfig,
     "bandwidth": BandwidthConfig,
-    "runs": RunsConfig,
-    "traffic": TrafficConfig,
     "tables": TablesConfig,
 }
 register({}, COMMANDS)

@@ -6,7 +6,7 @@ import random
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scripts.benchmarks.config import CompareConfig, PromptsConfig, TrafficConfig
+from scripts.benchmarks.config import CompareConfig, PromptsConfig
 
 if TYPE_CHECKING:
     from train.data.prompts import Reader
@@ -60,7 +60,7 @@ def read_prompts(config: PromptsConfig) -> list[list[int]]:
 
 
 def read_file(
-    config: PromptsConfig | TrafficConfig,
+    config: PromptsConfig,
     key: str,
     file: Any,
     tokenizer: Any,

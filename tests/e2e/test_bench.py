@@ -178,8 +178,6 @@ def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys
         (["evaluate", "-h"], "shapes"),
         (["perplexity", "-h"], "ways"),
         (["bandwidth", "-h"], "cold_mb"),
-        (["runs", "-h"], "save"),
-        (["traffic", "-h"], "minutes"),
         (["tables", "-h"], "check"),
     ):
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *words])
