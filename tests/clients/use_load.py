@@ -47,20 +47,6 @@ def aiperf(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
     return command, counts
 
 
-def evalscope(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
-    command = ["evalscope", "perf", "--model", MODEL, "--url", f"{URL}/v1/chat/completions", "--api", "openai"]
-    command += ["--dataset", "random", "--tokenizer-path", TARGET, "--number", str(REQUESTS), "--parallel", "2"]
-    command += ["--min-prompt-length", "32", "--max-prompt-length", "32", "--max-tokens", str(TOKENS)]
-    command += ["--min-tokens", str(TOKENS), "--outputs-dir", folder, "--stream"]
-
-    def counts() -> dict[str, Any]:
-        summary = read(folder, "benchmark_summary.json")
-        output = summary["Average output tokens per request"] * REQUESTS
-        return {"requests": summary["Succeed requests"], "output": output}
-
-    return command, counts
-
-
 def read(folder: str, name: str) -> Any:
     (path,) = Path(folder).rglob(name)
     return json.loads(path.read_text())
@@ -78,7 +64,7 @@ def counted() -> dict[str, float]:
 def counts() -> None:
     before = counted()
     with tempfile.TemporaryDirectory() as folder:
-        command, reported = {"guidellm": guidellm, "aiperf": aiperf, "evalscope": evalscope}[NAME](folder)
+        command, reported = {"guidellm": guidellm, "aiperf": aiperf}[NAME](folder)
         # aiperf takes the path of a tokenizer for the id of a repository where HF_HUB_OFFLINE is set.
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         command[0] = str(Path(sys.executable).with_name(command[0]))
