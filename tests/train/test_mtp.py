@@ -56,7 +56,7 @@ def test_the_loss_is_fast_mtps(engine: Engine, tiny_target: LlamaTarget, respons
         module = layers[step % len(layers)]
         tokens = F.pad(batch.ids[:, 1 + step :], (0, 1 + step))
         embedded = tiny_target.embed_tokens(tokens)
-        embedded[:, 0] = 0
+        embedded[:, 0] *= not head.config.zero_first
         inputs = [scaled(embedded, module.token_layernorm), scaled(states, module.hidden_layernorm)]
         x = torch.cat(inputs[::-1] if head.config.hidden_first else inputs, dim=-1) @ module.input_proj.weight.T
         x = module(x, rotary, CausalAttention())
@@ -115,7 +115,7 @@ def trained(folder: Path, plain: Engine):
 
     def make(num_modules: int) -> tuple[Head, list[list[int]]]:
         target = load_target(str(folder))
-        head = make_head(target, "mtp", num_modules=num_modules)
+        head = make_head(target, "mtp", num_modules=num_modules, zero_first=True)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for module in head.mtp_layers:
