@@ -83,6 +83,10 @@ class TiledAttention:
         bias, keys = self._bias(window).split(QUERIES, 1), keys.transpose(1, 2)
         parts = zip(bias, q.split(QUERIES, 1), strict=True)
         scores = torch.cat([torch.baddbmm(hidden, part, keys, alpha=scale) for hidden, part in parts], 1)
+        # NaN of a key that a row does not see (of another row's draft, of what was in a page) must not reach it; a row
+        # that sees the key has NaN from its score, so that the value may be anything
+        scores = torch.where(self._bias(window) < 0, MASKED, scores)
+        values = values.nan_to_num(0.0, torch.inf, -torch.inf)
         out = torch.cat([torch.bmm(part, values) for part in scores.softmax(-1).split(QUERIES, 1)], 1)
         if self._merge.shape[1] > 1 or sinks is not None:
             out = self._combine(out, scores, sinks)

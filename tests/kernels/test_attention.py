@@ -238,3 +238,20 @@ def test_places_of_bits_lists_set_bits_in_order():
     assert count.tolist() == [3, 2]
     assert nth[0, :3].tolist() == [1, 2, 4]
     assert nth[1, :2].tolist() == [0, 63]
+
+
+def test_nan_that_a_row_does_not_see_does_not_reach_it(form):
+    """Of later rows of a draft, and of what another request left in the page."""
+    committed, counts = [5, 40], [3, 4]
+    sizes = {"heads": 4, "kv_heads": 2, "dim": 16, "dtype": torch.float32}
+    expected = run(make_case(committed, counts, **sizes), committed, counts)
+    q, k, v, cache, table = make_case(committed, counts, **sizes)
+    last = [sum(counts[: b + 1]) - 1 for b in range(len(counts))]
+    k[last], v[last] = torch.nan, torch.nan
+    for b, ids in enumerate(table):
+        for place in range(committed[b] + counts[b], PAGE * int((ids > 0).sum())):
+            cache[:, :, ids[place // PAGE] * PAGE + place % PAGE] = torch.nan
+    actual = run((q, k, v, cache, table), committed, counts)
+    seen = [row for row in range(sum(counts)) if row not in last]
+    assert torch.equal(actual[seen], expected[seen])
+    assert actual[last].isnan().all()
