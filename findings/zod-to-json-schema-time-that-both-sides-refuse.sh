@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packages: zod 3.25.76, zod-to-json-schema 3.25.2, ajv 8.17.1, ajv-formats 3.0.1
+# Packages: zod==3.25.76, zod-to-json-schema==3.25.2, ajv==8.17.1, ajv-formats==3.0.1 (of npm)
 # Behaviour: the schema of zod 3's `z.string().time()` is `format: time` and nothing else. That format is RFC 3339's
 #   full-time, which needs an offset; the type itself refuses every offset. So no text passes both: ajv refuses 12:30:00,
 #   zod refuses 12:30:00Z.

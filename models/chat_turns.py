@@ -43,10 +43,10 @@ def place_system_turns(messages: Sequence[Message], template: Template) -> list[
 
     for message in messages:
         role = str(message.get("role"))
-        known = "system" if role == "developer" and not template.knows_developer else role
+        shown_as = "system" if role == "developer" and not template.knows_developer else role
         leading = leading and role in SYSTEM
         around = (("system",), ("user",)) if leading else (("user", "assistant"), ("user",))
-        if role not in SYSTEM or not placed or template.shows((*around[0], known, *around[1]), len(around[0])):
+        if role not in SYSTEM or not placed or template.shows((*around[0], shown_as, *around[1]), len(around[0])):
             if role == "user" and held is not None:
                 message = joined(held, message) | {"role": "user"}
             else:

@@ -73,9 +73,10 @@ def translate(text: str) -> Translated:
         elif part == ")" and groups:
             opening, begin, was_first = groups.pop()
             if opening in LOOKAROUND:
-                asked = leading(opening, "".join(out[begin + 1 :])) if was_first and len(ahead) < MAX_AHEAD else None
-                ahead += [] if asked is None else [asked]
-                exact &= asked is not None
+                leads = was_first and len(ahead) < MAX_AHEAD
+                condition = leading(opening, "".join(out[begin + 1 :])) if leads else None
+                ahead += [] if condition is None else [condition]
+                exact &= condition is not None
                 first |= was_first
                 part, out[begin:] = NOTHING, []
         elif part.startswith("["):

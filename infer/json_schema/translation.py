@@ -172,8 +172,8 @@ class Translator:
 
     def _format(self, name: str, result: Json, *, beside: bool) -> None:
         if name not in FORMATS:
-            known = re.fullmatch(r"[\w.+-]{1,40}", name, re.ASCII)
-            self.remarks |= {} if beside else {f"format {name if known else '(...)'} is an annotation": None}
+            plain = re.fullmatch(r"[\w.+-]{1,40}", name, re.ASCII)
+            self.remarks |= {} if beside else {f"format {name if plain else '(...)'} is an annotation": None}
             return
         regex = FORMATS[name] if not beside else BESIDE_A_PATTERN.get(name, FORMATS[name])
         if regex is None:

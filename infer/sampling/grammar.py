@@ -121,13 +121,13 @@ class Grammar:
         return "".join([*out, self.text[place:]])
 
     def _nested(self, schema: Any, schemas: list[tuple[str, Translation]]) -> str:
-        given = schema if isinstance(schema, dict) else {}
+        keywords = schema if isinstance(schema, dict) else {}
         subject = f"{self.kind}: JSON schema {len(schemas) + 1}"
         if self.kind in ("calls", "tagged_calls"):
-            subject = str(given.get("$comment", subject))
+            subject = str(keywords.get("$comment", subject))
         schemas.append((subject, self._translate(schema, subject)))
         translated = schemas[-1][1].schema
-        options = {"x-guidance": given.get("x-guidance", JSON_OPTIONS)}
+        options = {"x-guidance": keywords.get("x-guidance", JSON_OPTIONS)}
         return json.dumps(translated | options if isinstance(translated, dict) else translated)
 
     @property

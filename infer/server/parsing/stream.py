@@ -252,8 +252,8 @@ class ChatParser:
     def _places(self, text: str) -> dict[str, tuple[int, int]]:
         """Return, for each tool that a text without JSON may call, where its name ends and its arguments begin."""
         assert self.style is not None
-        found = {name: name_places(text, name, self.style) for name in self.tools} if self.style.named else {}
-        return {name: places for name, places in found.items() if places is not None}
+        candidates = {name: name_places(text, name, self.style) for name in self.tools} if self.style.named else {}
+        return {name: places for name, places in candidates.items() if places is not None}
 
     def _complete_calls(self, text: str) -> list[Call] | None:
         assert self.style is not None
