@@ -35,13 +35,6 @@ def group_size(inputs: int) -> int:
     )
 
 
-def narrow_bytes(outputs: int, inputs: int, weight_format: NarrowFormat) -> int:
-    """Return the size of a quantized weight `[outputs, inputs]` with its scales, in bytes."""
-    if weight_format == "int4":
-        return outputs * (inputs // 2 + 4 * inputs // group_size(inputs))
-    return outputs * (inputs + 4)
-
-
 def quantize(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tensor]:
     """Quantize weight `[N, K]` to int8 (int4 too, from -7 to 7) or float8_e4m3fn; also returns fp32 scales.
 

@@ -55,8 +55,8 @@ class Costs(NamedTuple):
 
 
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `linear_loss` supports this device and dtype. Meta tensors count as CPU tensors."""
-    return device.type in ("cpu", "meta") and dtype in KINDS and library() is not None
+    """Return whether `linear_loss` supports this device and dtype."""
+    return device.type == "cpu" and dtype in KINDS and library() is not None
 
 
 def teacher_logits(logits: Tensor, ids: Tensor | None) -> tuple[TeacherLogits, Choices]:
@@ -147,9 +147,6 @@ def block_costs(
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cost, argmax and overlap (or empty) of logits `[N, V]`; with `factor` their gradient overwrites them."""
-    if logits.is_meta:
-        cost = torch.empty(len(logits), device="meta")
-        return cost, cost.long(), cost.clone() if overlap else cost[:0]
     if label is not None and factor is not None:
         factor = factor.where(label >= 0, 0.0)
     taught, log_z, mass = (None, None, None) if teacher is None else (teacher.logits, teacher.log_z, teacher.mass)

@@ -39,6 +39,7 @@ from train.distributed.collectives import (
 from train.evaluation import acceptance_metrics, describe_loss, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
+from train.planning.memory_plan import out_of_memory
 from train.planning.plan import check_plan, describe_plan, refuse
 from train.planning.precision import choose_precision
 from train.planning.time_limit import time_limit
@@ -86,7 +87,10 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         except Interrupted:
             log_main(accelerator, f"stopped; resume with: {resume}")
             return None
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            short = out_of_memory(error)
+            if short:
+                raise ValueError(f"after step {run.step}: {short}") from error
             if not lost_process(error):
                 raise
             last = (

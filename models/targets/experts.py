@@ -45,11 +45,9 @@ class MixtureOfExperts(nn.Module):
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         weights, chosen = self.route(rows)
         out = torch.zeros_like(rows)
-        # the rows that use an expert, in a dry run as many for each
-        spread = chosen.new_empty(-(-chosen.numel() // self.config.count)) if chosen.is_meta else None
         trains = torch.is_grad_enabled() and self.gate.weight.requires_grad  # then each has a gradient, if of zeros
         for expert in range(self.config.count) if trains else chosen.unique().tolist():  # ascending
-            row, rank = (chosen == expert).nonzero(as_tuple=True) if spread is None else (spread, spread)
+            row, rank = (chosen == expert).nonzero(as_tuple=True)
             output = self.experts[expert](rows[row])
             out.index_add_(0, row, (output * weights[row, rank, None].to(output.dtype)).to(out.dtype))
         out = out.view_as(x)

@@ -152,9 +152,3 @@ def _shard_size(spans: Sequence[Span], ranks: int) -> int:
 def _set_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module_name, _, parameter_name = name.rpartition(".")
     layer.get_submodule(module_name)._parameters[parameter_name] = parameter
-
-
-def shared_elements(layers: Sequence[nn.Module], ranks: int) -> tuple[int, int]:
-    """Return the elements that a process keeps of all layers, and those of the gather buffers in addition."""
-    sizes = [_shard_size(_spans(layer), ranks) for layer in layers]
-    return sum(sizes), NUM_BUFFERS * max(sizes) * ranks

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from infer.options.cli import compose
 from infer.request import SamplingParams, SpeculationStats
 from models.attention import CausalAttention
 from models.heads.base import Head
@@ -28,12 +27,9 @@ from tests.heads import make_head, make_objective, memorise
 from tests.hub_cache import SHIPS_MODULE, TARGETS, ship_module, write_target
 from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import run
-from train.config import TrainConfig
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 from train.objectives.teacher import teach
-from train.planning.memory_plan import rehearse
-from train.preparation.models import shapes
 from train.publishing.trackers import read_metrics
 
 STEPS = 4
@@ -182,13 +178,6 @@ def test_processes_whose_tokens_use_other_experts_train_together(settings: list[
     (export,) = (tmp_path / "heads").glob("*/mtp/model.safetensors")
     trained, ours = load_file(export), open_shipped(tmp_path / "target")
     assert sum(not torch.equal(value, ours[name]) for name, value in trained.items()) > len(ours) // 2
-
-
-def test_a_dry_run_spreads_tokens_over_the_experts(settings: list[str], tmp_path: Path) -> None:
-    words = [item for item in settings if not item.startswith(("head.", "objective.", "model.path"))]
-    config = compose("train", TrainConfig, [*words, f"model.path={shipped(tmp_path)}", "head=mtp"])
-    small, large = (rehearse(config, shapes(config).target, rows, 48) for rows in (4, 8))
-    assert 1.6 * small < large < 2.4 * small
 
 
 def shipped(folder: Path) -> Path:

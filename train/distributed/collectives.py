@@ -138,7 +138,7 @@ def zero_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def lost_process(error: RuntimeError) -> bool:
+def lost_process(error: Exception) -> bool:
     """Return whether a collective failed because another process has ended or timed out."""
     if isinstance(error, torch.distributed.DistError):
         return True

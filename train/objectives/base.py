@@ -7,7 +7,6 @@ one large batch.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -296,9 +295,8 @@ class Objective(nn.Module):
 
 
 def in_fp32(device: str) -> AbstractContextManager[Any]:
-    """Disable autocast: probabilities need more than bf16. Some devices, such as meta, do not support autocast."""
-    supported = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if supported else contextlib.nullcontext()
+    """Disable autocast: probabilities need more than bf16."""
+    return torch.autocast(device, enabled=False)
 
 
 def slot_weights(masks: Tensor, reduction: str, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:

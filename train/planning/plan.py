@@ -167,7 +167,7 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     if config.features.target == "sharded":
         plan.add("memory", f"of one of {processes()} processes, which share the target")
     text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
-    plan.add("memory", f"about {needed / GB:.2f} GB, besides Python and torch: {text}")
+    plan.add("memory", f"about {needed / GB:.2f} GB, besides Python, torch and a step's activations: {text}")
     plan.add("memory", "free memory is unknown" if free is None else f"{free / GB:.2f} GB are free")
     plan.numbers |= {"memory_bytes": needed, "memory_free": free, "trained_parameters": parameters(head)[0]}
     if free is not None and needed > free:
