@@ -163,9 +163,9 @@ class Run:
         with tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not show) as bar:
             self._catch_up()
             flops = head_flops(self.prepared.head, self.prepared.placement.plain.steps)
+            if self.threads.due and self.step < self.steps:
+                self.threads.look(self._trial)
             while self.step < self.steps:
-                if self.threads.due:
-                    self.threads.look(self._trial)
                 self.clock.start()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak, self.warmup)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
@@ -177,7 +177,6 @@ class Run:
                 self.tokens += result.tokens
                 seconds = self.clock.elapsed
                 self.seconds += seconds
-                self.threads.record(result.tokens, seconds)
                 speed = result.tokens / seconds
                 metrics = step_metrics("train", result.sums, self.prepared.placement.plain.step_weight)
                 loss = stated(metrics["train/loss"])

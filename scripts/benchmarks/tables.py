@@ -7,8 +7,7 @@ A name is what a result was saved under: `python scripts/bench.py ... save=NAME`
 Several names, with spaces between, are comparisons in one table, of one target at other numbers of requests. Results of
 several levels of processors become a table each, whose caption names the level, and whether it was lowered by
 HEADWAY_CPU_LEVEL; a machine's own level is preferred to that. A level after the names, as in `NAMES:avx512`, selects
-its table. The names in FROM_CODE are tables of lists in the code. The files in PAGES are rewritten. The plots of tables
-are redrawn too, next to the result files.
+its table. The names in FROM_CODE are tables of lists in the code. The files in PAGES are rewritten.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ NAMES = {
     "vllm": "vLLM",
 }
 FROM_CODE = {"json-schema-keywords": keywords.table}
-PLOTTED = ("smollm2-heads", "smollm2-budget")
 SOURCES = {"ngram": "n-gram lookup", "head": "head"}
 Cell = dict[str, Any]
 
@@ -253,37 +251,6 @@ def table_of(result: Cell) -> str:
     return by_program(result) if len(result["results"]) == 1 else by_system(result)
 
 
-def plot_curves(result: Cell, path: Path) -> None:
-    """Plot τ over the tokens trained, by head; if runs differ in it, also the final τ over the draft vocabulary."""
-    from train.publishing.plots import Panel, draw
-
-    base, runs = result["base"], result["runs"]
-    changes: dict[str, Cell] = {name: described(run["differs"]) for name, run in runs.items()}
-    curves = curves_of(runs, changes, base["head.name"])
-    axes: Cell = {"ylim": (1, None)}
-    panels = [Panel(curves, "thousand tokens trained", "τ in the engine, greedy", "heads", axes=axes)]
-    alike = [name for name in runs if name == next(iter(runs)) or changes[name].keys() == {"head.draft_vocab_size"}]
-    if len(alike) > 1:
-        ends = sorted((runs[name]["draft_vocab_size"], name) for name in alike)
-        keys = {"greedy": "acceptance_length", "temperature 1": "acceptance_length_sampled"}
-        curves = {label: [(size, runs[name][key]["engine"]) for size, name in ends] for label, key in keys.items()}
-        axes = {**axes, "xticks": [size for size, _ in ends]}
-        x, title = "head.draft_vocab_size", "tokens that the head can draft"
-        panels.append(Panel(curves, x, "τ in the engine", title, axes=axes))
-    draw(path, *panels, columns=2 if len(panels) > 1 else 1)
-
-
-def curves_of(runs: Cell, changes: dict[str, Cell], first_head: str) -> dict[str, list[Any]]:
-    """Return τ over thousands of tokens, by label, for runs that differ from the first in head and length only."""
-    curves = dict[str, list[Any]]()
-    for number, (name, run) in enumerate(runs.items()):
-        if not number or (changes[name] and changes[name].keys() <= {"head", "steps", "batch_size"}):
-            sizes = (f"{key}={value}" for key, value in changes[name].items() if key != "head")
-            label = ", ".join((changes[name].get("head", first_head), *sizes))
-            curves[label] = [(tokens / 1e3, tau) for tokens, tau in run["tau_over_tokens"]]
-    return curves
-
-
 def rewrite(page: Path) -> str:
     """Return the page's text with every table regenerated. Raises ValueError for a table without a result file."""
 
@@ -330,5 +297,3 @@ def main(config: TablesConfig) -> None:
         raise SystemExit(int(bool(changed)))
     for page in changed:
         page.write_text(pages[page], encoding="utf-8")
-    for name in PLOTTED:
-        plot_curves(json.loads(newest(name).read_text(encoding="utf-8")), RESULTS / f"{name}.png")

@@ -267,7 +267,7 @@ class FeatureStore:
         for batch in self._sequences.batches(missing, batch_size, room):
             check()
             work = partial(compute_features, self._target, batch.to(self._device), layout.layers)
-            features = threads.timed(batch.ids.numel(), work)
+            features = threads.timed(work)
             states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
             for row, stored in batch.spans(offsets):
                 place(layout.encode(states[row], self._target, features.hidden[row]), stored)
