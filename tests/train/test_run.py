@@ -541,7 +541,7 @@ def test_two_runs_that_begin_together_replace_no_head_of_each_other(
         run(overrides, "run=second")
     assert run_of_head(place) == "first"
     assert run_of_head(tmp_path / "heads" / "demo" / "eagle3-second") == "second"
-    assert (tmp_path / "second" / "report.md").is_file()
+    assert (tmp_path / "second" / "metrics.jsonl").is_file()
     assert run(overrides, "run=second", "overwrite=true")["export"] == str(place)
     assert run_of_head(place) == "second"
 
