@@ -3,7 +3,6 @@
     compare      the default: proposers, draft shapes, transformers and other programs, on the same prompts
     evaluate     an exported head by data set, temperature and draft shape
     perplexity   perplexity and KL divergence of ways to compute a target, and of llama.cpp, on a text
-    bandwidth    how fast a CPU reads memory, and what a linear layer of one row reaches in each weight format
     tables       writes the tables of the manuals from the result files in scripts/results/
 
 `SUBCOMMAND --help` lists the keys; the docstring of scripts/benchmarks/SUBCOMMAND.py says what is done. The last line
@@ -21,7 +20,7 @@ import infer.options.environment  # noqa: F401
 
 import importlib
 
-SUBCOMMANDS = ("compare", "evaluate", "perplexity", "bandwidth", "tables")
+SUBCOMMANDS = ("compare", "evaluate", "perplexity", "tables")
 
 
 def main() -> None:

@@ -132,17 +132,6 @@ class PerplexityConfig(SavedConfig):
 
 
 @dataclass
-class BandwidthConfig(SavedConfig):
-    """How fast a CPU reads memory, and a linear layer of one row its weights."""
-
-    formats: list[str] | None = None  # bf16, values of engine.weights, ggml's names; null: all that have a kernel here
-    rounds: int = number(5, low=1)
-    outputs: int = number(16384, low=1)  # of a matrix
-    inputs: int = number(4096, low=256)  # of a matrix, a multiple of 256
-    cold_mb: int = number(192, low=1)  # MiB of all matrices of a format together: more than the caches hold
-
-
-@dataclass
 class TablesConfig:
     check: bool = False  # only say whether a page would change, by the exit code
 
@@ -151,7 +140,6 @@ COMMANDS: dict[str, type] = {
     "bench": CompareConfig,
     "evaluate": EvaluateConfig,
     "perplexity": PerplexityConfig,
-    "bandwidth": BandwidthConfig,
     "tables": TablesConfig,
 }
 register({}, COMMANDS)

@@ -177,7 +177,6 @@ def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys
         (["compare", "-h"], "never_slower"),
         (["evaluate", "-h"], "shapes"),
         (["perplexity", "-h"], "ways"),
-        (["bandwidth", "-h"], "cold_mb"),
         (["tables", "-h"], "check"),
     ):
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *words])

@@ -1,4 +1,4 @@
-"""bench.py perplexity and bandwidth as users run them, and a table of several comparisons."""
+"""bench.py perplexity as users run it, and a table of several comparisons."""
 
 from __future__ import annotations
 
@@ -27,19 +27,6 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
-
-
-def test_bytes_per_second_by_format() -> None:
-    ran = run("bandwidth", "rounds=1", "outputs=64", "inputs=256", "cold_mb=1")
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    *lines, last = ran.stdout.splitlines()
-    report = json.loads(last)
-    assert lines == tables.table_of(report).splitlines()
-    assert report["read_gb_s"]["1"] > 0
-    assert report["formats"]["bf16"]["bits"] == 16
-    assert all(item["gb_s"]["1"] > 0 for item in report["formats"].values())
-    ran = run("bandwidth", "formats=[bf16,Q9_9]")
-    assert (ran.returncode, "formats=Q9_9: not here; there are bf16, " in ran.stderr) == (2, True)
 
 
 def measure_ways(file: Path, text: Path, *options: str) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def test_files_stay_within_their_budgets() -> None:
 
 
 MOST_SPINE_LINES = 4_000
-# 44,000 were meant; 56,844 are what stands since heads learn from what is served: lower it
-MOST_PRODUCT_LINES = 56_844
+# 50,500 are meant; 56,835 are what stands: lower it
+MOST_PRODUCT_LINES = 56_835
 
 
 def test_the_engine_stays_small() -> None:
