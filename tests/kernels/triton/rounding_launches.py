@@ -9,7 +9,7 @@ from tests.kernels.triton import launches
 from tests.kernels.triton.launches import empty
 
 NAMES = (
-    *("choose, sampled", "walk along chains", "top-p, fp32", "shape", "entropies", "block verification"),
+    *("choose, sampled", "walk along chains", "top-k and top-p", "shape", "entropies", "block verification"),
     *("verify, sinks", "prefill, sinks", "norms", "rotary and QK norm", "silu", "gelu", "gelu of all outputs, by tanh"),
 )
 PROBE = "the engine's own question"
