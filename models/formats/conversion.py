@@ -67,9 +67,10 @@ def detect(folder: Path) -> Format:
         if form.matches(config, files):
             return form
     architectures = Fields(config).take("architectures", list, [])
-    stated = str(config.get("speculators_model_type") or next(iter(architectures), None))
-    what = UNSUPPORTED.get(stated, f"{CONFIG}, which states {stated!r},")
-    raise ValueError(f"{folder}: {what} is of no format that we know: {', '.join(FORMATS)}")
+    stated = str(config.get("speculators_model_type") or next(iter(architectures), ""))
+    unknown = f"is of no format that we know: {', '.join(FORMATS)}"
+    states = f"; it states {stated!r}" if stated and stated not in UNSUPPORTED else ""
+    raise ValueError(f"{folder}: {UNSUPPORTED.get(stated, CONFIG)} {unknown}{states}")
 
 
 def head_kind(path: Path) -> str:

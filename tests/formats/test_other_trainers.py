@@ -52,9 +52,9 @@ def test_logits_are_those_of_speculators(tmp_path, name):
     [
         ({"speculators_model_type": "xpress", "architectures": ["XPressDraftModel"]}, "speculators' XPress"),
         ({"architectures": ["DominoDraftModel"], "model_type": "qwen3"}, "SpecForge's Domino"),
-        ({"architectures": ["DSpineDraftModel"]}, "config.json, which states 'DSpineDraftModel',"),
-        ({"speculators_model_type": "medusa"}, "config.json, which states 'medusa',"),
-        ({}, "config.json, which states 'None',"),
+        ({"architectures": ["DSpineDraftModel"]}, "; it states 'DSpineDraftModel'"),
+        ({"speculators_model_type": "medusa"}, "; it states 'medusa'"),
+        ({}, "config.json is of no format"),
     ],
 )
 def test_a_head_that_no_module_computes_is_named(tmp_path, refusal, config, message):

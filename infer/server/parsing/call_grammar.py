@@ -14,6 +14,7 @@ from typing import Any
 from infer.json_schema.translation import Translation, translate
 from infer.sampling.grammar import Grammar
 from infer.server.parsing.schema_check import definitions_of, fits, referred
+from infer.server.parsing.stream import split
 from infer.server.parsing.tagged_arguments import Tags
 from infer.server.parsing.tool_styles import ToolStyle
 from infer.server.protocol.tools import FunctionTool
@@ -35,11 +36,11 @@ def call_grammar(style: ToolStyle, tools: Sequence[FunctionTool], *, most: int, 
 
     def literal(text: str) -> str:
         """Return the Lark of a text, with its marks as tokens."""
-        pieces = re.split("|".join(map(re.escape, marks)), text) if marks else [text]
-        between = re.findall("|".join(map(re.escape, marks)), text) if marks else []
-        lark = [json.dumps(pieces[0])] if pieces[0] else []
-        for mark, piece in zip(between, pieces[1:], strict=True):
-            lark += [f"<[{tokens[mark]}]>", *([json.dumps(piece)] if piece else [])]
+        lark: list[str] = []
+        while text:
+            before, mark, text = split(text, marks, last=True) if marks else (text, "", "")
+            lark += [json.dumps(before)] if before else []
+            lark += [f"<[{tokens[mark]}]>"] if mark else []
         return " ".join(lark)
 
     most = min(most, style.most)
@@ -83,7 +84,7 @@ def as_json(schema: Mapping[str, Any]) -> str:
 
 def text_rules(forms: Sequence[str], tags: Tags) -> list[str]:
     """Return the rules of the texts among the forms of a value: any that does not hold the mark after it."""
-    end = re.escape(tags.marks[-1]).replace("/", r"\/")
+    end = re.sub(r"[.^$*+?()\[\]{}|\\/]", r"\\\g<0>", tags.marks[-1])
     bounds = [form.removeprefix(TEXT).replace("_", ",") for form in forms if form.startswith(TEXT)]
     return [f"{TEXT}{bound.replace(',', '_')}: /(?s:.{{{bound}}})/ & ~/(?s:.*){end}(?s:.*)/" for bound in bounds]
 
