@@ -86,8 +86,6 @@ Drafts tokens for one target, `Qwen/Qwen3-8B` with fingerprint `f00d`; loading i
 another is refused unless `head.allow_mismatch=true`. Speculation changes no token: the head decides how many come per
 step, never which. Trained by Headway. The files follow the `speculators` format, which vLLM reads as well.
 
-The target is a special one.
-
 ## Acceptance
 
 | τ: tokens per verify, bonus included | greedy | temperature 1 |
@@ -140,7 +138,7 @@ commit `0123456789ab` with changes. `provenance.json` holds the versions and the
 
 
 def text_of(record: dict[str, Any] = RECORD) -> str:
-    return card(record, "model=X head=eagle3", ", with `X` filled in", "The target is a special one.\n\n")
+    return card(record, "model=X head=eagle3", ", with `X` filled in")
 
 
 def changed(**values: Any) -> dict[str, Any]:

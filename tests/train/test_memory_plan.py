@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import resource
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infer.options.cli import compose
+from tests.forking import Run
 from tests.train.launching import ROOT
-from train import loop
 from train.config import TrainConfig
 from train.distributed.strategies import hidden_matrices
-from train.loop import train
 from train.planning.memory_plan import memory_parts, out_of_memory, parameters
 from train.preparation.models import shapes
 
@@ -32,31 +27,36 @@ def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_a_step_beyond_the_memory_names_the_keys(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process may take 32 MB more than it has when its first update begins."""
-    update = loop.Run._forward_backward
+LIMITED = """
+import os, resource, sys
+from pathlib import Path
 
-    def limited(run: loop.Run, *, metrics: bool) -> Any:
-        with address_space(32 * 2**20):
-            return update(run, metrics=metrics)
+sys.path.insert(0, os.getcwd())
+from infer.options.cli import compose
+from train import loop
+from train.config import TrainConfig
 
-    monkeypatch.setattr(loop.Run, "_forward_backward", limited)
-    words = [*settings, "head=eagle3", "batch_size=256", "sequence_length=48", "objective.fused=false"]
-    cures = r"for the step, a smaller batch_size .*objective\.fused=true; for the features, features\.cache_gb=0"
-    with pytest.raises(ValueError, match=rf"^after step 0: out of memory \(.*\)\. What needs less: {cures}"):
-        train(compose("train", TrainConfig, words))
+update = loop.Run._forward_backward
 
-
-@contextmanager
-def address_space(more: int) -> Iterator[None]:
-    """Limit the address space of this process to what it has and `more` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
+def limited(run, *, metrics):  # 32 MB more than the process has when its first update begins
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + more, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 32 * 2**20, resource.RLIM_INFINITY))
+    return update(run, metrics=metrics)
+
+loop.Run._forward_backward = limited
+try:
+    loop.train(compose("train", TrainConfig, sys.argv[1:]))
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+def test_a_step_beyond_the_memory_names_the_keys(settings: list[str], forked: Run) -> None:
+    words = [*settings, "head=eagle3", "batch_size=256", "sequence_length=48", "objective.fused=false"]
+    done = forked(["-c", LIMITED, *words])
+    cures = r"for the step, a smaller batch_size .*objective\.fused=true; for the features, features\.cache_gb=0"
+    said = rf"refused: after step 0: out of memory \(.*\)\. What needs less: {cures}"
+    assert re.search(said, done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
