@@ -88,7 +88,7 @@ def test_an_absent_head_says_how_to_get_one(tmp_path):
 
 
 def test_draft_vocab_and_layer_ids_are_checked(tiny_target):
-    with pytest.raises(ValueError, match=r"head\.aux_layers=\[1, 8\]"):
-        Eagle3Options(aux_layers=[1, 8]).for_target(tiny_target.config)
+    with pytest.raises(ValueError, match=r"head\.aux_layers=\[1, 9\]"):
+        Eagle3Options(aux_layers=[1, 9]).for_target(tiny_target.config)
     with pytest.raises(ValueError, match="fc_norm"):
         Eagle3Options(norm_before_fc=True, fc_norm=True)
