@@ -164,7 +164,9 @@ class Template:
     @cached_property
     def tools_in_system(self) -> bool:
         """Whether tools are read from a field of the system message (Phi-4-mini), as JSON text of their functions."""
-        return self._probe([{"role": "system", "content": SECOND, "tools": PROBE}, QUESTION]) is not None
+        system = {"role": "system", "content": SECOND}
+        shown = [self._probe([{**system, field: PROBE}, QUESTION]) is not None for field in ("tools", SECOND)]
+        return shown == [True, False]  # a template that prints whole messages shows any field
 
     @cached_property
     def shows_tools(self) -> bool:
