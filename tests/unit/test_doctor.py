@@ -62,7 +62,15 @@ def test_requirements_are_those_of_the_pyproject() -> None:
 
 @pytest.mark.parametrize(
     ("version", "allowed"),
-    [("2.13.0+cpu", True), ("2.13.0", True), ("2.11.0", True), ("2.10.0", False), ("2.14.0", False), (None, False)],
+    [
+        ("2.13.0+cpu", True),
+        ("2.13.0", True),
+        ("2.11.0", True),
+        ("2.10.0", False),
+        ("2.14.1", True),
+        ("2.15.0", False),
+        (None, False),
+    ],
 )
 def test_torch_bound(version: str | None, allowed: bool) -> None:
     requirement = next(r for _, r in doctor.requirements(PYPROJECT) if r.name == "torch")
@@ -71,12 +79,14 @@ def test_torch_bound(version: str | None, allowed: bool) -> None:
     assert bool(check.fix) != allowed
 
 
-@pytest.mark.parametrize(("torch", "triton"), [("2.11", "3.6.0"), ("2.12", "3.7.0"), ("2.13", "3.7.1")])
+@pytest.mark.parametrize(
+    ("torch", "triton"), [("2.11", "3.6.0"), ("2.12", "3.7.0"), ("2.13", "3.7.1"), ("2.14", "3.8.0")]
+)
 def test_the_triton_that_each_torch_brings_is_allowed(torch: str, triton: str) -> None:
     bounds = {r.name: r.specifier for _, r in doctor.requirements(PYPROJECT)}
     assert bounds["torch"].contains(torch)
     assert bounds["triton"].contains(triton)
-    assert not bounds["triton"].contains("3.9.0")
+    assert not bounds["triton"].contains("3.10.0")
 
 
 def test_missing_extra_is_a_warning_and_says_which() -> None:
