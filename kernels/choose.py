@@ -71,14 +71,18 @@ def choose(
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
     if (native := _native_arguments(logits, parameters, positions, token_ids)) is None:
-        keys = choice_keys(logits, parameters, positions, token_ids)
-        columns = keys.argmax(-1)  # the first NaN, if there is one
-        columns = columns.masked_fill(keys.gather(1, columns[:, None])[:, 0].isnan(), -1)
+        columns = largest(choice_keys(logits, parameters, positions, token_ids))
     else:
         lib, leading, trailing = native
         columns = torch.empty(len(logits), dtype=torch.int64)
         lib.choose(*map(address, leading), columns.data_ptr(), *trailing)
     return _tokens(columns[:, None], token_ids)[:, 0]
+
+
+def largest(keys: Tensor) -> Tensor:
+    """Return the column of the largest number of each row `[R, V]`, the lowest of equal ones; -1 beside a NaN."""
+    columns = keys.argmax(-1)  # the first NaN, if there is one
+    return columns.masked_fill(keys.gather(1, columns[:, None])[:, 0].isnan(), -1)
 
 
 def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:

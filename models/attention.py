@@ -19,6 +19,8 @@ from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
 from kernels.ttt_attention import operand, repeat_kv, ttt_attention, visible
 
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the rows' positions
+
 
 class Attention(Protocol):
     """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`.

@@ -17,7 +17,7 @@ from kernels.draft import DraftParts
 from kernels.elementwise import rotate
 from kernels.linear import PackedLinear
 from kernels.operands import QKNorm
-from models.attention import Attention, Decode, Project
+from models.attention import Attention, Decode, Project, Rotary
 from models.config import TargetConfig
 from models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm
 
@@ -49,17 +49,9 @@ class SelfAttention(nn.Module):
         return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centered)
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention: Attention,
-        residual: Tensor | None = None,
-        reach: int = 0,
+        self, x: Tensor, rotary: Rotary, attention: Attention, residual: Tensor | None = None, reach: int = 0
     ) -> Tensor:
-        """Return the projected output `[..., H]`, added to `residual` if there is one.
-
-        A window reaches back `reach` positions further.
-        """
+        """Return the output `[..., H]`, added to `residual` if there is one; a window reaches back `reach` further."""
         attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 

@@ -53,8 +53,9 @@ class Linear(nn.Linear):
         return self.weight.detach() if self.packed is None else self.packed.unpacked_weight()
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.packed is not None:
-            return self.packed(input)
+        return self._unpacked(input) if self.packed is None else self.packed(input)
+
+    def _unpacked(self, input: Tensor) -> Tensor:
         if self.out_dtype is None:
             return F.linear(input, self.weight, self.bias)
         if self.weight.dtype.itemsize < self.out_dtype.itemsize:

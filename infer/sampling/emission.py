@@ -91,8 +91,7 @@ def cut(tokens: Sequence[int], request: Request, *, room: int) -> Cut:
     """Return the tokens of `tokens` to emit, the finish reason or None, and the stop id or stop string that matched.
     For the stop id `eos_id`, and for a grammar after which nothing may follow, the latter is None, as in vLLM.
 
-    Tokens after a stop, or beyond `room`, are cut. A token of -1 stands for NaN logits (kernels/choose.py), which end
-    the request with an error, its `error`.
+    Tokens after a stop, or beyond `room`, are cut. One of -1, of NaN logits, ends the request with its `error`.
     """
     if request.constraint is not None or request.stop_text is not None or request.params.shapes_logits:
         with isolated(request):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
-from models.attention import Attention
+from models.attention import Attention, Rotary
 from models.decoder import DecoderLayer, FusedDecoder, SelfAttention, draft_parts_of, parts_of
 from models.heads.base import Head, Readout, RecurrentHead
 from models.heads.config import EMBEDDING
@@ -39,9 +39,7 @@ class Eagle3FirstLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = GatedMLP(size, config.layer.intermediate_size, bias=config.layer.mlp_bias)
 
-    def forward(
-        self, embedding: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int
-    ) -> Tensor:
+    def forward(self, embedding: Tensor, state: Tensor, rotary: Rotary, attention: Attention, reach: int) -> Tensor:
         token, hidden = self.input_layernorm, self.hidden_norm
         x = norm_beside(embedding, state, token.weight, hidden.weight, token.eps)
         residual = x[..., state.shape[-1] :] if self.norm_before_residual else state
