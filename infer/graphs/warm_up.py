@@ -35,6 +35,7 @@ SAMPLED = replace(GREEDY, temperature=1.0, seed=0)
 LIMITS = ({}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1})
 COUNTS = (0, 8, 20, MAX_LOGPROBS)  # of log-probabilities: one for each number that kernels round up to
 MOVES = (1, 17)  # slots that move: likewise
+SCORED = 128  # rows of logits, beyond which a vocabulary's tiles fill every device
 
 
 class Work(NamedTuple):
@@ -80,6 +81,9 @@ class WarmUp:
                 if engine.device.type == "cuda":
                     torch.cuda.synchronize(engine.device)  # raises if no further launch can succeed
         with torch.inference_mode():
+            size = engine.target.config.hidden_size
+            for rows in row_counts(min(engine.sizes.max_rows, SCORED)):  # logits have a dtype of their own
+                engine.target.logits(torch.zeros(rows, size, dtype=engine.dtype, device=engine.device))
             for count in MOVES:  # how many move depends on what is accepted; the null block's slots may
                 slots = torch.zeros(count, dtype=torch.int64, device=engine.device)
                 pool.layers.move(slots, slots)
@@ -90,17 +94,25 @@ class WarmUp:
         )
 
 
+def row_counts(most: int) -> Sequence[int]:
+    """Return numbers of rows that have all tiles between them.
+
+    Tiles change at 17, 33 and 65 rows, and where programs fill the device: somewhere between a number of rows and
+    twice as many.
+    """
+    return 1, *(1 + (1 << power) for power in range(4, (most - 1).bit_length()))
+
+
 def works_of(sizes: EngineSizes, context: int, max_batch: int, limit: Budget) -> Iterator[Work]:
     """Yield requests that between them launch every kernel of the steps that the host runs.
 
-    Tiles change at 17, 33 and 65 rows, and where programs fill the device: somewhere between a number of rows and
-    twice as many. `limit`: the largest draft; trees are built by other kernels for other depths.
+    `limit`: the largest draft; trees are built by other kernels for other depths.
     """
     several = limit.depth + DECODES + 2
     longest = min(context - several, sizes.cache_tokens // 2)
     # Nobody ends by itself: a drafter reads no prompt of a request that does.
     greedy, sampled = (replace(params, max_tokens=several) for params in (GREEDY, SAMPLED))
-    for rows in (1, *(1 + (1 << power) for power in range(4, (sizes.max_rows - 1).bit_length()))):
+    for rows in row_counts(sizes.max_rows):
         lengths = divided(rows, min(sizes.prefill_chunk, longest))
         if len(lengths) <= max_batch:
             yield Work(f"{rows} rows of prompts", lengths, greedy, 1)  # in which a drafter reads the prompt

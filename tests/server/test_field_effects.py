@@ -191,7 +191,7 @@ def test_an_internal_error_may_be_read_too_and_tells_nothing(strict: Server) -> 
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.get("/broken", headers={"origin": PAGE})
 
     response = asyncio.run(ask())

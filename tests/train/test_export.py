@@ -25,7 +25,6 @@ from train.preparation.models import Shapes
 from train.publishing import card as card_module
 from train.publishing.export import Acceptance, Measured, drafts_by_name, export_head, serving_arguments
 from train.publishing.provenance import provenance
-from train.publishing.publish import line
 
 FACTS = {
     "run": "r",
@@ -221,4 +220,3 @@ def test_an_acceptance_without_a_verify_is_undefined() -> None:
     """As of sampled responses that all end with their first token."""
     nothing = Acceptance(SpeculationStats(), SpeculationStats())
     assert nothing.summary() == {"simulated": None, "engine": None}
-    assert line("temperature 1", nothing) == ["temperature 1", "undefined", "undefined", "undefined"]
