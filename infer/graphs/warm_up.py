@@ -95,11 +95,7 @@ class WarmUp:
 
 
 def row_counts(most: int) -> Sequence[int]:
-    """Return numbers of rows that have all tiles between them.
-
-    Tiles change at 17, 33 and 65 rows, and where programs fill the device: somewhere between a number of rows and
-    twice as many.
-    """
+    """Return numbers of rows with all tiles, which change at 17, 33 and 65, and where programs fill the device."""
     return 1, *(1 + (1 << power) for power in range(4, (most - 1).bit_length()))
 
 
