@@ -89,8 +89,7 @@ def _tokens(columns: Tensor, token_ids: Tensor | None) -> Tensor:
     """Return the target ids of columns `[R, C]`."""
     if token_ids is None:
         return columns
-    columns = columns.clamp(min=0)
-    return token_ids[columns] if token_ids.ndim == 1 else token_ids.gather(1, columns)
+    return token_ids[columns] if token_ids.ndim == 1 else token_ids.gather(1, columns.clamp(min=0))  # -1: any token
 
 
 def _native_arguments(

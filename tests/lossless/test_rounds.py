@@ -375,7 +375,7 @@ class Lives(test_lives.Lives):
 @pytest.mark.slow
 def test_lives_with_rounds_ahead(make_small_engine, make_plain, rounds, request):
     seen: Counter = Counter()
-    test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 100)
+    test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 40)
     assert all(seen[name] > 0 for name in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
     assert (
         rounds["late"] > 5
