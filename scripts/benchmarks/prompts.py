@@ -71,7 +71,7 @@ def read_file(
 ) -> list[list[int]]:
     """Return the prompts of up to `count` rows of a file, of at most `longest` tokens, and print what was skipped.
 
-    They are the rows' first prompts; with an engine, whose answers they then follow, those of later questions as well.
+    They are the rows' first prompts; with an engine, whose responses they then follow, those of later questions too.
     `file` is what training's `data.path` takes, `options` are further keys of its `data.`. Raises ValueError, which
     names `key`, for a file that cannot be read or holds no such prompt.
     """
@@ -91,7 +91,7 @@ def read_file(
 
 
 def every_prompt(engine: Any, reader: Reader, max_tokens: int) -> list[list[int]]:
-    """Return the prompts of all rows that were read; that of a later question follows the engine's greedy answers."""
+    """Return the prompts of all rows that were read; that of a later question follows the engine's greedy responses."""
     from infer.request import SamplingParams
     from train.data.dialogue import Dialogue
 
@@ -103,9 +103,9 @@ def every_prompt(engine: Any, reader: Reader, max_tokens: int) -> list[list[int]
         for place, prompt in prompts.items():
             asked[place].append(prompt)
         left = [place for place in prompts if rows[place].unfinished]
-        answers = engine.generate([prompts[place] for place in left], SamplingParams(max_tokens=max_tokens))
-        for place, answer in zip(left, answers, strict=True):
-            rows[place].take(answer.token_ids)
+        completions = engine.generate([prompts[place] for place in left], SamplingParams(max_tokens=max_tokens))
+        for place, completion in zip(left, completions, strict=True):
+            rows[place].take(completion.token_ids)
     for row in rows:
         if row.cut is not None:
             print(f"shortened: {row.example.place}: {row.cut}", file=sys.stderr)

@@ -40,7 +40,7 @@ def host_of(authority: str) -> str | None:
 
 
 class HostCheck:
-    """Middleware that answers 403 under a foreign name. A request without a name, which no browser sends, passes."""
+    """Middleware that returns 403 under a foreign name. A request without a name, which no browser sends, passes."""
 
     def __init__(self, app: ASGIApp, *, names: frozenset[str]) -> None:
         self.app, self.names = app, names
