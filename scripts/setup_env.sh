@@ -10,6 +10,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="$ROOT/.venv/bin/python"
 TORCH_RANGE="$(sed -n 's/^ *"\(torch>=[^"]*\)",$/\1/p' "$ROOT/pyproject.toml")" # torch>=2.11,<2.15
 TORCH_CPU="torch==2.13.0"
+TRITON="triton==3.7.1" # what the CUDA builds of that torch pin; its CPU build pins none, so pip would take the newest
 LM_EVAL="lm_eval==0.4.13"
 # The oldest and the newest Triton that pyproject.toml allows: of "triton>=3.6,<3.10" 3.6 and 3.9.
 TRITONS="$(sed -n 's/^ *"triton>=\([0-9.]*\),<\([0-9]*\)[.]\([0-9]*\);.*/\1 \2 \3/p' "$ROOT/pyproject.toml" |
@@ -83,6 +84,12 @@ install_torch() {
     "$PYTHON" -m pip install -qq --no-compile "$TORCH_CPU"
 }
 
+triton_of_torch() {
+    if [ "$(uname -s)" = Linux ] && "$PYTHON" -m pip list --format=freeze 2>/dev/null | grep -q "^$TORCH_CPU\b"; then
+        printf '%s' "$TRITON"
+    fi
+}
+
 setup_env() {
     local extras="$1" stamp="$ROOT/.venv/.headway-installed" hash
     [ -x "$PYTHON" ] || make_venv
@@ -91,7 +98,7 @@ setup_env() {
     if grep -qsxF -e "$hash dev" -e "$hash $extras" "$stamp"; then return; fi
     has_torch "$PYTHON" || install_torch
     say "installing headway[$extras] into .venv (a few minutes the first time)"
-    "$PYTHON" -m pip install -qq --no-compile -e "$ROOT[$extras]"
+    "$PYTHON" -m pip install -qq --no-compile -e "$ROOT[$extras]" $(triton_of_torch)
     # Tests run lm_eval's API clients; without --no-deps scipy, scikit-learn and more for its metrics would add 300 MB.
     if [ "$extras" = dev ]; then "$PYTHON" -m pip install -qq --no-deps "$LM_EVAL"; fi
     compile_packages

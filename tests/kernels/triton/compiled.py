@@ -11,6 +11,7 @@ JSON object: name -> the compiler's report, registers and shared memory among it
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -46,6 +47,12 @@ def allowed_tritons(pyproject: str) -> tuple[str, str]:
 INSTALLED = "installed"
 OLDEST, NEWEST = allowed_tritons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TRITONS = (INSTALLED, *os.environ.get("HEADWAY_TRITONS", OLDEST).split())  # that most tests compile with
+
+
+def most_spilled(triton: str = INSTALLED) -> int:
+    """Return how many bytes of a thread that Triton's compiler spills at most, in kernels that 3.7 compiles without."""
+    version = importlib.metadata.version("triton") if triton == INSTALLED else triton
+    return 16 if version.startswith("3.9") else 0
 
 
 def compile_in_new_process(
@@ -155,7 +162,7 @@ def early_accesses(ptx: str, types: list[tuple[str, str]]) -> list[list[str]]:
     sources = {f"param_{index}": {name} for index, (name, kind) in enumerate(types) if kind.startswith("*")}
     accesses = set()
     for name, operands in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)[ \t]+(\S.*);", ptx, re.MULTILINE):
-        places = re.findall(r"%rd\d+|param_\d+", operands)
+        places = re.findall(r"%rd?\d+|param_\d+", operands)
         if re.fullmatch(ACCESS, name) and ".shared" not in name:
             address = re.findall(r"\[ ?(%rd\d+)", operands)[0]
             accesses.add((name.partition(".")[0], *sorted(sources[address])))

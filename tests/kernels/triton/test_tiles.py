@@ -11,7 +11,7 @@ import triton
 
 from kernels.triton.attention_tiles import blocking, merges_itself, split_programs
 from kernels.triton.linear import tile_for
-from tests.kernels.triton.compiled import A100, DEVICES, HOPPER, L40S, compile_in_new_process
+from tests.kernels.triton.compiled import A100, DEVICES, HOPPER, L40S, compile_in_new_process, most_spilled
 
 MODULE = "tests.kernels.triton.device_launches"
 SPILLED = {100: 96, 120: 16}  # bytes of a thread that Blackwell's compiler spills at most, in some kernels
@@ -32,7 +32,7 @@ def test_nothing_spills_and_the_devices_shared_memory_suffices(compiled):
     capability, launches = compiled
     limit = DEVICES[capability].shared_memory
     kernels = [(case, kernel) for case, launched in launches.items() for kernel in launched]
-    most = SPILLED.get(capability, 0)
+    most = SPILLED.get(capability, 0) + most_spilled()
     assert [(case, k["kernel"], k["spilled"], k["registers"]) for case, k in kernels if k["spilled"] > most] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > limit] == []
     assert [(case, k["kernel"]) for case, k in kernels if k["registers"] < 10] == [], "kernels that compute nothing"
