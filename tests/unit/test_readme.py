@@ -41,6 +41,7 @@ MANUALS = {
         *sorted(path for path in FILES if path.endswith("/README.md") or re.fullmatch(r"docs/\w+\.md", path)),
     )
 }
+WORDS = ("yes", "no", "partly", "gain", "missed", "mixed", "found")  # verdicts of LOG.md
 HOW_TO_ADD = ("infer/speculation/proposers", "kernels", "models/formats", "models/heads", "models/targets")
 SCHEMAS = {
     "train/run.py": ("train", train_config.TrainConfig),
@@ -113,19 +114,21 @@ def test_the_chart_shows_what_its_result_file_says(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_index_of_the_log_agrees_with_its_entries() -> None:
-    """Date, question and verdict of every entry, the newest first, with a link to its heading."""
-    index = re.findall(r"^- (\S+) · \[(.+)\]\((\S+)\) · (.+)$", (ROOT / "LOG.md").read_text(), re.MULTILINE)
-    entries = []
+    """Date and question of every entry, the newest first, with a link to its heading and its verdict in one word."""
+    index = re.findall(r"^- (\S+) · \[(.+)\]\((\S+)\) · (\w+)$", (ROOT / "LOG.md").read_text(), re.MULTILINE)
+    entries, verdicts = [], []
     for month in LOG:
         for entry in re.split(r"^## ", month.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
             heading, _, body = entry.partition("\n\n")
             date, question = heading.split(" · ")
-            verdict = body.partition("\n\n")[0]
-            assert verdict.startswith("**Verdict.** "), heading
-            link = f"{month.relative_to(ROOT).as_posix()}#{anchor_of(heading)}"
-            entries.append((date, question, link, " ".join(verdict.split()).removeprefix("**Verdict.** ")))
+            assert body.startswith("**Verdict.** "), heading
+            entries.append((date, question, f"{month.relative_to(ROOT).as_posix()}#{anchor_of(heading)}"))
+            verdicts.append(re.match(r"\*\*Verdict\.\*\* (Yes|No)[:,.]", body))
     assert len(entries) > 70
-    assert index == entries
+    assert [entry for *entry, _ in index] == list(map(list, entries))
+    for (_, question, _, word), verdict in zip(index, verdicts, strict=True):
+        assert word in WORDS, question
+        assert verdict is None or word in (verdict[1].lower(), "partly"), question
     assert [date for date, *_ in entries] == sorted((date for date, *_ in entries), reverse=True)
 
 
