@@ -1,4 +1,4 @@
-"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (docs/architecture.md)."""
+"""The step of the engine. Its phases are those of docs/architecture.md, "One step"."""
 
 from __future__ import annotations
 

@@ -16,8 +16,12 @@ from pathlib import Path
 import pytest
 
 from infer import config as infer_config
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
 from infer.options.cli import compose
 from infer.options.literal_text import literal_overrides
+from models.heads.files import load_head
+from models.targets import load_target
 from scripts.benchmarks import config as benchmark_config
 from scripts.benchmarks.tables import PAGES, newest, rewrite
 from train import config as train_config
@@ -233,11 +237,28 @@ def test_adding_one_needs_less_than_600_lines_of_reading(folder: str) -> None:
     assert len(manual.splitlines()) + sum(int(stated) for *_, stated in entries) < 600
 
 
-def test_the_walk_enters_each_module_once() -> None:
-    page = MANUALS["infer/README.md"]
-    start = page.index("## From a request to a token")
-    walk = page[start : page.index("\n## ", start + 1)]
-    assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) == 15
-    modules = re.findall(r"\]\(([\w/]+\.py)\)", walk)
-    assert len(modules) > 20
-    assert len(set(modules)) == len(modules)
+def test_one_page_has_the_phases_of_a_step() -> None:
+    """Its table and its drawing have the same phases, in one order; no other manual lists them again."""
+    page = MANUALS["docs/architecture.md"]
+    table = page[page.index("## One step") : page.index("### What a request holds")]
+    phases = re.findall(r"^\| (\w+) \| `", table, re.MULTILINE)
+    drawing = page[page.index("subgraph step") : page.index("observe -.->")]
+    assert re.findall(r"^ +(\w+)\[\1: ", drawing.replace(" prefill[", "-"), re.MULTILINE) == phases
+    assert len(phases) == 11
+    row = re.compile(rf"^(?:\d+\.|\|) ({'|'.join(phases)})(?:: | \|)", re.MULTILINE)
+    assert [path for path, text in MANUALS.items() if len(row.findall(text)) > 2] == ["docs/architecture.md"]
+
+
+def test_the_manual_says_how_many_graphs_are_captured(tiny_target_folder: Path, tiny_head_folder: Path) -> None:
+    (stated,) = re.findall(r"With a head and `engine\.max_batch=32` these are (\d+) graphs", MANUALS["infer/README.md"])
+    target = load_target(str(tiny_target_folder))
+    engine = Engine(
+        target,
+        head=load_head(tiny_head_folder, target=target),
+        proposer="head",
+        config=EngineConfig(threads=1, graphs="on"),
+        proposer_config=ProposerConfig(name="auto", adaptive=True),
+        probe=False,
+    )
+    assert engine.graphs is not None
+    assert engine.graphs[0] == int(stated)
