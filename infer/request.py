@@ -1,11 +1,11 @@
-"""The state of a request in the engine, and its outputs. Token ids only; the caller makes text of them."""
+"""A request in the engine, what drafts for it, and its outputs. Token ids only; the caller makes text of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,8 @@ from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
 from infer.sampling.token_counts import TokenCounts
-from infer.speculation.tree import Budget
+from infer.speculation.tree import NOTHING, Budget, DraftTree
+from kernels.attention import LayerShape
 
 
 @dataclass
@@ -66,31 +67,11 @@ class SpeculationStats:
 
 
 class DrafterState(Enum):
-    """How much of a request its drafter's state (features, KV) covers."""
+    """How much of a request what its proposer keeps of it (features, KV) covers."""
 
     FULL = "full"
-    NONE = "none"  # drafting does not pay now, so no state is kept
+    NONE = "none"  # drafting does not pay now, so no position is followed
     PARTIAL = "partial"  # only tokens committed since tracking was started mid-sequence
-
-
-class DrafterView:
-    """What a request's drafter (infer/speculation/drafter.py) is to scheduler, pool and step; this one keeps no state.
-
-    `aux_layers`: hidden states of the target that it reads of the request now. `filled_by`: name of what fills KV
-    layers besides the target; requests with the same name fill the same layers of their pages, and may share them.
-    """
-
-    state: DrafterState = DrafterState.FULL
-    aux_layers: tuple[int, ...] = ()
-    filled_by: str = ""
-
-    def synced(self, request: Request) -> int:
-        """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
-        return request.computed
-
-    def places(self, budget: Budget) -> int:
-        """Return how many places past the root a draft under this budget takes in the pool."""
-        return budget.nodes
 
 
 class Phase(Enum):
@@ -106,6 +87,156 @@ class PageKeys(Protocol):
     def upto(self, tokens: Sequence[int], blocks: int) -> list[bytes]:
         """Return the keys of the first `blocks` pages. `tokens` must extend those of the last call."""
         ...
+
+
+class Needs(NamedTuple):
+    """What the engine provides for a proposer, fixed when it is built; nothing for one that runs no model."""
+
+    aux_layers: tuple[int, ...] = ()  # hidden states of the target that `commit` takes as features
+    kv_layers: tuple[LayerShape, ...] = ()  # its KV layers in the engine's pool, under the same block tables
+    warm_up: int = 0  # tokens that must be committed after a start within the text before it can draft; 0: hardly any
+
+    @property
+    def tracking(self) -> bool:
+        """Whether the proposer must follow a request, by `commit`, to draft for it."""
+        return bool(self.aux_layers or self.kv_layers)
+
+
+class ProposerState:
+    """What a proposer keeps of one request; the request's drafter holds it. This one keeps nothing."""
+
+    def ready(self, request: Request) -> bool:
+        """Return whether the proposer can draft now; after a start within the text that may take a few commits."""
+        return True
+
+    def synced(self, request: Request) -> int:
+        """Return for how many of the committed positions the proposer's KV layers are filled."""
+        return request.computed
+
+    def end(self, request: Request) -> None:
+        """Take note that the request has ended."""
+
+
+class Proposer:
+    """Drafts tokens. What is not overridden is right for a chain drafter that runs no model and keeps nothing.
+
+    The states that it is handed are those that its `begin` returned for these requests.
+    """
+
+    name: str
+    needs: Needs = Needs()
+    # Whether it knows how likely each token of a draft is to be accepted (`chances` of its states), and ends a chain
+    # where that becomes unlikely.
+    self_limiting = False
+
+    def begin(self, request: Request) -> ProposerState:
+        """Return the state of a request of which nothing is kept.
+
+        If positions are committed already, `request.drafter.state` says whether the proposer's KV layers are filled for
+        them: by another request in cached pages (FULL), where `request.last_features` are the features of the last one,
+        or None if its slot is filled too; or not at all (PARTIAL), and their features are lost.
+        """
+        return ProposerState()
+
+    def places(self, budget: Budget) -> int:
+        """Return how many places past the root a draft under this budget writes to or proposes.
+
+        Pages are reserved for them.
+        """
+        return budget.depth
+
+    def propose(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
+        """Return one tree per request: the root and at most `budgets[b]` drafted nodes, which is one or more.
+
+        `request.tokens` ends with the root, and all positions before the root have been committed. Called again,
+        request by request, if it raised for several at once. The tree of a smaller budget should consist of the first
+        nodes of the tree of a larger one: the acceptance model learns a node's acceptance rate by its index
+        (infer/speculation/control/acceptance_model.py).
+        """
+        raise NotImplementedError
+
+    def commit(self, requests: Sequence[Request], states: Sequence[Any], features: Sequence[Tensor]) -> None:
+        """Take the target's features of the last committed positions of each request, if it needs tracking.
+
+        features[b] `[n, len(aux_layers) * H]`, of n positions. Follows every target forward that added committed
+        positions, when `request.tokens` already holds the token after the last one.
+        """
+
+    def catch_up(self, request: Request, state: Any) -> None:
+        """Fill the proposer's KV layers for every committed position of the request."""
+
+
+class NoProposer(Proposer):
+    """Plain decoding: trees of one node."""
+
+    name = "none"
+
+    def propose(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
+        return DraftTree.chains([request.tokens[-1] for request in requests], [()] * len(requests))
+
+
+PLAIN = NoProposer()
+
+
+@dataclass(eq=False)
+class Drafter:
+    """A request's proposer, the largest budget that it drafts under in a step, and what it keeps of the request.
+
+    `state` is FULL from the first position on, unless the speculator decides otherwise before admission or starts or
+    stops tracking. It stays FULL if the proposer needs no tracking.
+    """
+
+    proposer: Proposer = PLAIN
+    limit: Budget = NOTHING
+    context: int = 0  # most tokens of the request
+    state: DrafterState = DrafterState.FULL
+    kept: Any = field(default_factory=ProposerState)  # made by the proposer
+    idle: int = 0  # steps without drafts in a row, while the request is tracked
+
+    @property
+    def name(self) -> str:
+        return self.proposer.name
+
+    @property
+    def tracks(self) -> bool:
+        return self.state is not DrafterState.NONE
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads of the request now."""
+        return self.proposer.needs.aux_layers if self.tracks else ()
+
+    def begin(self, request: Request) -> None:
+        """Drop what is kept of the request, and begin anew with what `state` covers."""
+        self.idle = 0
+        self.kept = self.proposer.begin(request)
+
+    def ready(self, request: Request) -> bool:
+        """Return whether it can draft now."""
+        return self.tracks and self.kept.ready(request)
+
+    def synced(self, request: Request) -> int:
+        """Return how many committed positions are filled in all layers that the request's pages are keyed by."""
+        return self.kept.synced(request) if self.state is DrafterState.FULL else request.computed
+
+    def places(self, budget: Budget) -> int:
+        """Return how many places past the root a draft under this budget takes in the pool."""
+        return self.proposer.places(budget) if budget.nodes else 0
+
+    def steady_budget(self, request: Request) -> Budget:
+        """Return the request's largest budget for as long as its end is far."""
+        return self._within(request.params.max_draft_tokens)
+
+    def budget(self, request: Request) -> Budget:
+        """Return its largest budget: no deeper than the tokens that it may still emit before the bonus token."""
+        room = min(request.remaining, self.context - len(request.tokens)) - 1
+        requested = request.params.max_draft_tokens
+        return self._within(room if requested is None else min(room, requested))
+
+    def _within(self, depth: int | None) -> Budget:
+        nodes, deepest = self.limit
+        depth = deepest if depth is None else max(0, min(deepest, depth))
+        return NOTHING if depth == 0 else Budget(depth if self.limit.is_chain else nodes, depth)
 
 
 @dataclass(eq=False)
@@ -127,7 +258,7 @@ class Request:
     phase: Phase = Phase.WAITING
     table_row: int = -1  # of the block table, while running
     pages: list[int] = field(default_factory=list)
-    drafter: DrafterView = field(default_factory=DrafterView)
+    drafter: Drafter = field(default_factory=Drafter)
     keys: PageKeys | None = None  # keys of its pages; None: they are not shared
     plain_keys: PageKeys | None = None  # keys of pages of which only the target's layers are filled
     published: int = 0  # positions whose pages were published or adopted

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from infer.request import Request, SamplingParams
+from infer.request import Drafter, Proposer, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
@@ -33,6 +34,15 @@ def make_request(tokens: list[int], prompt: int = 1, **params: Any) -> Request:
     )
     request.computed = len(tokens) - 1
     return request
+
+
+def propose(proposer: Proposer, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+    """Let a proposer draft for requests, of which it becomes the drafter with its first draft."""
+    for request in requests:
+        if request.drafter.proposer is not proposer:
+            request.drafter = Drafter(proposer)
+            request.drafter.begin(request)
+    return proposer.propose(requests, [request.drafter.kept for request in requests], budgets)
 
 
 def chains(count: int, depth: int) -> list[Candidate]:

@@ -15,15 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.request import DrafterState, Phase, Request, SamplingParams
+from infer.request import DrafterState, Needs, Phase, Proposer, ProposerState, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, guessed_cost_model
 from infer.speculation.control.planner import Controller
-from infer.speculation.proposers.base import Needs, Proposer, Tracker
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import Budget, DraftTree, VerifiedDraft
+from infer.speculation.tree import Budget, VerifiedDraft
 
 PROMPT, WARM_UP = 64, 24  # tokens of a prompt, and that a head must see before it drafts
 MAX_CHAIN = 5
@@ -88,32 +87,24 @@ MIXED = Content("mixed", 0.5, spread=0.35)
 CONTENTS = (CHAT, CODE, CHAT1, CODE1, GOOD, USELESS)
 
 
-class SimulatedDrafter(Proposer, Tracker):
+@dataclass
+class Since(ProposerState):
+    tokens: int  # of the request when its drafter began to follow it
+
+    def ready(self, request: Request) -> bool:
+        return len(request.tokens) - self.tokens >= WARM_UP
+
+
+class SimulatedDrafter(Proposer):
     """A head, as far as the speculator sees it: keeps features, must see some tokens before it drafts."""
 
     name, needs = "head", Needs(aux_layers=(1,), warm_up=WARM_UP)
 
-    def __init__(self) -> None:
-        self._since: dict[str, int] = {}
-
-    @property
-    def tracker(self) -> Tracker:
-        return self
+    def begin(self, request: Request) -> Since:
+        return Since(len(request.tokens) if request.drafter.state is DrafterState.PARTIAL else -WARM_UP)
 
     def places(self, budget: Budget) -> int:
         return budget.nodes
-
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        raise NotImplementedError
-
-    def start_tracking(self, request: Request) -> None:
-        self._since[request.request_id] = len(request.tokens)
-
-    def ready(self, request: Request) -> bool:
-        return len(request.tokens) - self._since.get(request.request_id, -WARM_UP) >= WARM_UP
-
-    def release(self, request: Request) -> None:
-        self._since.pop(request.request_id, None)
 
 
 @dataclass

@@ -28,14 +28,12 @@ from infer.processes.exactness import probe_exactness, same_bits
 from infer.processes.target_worker import Shard
 from infer.processes.tensor_parallel import LeadingShard
 from infer.processes.threads import plan_threads
-from infer.request import FinishReason, Request, SamplingParams, StepOutput
+from infer.request import FinishReason, Proposer, Request, SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.emission import check_first_row
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import MAX_SEED, as_ids, seed_source
 from infer.sampling.stopping import StopText
-from infer.speculation.drafter import drafter_of
-from infer.speculation.proposers.base import Proposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.speculator import Speculator
@@ -127,12 +125,14 @@ class EngineCore:
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
         self.speculator.assign(request)
-        request.rule = rule_for(request, drafter_of(request).name)
+        request.rule = rule_for(request, request.drafter.name)
         request.added = self._clock()
         if params.deadline_s is not None:
             request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # which need every row of the prompt
-            request.keys = self._pool.keys(params.cache_salt, request.drafter.filled_by)
+            drafter = request.drafter
+            filled_by = drafter.name if drafter.proposer.needs.kv_layers else ""
+            request.keys = self._pool.keys(params.cache_salt, filled_by)
             request.plain_keys = self._pool.keys(params.cache_salt, "")
         if params.stop:
             assert self.tokenizer is not None

@@ -23,11 +23,11 @@ from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
 from infer.processes.comm import Ranks
 from infer.processes.launch import ranks_of
+from infer.request import PLAIN, Proposer
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers import build_proposers, pack_draft_model, pack_head
-from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.tree import NOTHING, Budget
 from models.heads.base import Head
 from models.heads.config import HeadConfig
@@ -146,7 +146,7 @@ class Engine(EngineCore):
         vocabulary = self.target.config.vocab_size
         self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
         self._draft_with(name)
-        default = self._proposers.get(name, (NoProposer(), NOTHING))
+        default = self._proposers.get(name, (PLAIN, NOTHING))
         adaptive = self.proposer_config.adaptive
         if self._head is not None:
             self._head.confidence = None

@@ -112,7 +112,7 @@ class StepRunner:
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._speculator.propose(requests, budgets), requests)
-        self.publish(requests)
+        self.publish(requests)  # of the last step: a head reads what a verify has committed with its next draft
         lengths, depths = tree.length.tolist(), tree.depths()
         self.rows = sum(lengths)
         decoded, choices = self.verify_drafts(requests, tree)
@@ -127,8 +127,7 @@ class StepRunner:
             self._score(requests, choices, path_rows, outputs)
         survivors = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if survivors:
-            kept_rows = [row for b in survivors for row in path_rows[b]]
-            self._commit_rows([requests[b] for b in survivors], [counts[b] for b in survivors], decoded.aux, kept_rows)
+            self.commit([requests[b] for b in survivors], features_of(decoded.aux, [path_rows[b] for b in survivors]))
         return outputs
 
     def advance(self, request: Request, tokens: list[int], draft: VerifiedDraft) -> StepOutput:
@@ -184,31 +183,16 @@ class StepRunner:
                 self._score(prefilled, choices, [[row] for row in range(len(prefilled))], outputs)
         unfinished = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if unfinished:
-            kept_rows = [row for b in unfinished for row in range(first[b], first[b + 1])]
-            self._commit_rows([requests[b] for b in unfinished], [chunks[b] for b in unfinished], rows.aux, kept_rows)
-            self.publish([requests[b] for b in unfinished])
+            kept = [requests[b] for b in unfinished]
+            self.commit(kept, features_of(rows.aux, [range(first[b], first[b + 1]) for b in unfinished]))
+            self.publish(kept)
         return outputs
 
-    def _commit_rows(
-        self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept_rows: Sequence[int]
-    ) -> None:
-        """Commit `counts[b]` new positions of each request; `kept_rows` are their rows in `aux`."""
-        features = torch.empty(0, 0, device=self._pool.device)
-        if aux:
-            ends = itertools.accumulate(counts)
-            pairs = zip(requests, counts, ends, strict=True)
-            spans = [(end - count, end) for request, count, end in pairs if request.drafter.aux_layers]
-            features = select_rows(aux, [row for first, end in spans for row in kept_rows[first:end]])
-        self.commit(requests, counts, features)
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """Commit `counts[b]` new positions of each request, with `features` `[n, F]` where the drafter reads them."""
-        pairs = zip(requests, counts, strict=True)
-        reading = [(request, count) for request, count in pairs if request.drafter.aux_layers]
-        pieces = features.split([count for _, count in reading]) if reading else ()
-        for (request, count), rows in zip(reading, pieces, strict=True):
-            self._pool.keep_features(request, count, rows)
-        self._speculator.commit(requests, counts, features)
+    def commit(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
+        """Commit new positions of each request, with `features[b]` `[n, F]` of them."""
+        for request, rows in zip(requests, features, strict=True):
+            self._pool.keep_features(request, rows)
+        self._speculator.commit(requests, features)
 
     def publish(self, requests: Sequence[Request]) -> None:
         """Publish to the prefix cache the positions that are verified and were read by the proposer too."""
@@ -270,3 +254,11 @@ class StepRunner:
             cached_tokens=request.cached,
             queued_s=request.queued_s or 0.0,
         )
+
+
+def features_of(aux: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    """Return the features `[n, F]` of the n rows of each request; F is 0 if none were taken."""
+    counts = [len(each) for each in rows]
+    if not aux:
+        return torch.empty(sum(counts), 0).split(counts)
+    return select_rows(aux, [row for each in rows for row in each]).split(counts)

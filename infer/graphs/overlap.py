@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from infer.engine.scheduler import Scheduler
 from infer.engine.step import StepRunner
 from infer.graphs.step_graph import Launched, Outcome, StepGraphs
@@ -116,8 +114,7 @@ class Overlap:
         outputs, unfinished = self._emit(outcomes, results.budgets)
         self._time(len(drafted), len(drafted) + sum(drafted))
         for row, request, count in unfinished:
-            if request.drafter.aux_layers:
-                self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
+            self._pool.keep_features(request, self._graphs.features(row, count, behind=True))
         # The round in flight reads these features, so it fills the head's KV of these pages before any later reader.
         self._steps.publish([request for _, request, _ in unfinished])
         return outputs
@@ -129,13 +126,8 @@ class Overlap:
             return []
         outputs, unfinished = self._emit(results.read(), results.budgets)
         if unfinished:
-            rows = [
-                self._graphs.features(row, count, behind=False)
-                for row, request, count in unfinished
-                if request.drafter.aux_layers
-            ]
-            features = torch.cat(rows) if rows else torch.empty(0, 0, device=self._pool.device)
-            self._steps.commit([request for _, request, _ in unfinished], [count for *_, count in unfinished], features)
+            features = [self._graphs.features(row, count, behind=False) for row, _, count in unfinished]
+            self._steps.commit([request for _, request, _ in unfinished], features)
         self._rows = []
         return outputs
 
@@ -171,12 +163,12 @@ class Overlap:
         proposer = self._graphs.proposer
         if self._graphs.batch_for(len(requests)) is None:
             return False
-        reading = [] if proposer is None else [request for request in requests if request.drafter.aux_layers]
-        if proposer is not None:
-            if not all(map(proposer.ready, reading)):
+        drafters = [request.drafter for request in requests]
+        states = [drafter.kept if drafter.proposer is proposer and drafter.tracks else None for drafter in drafters]
+        for request, state in zip(requests, states, strict=True):
+            # Of more unread features than a round can read, an ordinary step reads some.
+            if state is not None and not (state.ready(request) and len(state.rows) <= self._graphs.width):
                 return False
-            if max(map(len, proposer.features(reading)), default=0) > self._graphs.width:
-                return False  # more unread features than a round can read; an ordinary step reads them
         # Under the exact rule drafting uses the noise of the target's sampling, so both have the same parameters.
         assert all(request.rule == "exact" for request in requests)
         self._rows, self._budgets = list[Request | None](requests), batch.budgets
@@ -184,9 +176,10 @@ class Overlap:
             self._rows = []
             return False
         limits = [final_length(request, self._context) - 1 for request in requests]
-        self._graphs.load(requests, limits, batch.budgets)
-        if proposer is not None:
-            proposer.was_read(reading)
+        self._graphs.load(requests, states, limits, batch.budgets)
+        for state in states:
+            if state is not None:
+                state.read = True
         self._in_flight = self._graphs.launch()
         return True
 

@@ -53,7 +53,8 @@ def replay(graphs: StepGraphs, requests: Sequence[Request], budget: Budget) -> C
     So do overlapped steps; but no root advances, and each replay computes the same.
     """
     with torch.inference_mode():
-        graphs.load(requests, [len(request.tokens) - 1 for request in requests], [budget] * len(requests))
+        states = [None if graphs.proposer is None else request.drafter.kept for request in requests]
+        graphs.load(requests, states, [len(request.tokens) - 1 for request in requests], [budget] * len(requests))
         in_flight = graphs.launch()
 
     @torch.inference_mode()

@@ -28,10 +28,9 @@ from infer.graphs.forward_graph import ForwardGraphs
 from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
 from infer.processes.target_worker import Shard
-from infer.request import Request
-from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.request import PLAIN, Proposer, Request
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
-from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.proposers.head import HeadProposer, HeadState
 from infer.speculation.tree import NOTHING, Budget, DraftTree
 from kernels.copies import gather_rows
 from kernels.dispatch import uses_triton
@@ -137,16 +136,22 @@ class StepGraphs:
         """Return the batch size of the graph that holds so many requests; None if there is none."""
         return at_least(self.batches, requests)
 
-    def load(self, requests: Sequence[Request], limits: Sequence[int], budgets: Sequence[Budget]) -> None:
-        """Load the state of these requests, whose roots go no further than `limits[b]`. Nothing may be in flight."""
-        batch, drafts = self.batch_for(len(requests)), self.proposer
+    def load(
+        self,
+        requests: Sequence[Request],
+        states: Sequence[HeadState | None],
+        limits: Sequence[int],
+        budgets: Sequence[Budget],
+    ) -> None:
+        """Load these requests, whose roots go no further than `limits[b]`. Nothing may be in flight.
+
+        `states`: what the head keeps of each; None of one that it does not follow.
+        """
+        batch = self.batch_for(len(requests))
         assert batch is not None
-        if drafts is None:
-            features, bases = [self._state.features.new_zeros(1, 0)] * len(requests), [0] * len(requests)
-        else:
-            nothing = self._state.features.new_zeros(1, drafts.feature_size)
-            features = [drafts.features([r])[0] if drafts.tracks(r) else nothing for r in requests]
-            bases = drafts.bases(requests)
+        nothing = self._state.features.new_zeros(1, self._state.features.shape[-1])
+        features = [nothing if state is None or state.pending is None else state.rows for state in states]
+        bases = [0 if state is None else state.base for state in states]
         used = self._state.load(batch, requests, features, bases, limits)
         self._key = batch, next(wider for wider in SEARCHES if used == Limits(*map(min, used, wider)))
         self._budgets = []
@@ -176,18 +181,20 @@ class StepGraphs:
             arrived.record()
         return Launched(host, log_probs, arrived, self._budgets)
 
-    def draft(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> Drafted | None:
+    def draft(
+        self, requests: Sequence[Request], states: Sequence[HeadState], budgets: Sequence[Budget]
+    ) -> Drafted | None:
         """Draft for a step that the host runs. Nothing may be in flight: the state is that of these requests then.
 
         None, with nothing done, if the requests or what the head has not read of them fit no graph.
         """
         assert self.proposer is not None
-        unread = max(map(len, self.proposer.features(requests)))
+        unread = max(len(state.rows) for state in states)
         ends = max(len(request.tokens) for request in requests) + self.reach
         fits = self.batch_for(len(requests)) is not None and unread <= self.width and ends <= self.longest
         if not fits or any(budget.nodes > self.limit.nodes or budget.depth > self.limit.depth for budget in budgets):
             return None
-        self.load(requests, [len(request.tokens) - 1 for request in requests], budgets)
+        self.load(requests, states, [len(request.tokens) - 1 for request in requests], budgets)
         fields = self._drafts[self._key]()[:, : len(requests)].cpu()
         token, parent, depth, ancestors = fields[1:].unflatten(0, (4, -1)).transpose(1, 2)
         length = fields[0]
@@ -330,7 +337,7 @@ class GraphCache:
                 drafters.append((proposer, limit))
             if proposer.shape is not None:
                 limit = limit._replace(nodes=min(limit.nodes, proposer.shape.most))
-        if adaptive or isinstance(proposer, NoProposer):
+        if adaptive or proposer is PLAIN:
             drafters.append((None, NOTHING))
         sizes = doubling(self._config.max_batch), self._longest, max_rows, memory
         graphs, work = list[StepGraphs](), list[Callable[[], object]]()

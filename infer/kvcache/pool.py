@@ -79,11 +79,11 @@ class KVPool:
         request.computed = request.published = len(pages) * self.page_size
         request.last_features = self.pages.value(pages[-1]) if pages else None
 
-    def keep_features(self, request: Request, count: int, features: Tensor) -> None:
-        """Keep `features` `[count, F]` of the last committed positions that end a page, to be published with it."""
-        if request.keys is None or not features.shape[-1]:
+    def keep_features(self, request: Request, features: Tensor) -> None:
+        """Keep those of the `features` `[n, F]` of the last n positions that end a page, to be published with it."""
+        if request.keys is None or not request.drafter.aux_layers:
             return
-        first = request.computed - count
+        first = request.computed - len(features)
         for position in range(first + (-first - 1) % self.page_size, request.computed, self.page_size):
             request.page_ends[position] = features[position - first].clone()
 

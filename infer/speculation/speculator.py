@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from infer.request import DrafterState, Phase, Request
+from infer.request import PLAIN, Drafter, DrafterState, Phase, Proposer, Request
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.planner import PLAN_STEPS, Planner
-from infer.speculation.drafter import Drafter, drafter_of
-from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", bound=Hashable)
-PLAIN = NoProposer()
 
 
-def grouped(keys: Sequence[T]) -> dict[T, list[int]]:
-    """Return the indices of each key."""
-    groups: dict[T, list[int]] = {}
-    for index, key in enumerate(keys):
-        groups.setdefault(key, []).append(index)
+def grouped(proposers: Sequence[Proposer]) -> dict[Proposer, list[int]]:
+    """Return the indices of each proposer."""
+    groups: dict[Proposer, list[int]] = {}
+    for index, proposer in enumerate(proposers):
+        groups.setdefault(proposer, []).append(index)
     return groups
 
 
@@ -66,6 +60,7 @@ class Speculator:
         name = (request.params.proposer or self.default) if request.params.speculate else "none"
         proposer, limit = self._proposers[name]
         request.drafter = Drafter(proposer, limit, self._context)
+        self._begin(request)
 
     # ---- queries: how much is drafted ----------------------------------------------------------------------------
 
@@ -74,29 +69,36 @@ class Speculator:
         names = tuple(request.request_id for request in decoding)
         if self.planner.next_step(names):
             self.planner.plan(names, self._candidates(decoding, load))
-        return [self.planner.budget(request.request_id, drafter_of(request).budget(request)) for request in decoding]
+        return [self.planner.budget(request.request_id, request.drafter.budget(request)) for request in decoding]
 
     def steady_budget(self, request: Request) -> tuple[str, Budget] | None:
         """Return which proposer drafts for the request, and its budget for as long as the request does not end.
 
         None if its drafter must first start tracking it.
         """
-        drafter = drafter_of(request)
+        drafter = request.drafter
         budget = self.planner.budget(request.request_id, drafter.steady_budget(request))
         if not drafter.tracks:
             return None if budget.nodes else ("none", NOTHING)
         budget = budget if drafter.ready(request) else NOTHING
-        return ("none", NOTHING) if budget == NOTHING and drafter.tracker is None else (drafter.name, budget)
+        plain = budget == NOTHING and not drafter.proposer.needs.tracking
+        return ("none", NOTHING) if plain else (drafter.name, budget)
 
     def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """Return which hidden states of the target these requests' proposers read; () if none reads any."""
         return next((aux for request in requests if (aux := request.drafter.aux_layers)), ())
 
     def _should_track(self, request: Request, load: int, unread: int = 0) -> bool:
-        drafter = drafter_of(request)
-        candidate = drafter.candidate(request)
+        drafter, candidate = request.drafter, self._candidate(request)
         tokens = request.remaining - (0 if drafter.state is DrafterState.FULL else candidate.warm_up)
         return self.planner.should_track(candidate._replace(allowed=drafter.limit), load, tokens, unread)
+
+    def _candidate(self, request: Request) -> Candidate:
+        """Return what a plan of the next steps needs to know of the request."""
+        drafter = request.drafter
+        warm_up = 0 if drafter.ready(request) else 1 + drafter.proposer.needs.warm_up
+        sampled = request.params.temperature > 0
+        return Candidate(request.request_id, drafter.name, drafter.budget(request), sampled, warm_up)
 
     def _candidates(self, decoding: Sequence[Request], load: int) -> list[Candidate]:
         """Return those of these requests that may be drafted for.
@@ -104,7 +106,7 @@ class Speculator:
         Empty if more are about to join with which drafting will not pay: during a burst of prompts only few requests
         decode, and only for a moment.
         """
-        pairs = [(request, drafter_of(request).candidate(request)) for request in decoding]
+        pairs = [(request, self._candidate(request)) for request in decoding]
         pairs = [(request, candidate) for request, candidate in pairs if candidate.allowed.nodes]
         if load > len(decoding) and not any(self._should_track(request, load) for request, _ in pairs):
             return []
@@ -127,22 +129,21 @@ class Speculator:
         for request in admissible:
             self._decide_state(request, load)
         for request, budget in zip(decoding, planned, strict=True):
-            drafter = drafter_of(request)
+            drafter = request.drafter
             if budget.nodes and drafter.tracks:
                 drafter.idle = 0
-            elif drafter.proposer.tracker is not None:
+            elif drafter.proposer.needs.tracking:
                 self._start_or_stop(drafter, request, budget, load)
         pairs = zip(decoding, planned, strict=True)
-        return [budget if drafter_of(request).ready(request) else NOTHING for request, budget in pairs]
+        return [budget if request.drafter.ready(request) else NOTHING for request, budget in pairs]
 
     def _start_or_stop(self, drafter: Drafter, request: Request, budget: Budget, load: int) -> None:
         """Start tracking a request that is to draft; stop after some steps without drafts, if tracking does not pay."""
-        drafter.idle = 0 if budget.nodes else drafter.idle + drafter.tracks
-        if budget.nodes:
-            with self._or_give_up(request):
-                drafter.start_tracking(request)
-        elif drafter.idle and drafter.idle % PLAN_STEPS == 0 and not self._should_track(request, load):
-            drafter.stop_tracking(request)
+        drafter.idle += drafter.tracks
+        idle = drafter.idle and drafter.idle % PLAN_STEPS == 0 and not self._should_track(request, load)
+        if budget.nodes or idle:
+            drafter.state = DrafterState.PARTIAL if budget.nodes else DrafterState.NONE
+            self._begin(request)
 
     def _decide_state(self, request: Request, load: int) -> None:
         """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
@@ -150,14 +151,15 @@ class Speculator:
         While nothing is drafted, the cost of speculation is this tracking: features are kept, prompts are read. So
         where drafting would not pay no request is tracked; `track` starts with one that may draft after all.
         """
-        drafter, parent = drafter_of(request), request.parent
-        if drafter.proposer.tracker is None:
+        drafter, parent = request.drafter, request.parent
+        if not drafter.proposer.needs.tracking:
             return
         pays = self._should_track(request, load, len(request.tokens))
         drafter.state = DrafterState.FULL if pays else DrafterState.NONE
         if pays and parent is not None and parent.phase is Phase.DECODE:
-            with self._or_give_up(parent):
-                drafter_of(parent).catch_up(parent)
+            if parent.drafter.state is DrafterState.FULL:
+                with self._or_give_up(parent):
+                    parent.drafter.proposer.catch_up(parent, parent.drafter.kept)
             if parent.drafter.state is not DrafterState.FULL:
                 request.parent = None  # the drafter's KV in its pages is incomplete
 
@@ -166,33 +168,31 @@ class Speculator:
 
         A request may have been pre-empted and admitted again.
         """
-        for request in preempted:
-            drafter_of(request).release(request)
-        for request in admitted:
-            with self._or_give_up(request):
-                drafter_of(request).resume(request)
+        for request in (*preempted, *(request for request in admitted if request.computed)):
+            self._begin(request)
 
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """Commit the `counts[b]` new positions of each request.
+    def _begin(self, request: Request) -> None:
+        with self._or_give_up(request):
+            request.drafter.begin(request)
 
-        `features` `[n, F]`: those of the requests whose proposers take them, one request after another.
-        """
-        by_tracker = grouped([drafter_of(request).tracker for request in requests])
-        groups = {tracker: group for tracker, group in by_tracker.items() if tracker is not None}
-        taken = [count if request.drafter.aux_layers else 0 for request, count in zip(requests, counts, strict=True)]
-        pieces = features.split(taken) if len(groups) > 1 else ()
-        for tracker, group in groups.items():
-            batch = [requests[i] for i in group]
-            rows = torch.cat([pieces[i] for i in group]) if pieces else features
+    def commit(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
+        """Commit the new positions of each request, `features[b]` `[n, F]` of n positions."""
+        groups = grouped([request.drafter.proposer if request.drafter.tracks else PLAIN for request in requests])
+        for proposer, group in groups.items():
+            batch = [requests[b] for b in group]
             try:
-                tracker.commit(batch, [counts[i] for i in group], rows)
+                proposer.commit(batch, [r.drafter.kept for r in batch], [features[b] for b in group])
             except Exception as error:  # its state of any of them can no longer be trusted
                 for request in batch:
                     self._give_up(request, error)
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
-        drafter_of(request).release(request)
+        try:
+            request.drafter.kept.end(request)
+        except Exception:
+            log.exception("%s: proposer %s could not take note of its end", request.request_id, request.drafter.name)
+        request.drafter = Drafter(state=request.drafter.state)
         self.planner.forget(request.request_id)
 
     @contextmanager
@@ -204,13 +204,10 @@ class Speculator:
             self._give_up(request, error)
 
     def _give_up(self, request: Request, error: Exception) -> None:
-        drafter = drafter_of(request)
         text = "%s: proposer %s failed and no longer drafts for this request: %r"
-        log.warning(text, request.request_id, drafter.name, error)
-        drafter.release(request)
+        log.warning(text, request.request_id, request.drafter.name, error)
         self.failures += 1
-        request.drafter = Drafter(PLAIN, NOTHING, self._context)
-        request.drafter.state = DrafterState.NONE
+        request.drafter = Drafter(state=DrafterState.NONE)
 
     # ---- drafts and their outcome --------------------------------------------------------------------------------
 
@@ -218,7 +215,7 @@ class Speculator:
         """Return one tree per request, from whichever proposer drafts for it."""
         begin = self._timer()
         pairs = zip(requests, budgets, strict=True)
-        groups = grouped([drafter_of(request).proposer if budget.nodes else PLAIN for request, budget in pairs])
+        groups = grouped([request.drafter.proposer if budget.nodes else PLAIN for request, budget in pairs])
         try:
             trees = [
                 self._propose(proposer, [requests[i] for i in group], [budgets[i] for i in group])
@@ -230,17 +227,18 @@ class Speculator:
 
     def _propose(self, proposer: Proposer, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Return the trees of one proposer's requests. A failure costs only the request that caused it its drafts."""
+        states = [request.drafter.kept for request in requests]
         try:
-            return proposer.propose(requests, budgets)
+            return proposer.propose(requests, states, budgets)
         except Exception as error:
             if len(requests) == 1:
                 self._give_up(requests[0], error)
-                return PLAIN.propose(requests, budgets)
+                return PLAIN.propose(requests, states, budgets)
             pairs = zip(requests, budgets, strict=True)
             trees = [self._propose(proposer, [request], [budget]) for request, budget in pairs]
             return DraftTree.stack(trees, [[index] for index in range(len(trees))])
 
     def verified(self, request: Request, draft: VerifiedDraft) -> None:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
-        name, sampled = drafter_of(request).name, request.params.temperature > 0
+        name, sampled = request.drafter.name, request.params.temperature > 0
         self.planner.record_draft(request.request_id, name, sampled, draft)

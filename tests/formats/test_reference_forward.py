@@ -286,8 +286,8 @@ def drafts_of_engine(served: LlamaTarget, head: Head) -> Rounds:
     assert proposer is not None
     propose = proposer.propose
 
-    def record(requests, budgets):
-        tree = propose(requests, budgets)
+    def record(requests, *rest):
+        tree = propose(requests, *rest)
         if int(tree.length[0]) > 1:  # there are no drafts for the last tokens of an output
             rounds.append((list(requests[0].tokens), tree.token[0, 1 : int(tree.length[0])].tolist()))
         return tree

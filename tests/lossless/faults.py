@@ -20,7 +20,7 @@ class Fault(Exception):
 
 
 def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
-    """Make proposers and trackers raise Fault at the moment `fault_of(request)` of every call with it; None: never.
+    """Make proposers raise Fault at the moment `fault_of(request)` of every call with it; None: never.
 
     Covers calls of `combined` to its sources. Call it after the engine's proposers have been created.
     """
@@ -42,8 +42,8 @@ def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
     for proposer, _ in engine._proposers.values():
         if not isinstance(proposer, CombinedProposer):
             proposer.propose = failing("propose", proposer.propose)
-            if (tracker := proposer.tracker) is not None:
-                tracker.commit = failing("commit", tracker.commit)
+            if proposer.needs.tracking:
+                proposer.commit = failing("commit", proposer.commit)
 
 
 @contextmanager

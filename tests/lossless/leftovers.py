@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from infer.engine import Engine
+from infer.request import ProposerState
 from tests.pools import check_pool
 
 PREFIX = "request "  # of request ids in these tests, by which they are recognised wherever they are kept
@@ -31,6 +33,9 @@ def assert_nothing_left(engine: Engine) -> None:
     check_pool(engine._pool, [])
     assert pages.free == pages.count
     assert not kept(engine)
+    gc.collect()
+    kinds = {type(each) for each in gc.get_objects()}
+    assert {kind for kind in kinds if issubclass(kind, ProposerState)} <= {ProposerState}
     pages.clear_cache()
     assert len(pages._free) == pages.count
     assert not any((pages._key_of, pages._page_of, pages._value_of))

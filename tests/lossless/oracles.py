@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from infer.request import Request
-from infer.speculation.proposers.base import Proposer
+from infer.request import Proposer, Request
 from infer.speculation.tree import DraftTree
 from tests.drafts import checked_tree
 
@@ -25,7 +24,7 @@ class WrongThenRight(Proposer):
     def places(self, budget):
         return budget.depth
 
-    def propose(self, requests, budgets):
+    def propose(self, requests, states, budgets):
         drafts = []
         for request, (budget, _) in zip(requests, budgets, strict=True):
             self.turn += 1
@@ -50,7 +49,7 @@ class Thicket(Proposer):
     def places(self, budget):
         return budget.nodes
 
-    def propose(self, requests, budgets):
+    def propose(self, requests, states, budgets):
         return DraftTree.stack(
             [self.tree(r, b) for r, b in zip(requests, budgets, strict=True)], [[i] for i in range(len(requests))]
         )

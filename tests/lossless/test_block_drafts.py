@@ -65,7 +65,7 @@ def drafting(engine: Engine, requests: int = 2) -> Unread:
     assert len(running) == requests
     proposer = engine._head
     assert proposer is not None
-    return proposer._unread_rows(running, DEPTH)
+    return proposer._unread_rows(running, [request.drafter.kept for request in running], DEPTH)
 
 
 def draft(engine: Engine, unread: Unread, depth: int = DEPTH) -> Any:

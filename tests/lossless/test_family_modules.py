@@ -9,8 +9,7 @@ import torch
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from infer.request import SamplingParams
-from infer.speculation.drafter import DrafterState
+from infer.request import DrafterState, SamplingParams
 from models.heads.base import Head
 from models.targets import load_target
 from tests.heads import make_head, memorise

@@ -63,9 +63,9 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant,
     rounds: list[tuple[int, list[torch.Tensor]]] = []  # slot of the first draft, logits by depth
     real_propose = proposer.propose
 
-    def propose(requests, budgets):
+    def propose(requests, *rest):
         rounds.append((len(requests[0].tokens) - 2, []))
-        return real_propose(requests, budgets)
+        return real_propose(requests, *rest)
 
     def forced_token(position, logits):
         first, seen = rounds[-1]

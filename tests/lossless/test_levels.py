@@ -249,9 +249,9 @@ def test_a_head_that_was_woken_within_a_text(folder):
     engine.speculator._decide_state = lambda request, load: setattr(request.drafter, "state", DrafterState.NONE)
     unread_rows = proposer._unread_rows
 
-    def noted(requests, *depth):
-        bases.update(proposer.bases(requests))
-        return unread_rows(requests, *depth)
+    def noted(requests, states, *depth):
+        bases.update(state.base for state in states)
+        return unread_rows(requests, states, *depth)
 
     proposer._unread_rows = noted
     engine.generate(prompts_of(4), SamplingParams(max_tokens=90, ignore_eos=True))

@@ -147,9 +147,9 @@ def test_item_01_layer_j_is_hidden_state_j(
     committed = []
     real = proposer.commit
 
-    def commit(requests: Sequence, counts: Sequence[int], features: Tensor) -> None:
-        committed.append(features)
-        real(requests, counts, features)
+    def commit(requests: Sequence, states: Sequence, features: Sequence[Tensor]) -> None:
+        committed.extend(features)
+        real(requests, states, features)
 
     proposer.commit = commit  # type: ignore[method-assign]
     engine.generate([prompts[0]], SamplingParams(max_tokens=2))
@@ -280,10 +280,10 @@ def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
     assert proposer is not None
     real = proposer.propose
 
-    def propose(requests: Sequence, budgets: Sequence[Budget]) -> object:
+    def propose(requests: Sequence, states: Sequence, budgets: Sequence[Budget]) -> object:
         if budgets[0].depth:
             drafted.append(len(requests[0].tokens) - 2)
-        return real(requests, budgets)
+        return real(requests, states, budgets)
 
     chain = proposer.loop.chain
 
@@ -380,8 +380,8 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
             paths: set[tuple[int, ...]] = set()
             real = proposer.propose
 
-            def propose(requests: Sequence, budgets: Sequence[Budget], real=real, paths=paths) -> object:  # type: ignore[no-untyped-def]
-                drafted = real(requests, budgets)
+            def propose(*parts: Any, real=real, paths=paths) -> object:  # type: ignore[no-untyped-def]
+                drafted = real(*parts)
                 for node in range(1, int(drafted.length[0])):
                     paths.add(tuple(drafted.token[0, drafted.path(0, node)].tolist()))
                 return drafted

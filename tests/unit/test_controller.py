@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from infer.request import DrafterState
-from infer.speculation.drafter import drafter_of
 from infer.speculation.tree import Budget
 from tests.judge_controller import LONG
 from tests.simulated_machine import (
@@ -264,7 +263,7 @@ def test_budgets_stay_within_what_a_request_allows():
     simulation = controlled(GPU, GOOD, 4)
     simulation.run(4000)
     for request in simulation.running:
-        assert drafter_of(request).budget(request).depth <= request.remaining - 1
+        assert request.drafter.budget(request).depth <= request.remaining - 1
     planner = simulation.speculator.planner
     budgets = [planner.budget(request.request_id, Budget(1, 1)) for request in simulation.running]
     assert Budget(1, 1) in budgets

@@ -7,6 +7,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
-from infer.speculation.proposers.base import EstimatingProposer, Proposer
+from infer.request import Proposer, ProposerState
 from infer.speculation.proposers.combined import CombinedProposer, assembled
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.ngram import NgramProposer
@@ -26,7 +27,7 @@ from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile, digest
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import Budget, DraftTree
-from tests.drafts import checked_tree, make_request
+from tests.drafts import checked_tree, make_request, propose
 
 tokens_of = st.lists(st.integers(0, 2), max_size=20)
 FAR = Budget(16, 16)
@@ -120,14 +121,14 @@ def suffix_proposer(most_responses: int = 100, file: ResponseFile | None = None,
 
 
 def drafted(proposer, request, budget=FAR):
-    tree = proposer.propose([request], [budget])
+    tree = propose(proposer, [request], [budget])
     return tree.token[0, 1 : int(tree.length[0])].tolist()
 
 
 def finish(proposer, request, reason="stop"):
     drafted(proposer, request)
     request.finish_reason = reason
-    proposer.release(request)
+    request.drafter.kept.end(request)
 
 
 FILE = list(range(100, 500))  # a text without repetitions
@@ -180,8 +181,8 @@ def test_the_chance_of_a_copy_follows_from_how_copies_went_on():
     tokens = [token for _ in range(40) for token in (1, 2, noise.randrange(100, 10_000))]
     misled = make_request([*tokens, 1, 2], prompt=5)
     drafted(bad, misled)
-    assert min(good.chances(request)) > 0.5
-    assert all(chance < 0.2 for chance in bad.chances(misled))
+    assert min(request.drafter.kept.chances) > 0.5
+    assert all(chance < 0.2 for chance in misled.drafter.kept.chances)
 
 
 def test_limits_of_a_draft_are_the_documents_options():
@@ -254,8 +255,7 @@ def test_an_response_is_remembered_once_though_two_proposers_draw_on_it():
     speculator.forget(request)
     (generation,) = suffix._responses.of("")
     assert generation.responses == 1
-    assert not suffix._sources
-    assert not ngram._indexes
+    assert type(request.drafter.kept) is ProposerState
 
 
 # ---- the file of earlier responses -----------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_a_proposer_without_estimates_is_ranked_by_what_was_accepted():
     request = make_request([*pool, *pool[:2]], prompt=40)
     hits = 0
     for step in range(30):
-        tree = combined.propose([request], [Budget(1, 1)])
+        tree = propose(combined, [request], [Budget(1, 1)])
         token = pool[(step + 2) % 40]
         hits += int(tree.length[0]) > 1 and int(tree.token[0, 1]) == token
         request.tokens.append(token)
@@ -448,24 +448,29 @@ class Fixed(Proposer):
     def __init__(self, tokens):
         self.tokens = tokens
 
-    def propose(self, requests, budgets):
+    def propose(self, requests, states, budgets):
         return DraftTree.chains([request.tokens[-1] for request in requests], [self.tokens for _ in requests])
 
 
-class Estimated(Fixed, EstimatingProposer):
+@dataclass
+class Chances(ProposerState):
+    chances: list[float]
+
+
+class Estimated(Fixed):
     """The same, each token with a probability of 0.6 if those before it are right."""
 
-    name = "estimated"
+    name, self_limiting = "estimated", True
 
-    def chances(self, request):
-        return falling([0.6] * len(self.tokens))
+    def begin(self, request):
+        return Chances(falling([0.6] * len(self.tokens)))
 
 
 def test_beside_a_better_copy_one_that_agrees_adds_nothing():
     text, budget = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], Budget(4, 4)
     combined = CombinedProposer({"ngram": (NgramProposer(2, 4), budget), "suffix": (suffix_proposer(), budget)})
     both = [make_request(text), make_request([*text, 4])]
-    tree, expected = combined.propose(both, [budget] * 2), suffix_proposer().propose(both, [budget] * 2)
+    tree, expected = (propose(each, both, [budget] * 2) for each in (combined, suffix_proposer()))
     assert tree.is_chain
     assert torch.equal(tree.token, expected.token)
     assert torch.equal(tree.length, expected.length)
@@ -476,7 +481,7 @@ def test_copies_that_contradict_better_ones_are_drafted_as_long_as_that_pays():
     combined = CombinedProposer({"wrong": (Fixed([8, 8]), budget), "right": (Estimated([5, 5]), budget)})
     request, first_level = make_request([1, 5]), list[int]()
     for _ in range(60):
-        tree = combined.propose([request], [Budget(4, 4)])
+        tree = propose(combined, [request], [Budget(4, 4)])
         first_level.append(int((tree.parent[0, 1 : int(tree.length[0])] == 0).sum()))
         request.tokens.extend([5, 5])
     assert first_level[0] == 2

@@ -7,8 +7,7 @@ import logging
 
 import pytest
 
-from infer.speculation.drafter import drafter_of
-from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
+from infer.request import PLAIN, Needs, Proposer, ProposerState
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import Budget, DraftTree
@@ -20,19 +19,13 @@ class Failing(Proposer):
 
     name = "failing"
 
-    def __init__(self):
-        self.released = []
-
     def places(self, budget):
         return budget.depth
 
-    def propose(self, requests, budgets):
+    def propose(self, requests, states, budgets):
         if any(13 in request.tokens for request in requests):
             raise RuntimeError("thirteen")
         return DraftTree.chains([request.tokens[-1] for request in requests], [[7]] * len(requests))
-
-    def release(self, request):
-        self.released.append(request.request_id)
 
 
 def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
@@ -43,15 +36,15 @@ def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
         drafting.assign(request)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            budgets = [drafter_of(request).budget(request) for request in requests]
+            budgets = [request.drafter.budget(request) for request in requests]
             tree = drafting.propose(requests, budgets)
             assert tree.length.tolist() == [2, 1, 2]
             assert tree.token[:, 0].tolist() == [2, 13, 4]
     records = [record for record in caplog.records if "thirteen" in record.getMessage()]
     assert len(records) == 1
     assert requests[1].request_id in records[0].getMessage()
-    assert proposer.released == [requests[1].request_id]
-    assert drafter_of(requests[1]).budget(requests[1]) == Budget(0, 0)
+    assert [request.drafter.proposer for request in requests] == [proposer, PLAIN, proposer]
+    assert requests[1].drafter.budget(requests[1]) == Budget(0, 0)
 
 
 def test_each_request_has_its_own_proposer_and_limits():
@@ -63,8 +56,8 @@ def test_each_request_has_its_own_proposer_and_limits():
     batch = [plain, custom, off, short]
     for request in batch:
         drafting.assign(request)
-    assert [drafter_of(r).name for r in batch] == ["ngram", "failing", "none", "ngram"]
-    budgets = [drafter_of(r).budget(r) for r in batch]
+    assert [r.drafter.name for r in batch] == ["ngram", "failing", "none", "ngram"]
+    budgets = [r.drafter.budget(r) for r in batch]
     assert budgets == [Budget(3, 3), Budget(5, 5), Budget(0, 0), Budget(2, 2)]
     tree = drafting.propose(batch, budgets)
     assert [tree.token[b, : int(tree.length[b])].tolist() for b in range(4)] == [[1, 2, 1], [6, 7], [1], [3, 4, 3]]
@@ -77,11 +70,11 @@ def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
     for length, expected in itertools.product(range(5, 10), [None]):
         request = make_request(list(range(length)))
         drafting.assign(request)
-        assert drafter_of(request).budget(request).depth == max(0, min(3, 10 - length - 1)), expected
-    assert isinstance(NoProposer().propose([make_request([1, 2])], [Budget(0, 0)]), DraftTree)
+        assert request.drafter.budget(request).depth == max(0, min(3, 10 - length - 1)), expected
+    assert isinstance(PLAIN.propose([make_request([1, 2])], [None], [Budget(0, 0)]), DraftTree)
 
 
-@pytest.mark.parametrize("interface", [Proposer, Tracker, Needs])
+@pytest.mark.parametrize("interface", [Proposer, ProposerState, Needs])
 def test_an_interface_is_read_at_a_glance(interface):
     """Every public name of a base class counts, which its users may use and its subclasses may override."""
     inherited = {name for base in interface.__mro__[1:] for name in vars(base)}

@@ -16,7 +16,6 @@ from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
 from infer.speculation.control.planner import NoDrafts, Planner
-from infer.speculation.drafter import drafter_of
 from infer.speculation.tree import Budget, DraftTree
 
 
@@ -76,10 +75,11 @@ class ProfiledEngine:
         size = len(self._speculator.wants_features(requests)) * engine.target.config.hidden_size
         with cpu_threads(self._threads.plan.count(sum(counts))):
             features = torch.zeros(sum(counts), size, dtype=engine.dtype, device=engine.device)
-            for request in requests:
-                drafter_of(request).release(request)
-                request.phase = Phase.PREFILL  # in which drafters read at once
-            self._speculator.commit(requests, counts, features)
+            for request, count in zip(requests, counts, strict=True):
+                request.computed = 0  # nothing was read
+                request.drafter.begin(request)
+                request.computed, request.phase = count, Phase.PREFILL  # in which drafters read at once
+            self._speculator.commit(requests, features.split(counts))
             for request in requests:
                 request.phase = Phase.DECODE
         if engine.device.type == "cuda":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from infer.config import EngineConfig, ProposerConfig
 from infer.options.draft_tree import Beam
 from infer.options.stored_weights import drafter_format
-from infer.speculation.proposers.base import Proposer
+from infer.request import Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer

@@ -7,13 +7,14 @@ have been accepted, and not at all where what the others drafted is as good as c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from infer.request import Request
+from infer.request import Needs, Proposer, ProposerState, Request
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.proposers.base import EstimatingProposer, Needs, Proposer, Tracker
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
@@ -24,6 +25,25 @@ LEVEL = 0.2  # that below which a level is not worth a forward of a model that d
 CONTRADICTING = "contradicting"
 
 
+@dataclass
+class CombinedState(ProposerState):
+    """What the sources keep of one request, and its last drafts of those that cannot tell how likely they are."""
+
+    of: dict[Proposer, Any]
+    # to be measured: the name of their rates, their budget, tokens before them
+    drafts: list[tuple[str, Budget, int, Drafted]] = field(default_factory=list)
+
+    def ready(self, request: Request) -> bool:
+        return all(state.ready(request) for state in self.of.values())
+
+    def synced(self, request: Request) -> int:
+        return min(state.synced(request) for state in self.of.values())
+
+    def end(self, request: Request) -> None:
+        for state in self.of.values():
+            state.end(request)
+
+
 class CombinedProposer(Proposer):
     """Merges the drafts of `sources`, proposers by name with their largest budgets."""
 
@@ -31,31 +51,27 @@ class CombinedProposer(Proposer):
 
     def __init__(self, sources: Mapping[str, tuple[Proposer, Budget]]) -> None:
         self.sources = tuple(proposer for proposer, _ in sources.values())
-        estimates = {source: isinstance(source, EstimatingProposer) for source in self.sources}
-        self._ordered = sorted(self.sources, key=lambda source: (source.tracker is not None, not estimates[source]))
+        self._ordered = sorted(self.sources, key=lambda source: (source.needs.tracking, not source.self_limiting))
         self._limits = {proposer: limit for proposer, limit in sources.values()}
         self._acceptance = PerTenant(AcceptanceModel)
-        # By request, the last to be measured: the name of their rates, their budget, tokens before them
-        self._drafts: dict[str, list[tuple[str, Budget, int, Drafted]]] = {}
         needs = [source.needs for source in self.sources]
         self.needs = Needs(
             next((need.aux_layers for need in needs if need.aux_layers), ()),
             tuple(layer for need in needs for layer in need.kv_layers),
             max(need.warm_up for need in needs),
         )
-        trackers = [source.tracker for source in self.sources if source.tracker is not None]
-        self._tracker = Trackers(trackers) if trackers else None
 
-    @property
-    def tracker(self) -> Tracker | None:
-        return self._tracker
+    def begin(self, request: Request) -> CombinedState:
+        return CombinedState({source: source.begin(request) for source in self.sources})
 
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, *(source.places(self._within(source, budget)) for source in self.sources))
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        for request in requests:
-            self._record(request)
+    def propose(
+        self, requests: Sequence[Request], states: Sequence[CombinedState], budgets: Sequence[Budget]
+    ) -> DraftTree:
+        for request, state in zip(requests, states, strict=True):
+            self._record(request, state)
         drafts: list[list[Drafted]] = [[] for _ in requests]
         trees: list[DraftTree] = []  # those of which nodes are merged
         for source in self._ordered:
@@ -63,12 +79,13 @@ class CombinedProposer(Proposer):
             drafting = [index for index, limit in enumerate(limits) if limit.nodes]
             if not drafting:
                 continue
-            tree = source.propose([requests[index] for index in drafting], [limits[index] for index in drafting])
+            kept = [states[index].of[source] for index in drafting]
+            tree = source.propose([requests[index] for index in drafting], kept, [limits[index] for index in drafting])
             lengths, before = tree.length.tolist(), sum(map(len, drafts))
             for row, index in enumerate(drafting):
                 if lengths[row] > 1 and not repeats(source, tree, row, drafts[index]):
-                    each = self._drafted(source, requests[index], limits[index], tree, row, drafts[index])
-                    drafts[index].append(each)
+                    request, state = requests[index], states[index]
+                    drafts[index].append(self._drafted(source, request, state, limits[index], tree, row, drafts[index]))
             if sum(map(len, drafts)) > before:
                 trees.append(tree)
         if len(trees) == 1 and len(trees[0].length) == len(requests) and trees[0].is_chain:
@@ -80,14 +97,21 @@ class CombinedProposer(Proposer):
         return assembled(merged)
 
     def _drafted(
-        self, source: Proposer, request: Request, limit: Budget, tree: DraftTree, row: int, others: Sequence[Drafted]
+        self,
+        source: Proposer,
+        request: Request,
+        state: CombinedState,
+        limit: Budget,
+        tree: DraftTree,
+        row: int,
+        others: Sequence[Drafted],
     ) -> Drafted:
         """Return a row of the source's drafts with the probability of each node, estimated by it or measured here."""
-        if isinstance(source, EstimatingProposer):
-            return Drafted.of(tree, row, source.chances(request))
-        name = source.name if source.tracker is not None or not others else CONTRADICTING
+        if source.self_limiting:
+            return Drafted.of(tree, row, state.of[source].chances)
+        name = source.name if source.needs.tracking or not others else CONTRADICTING
         draft = Drafted.of(tree, row, self._measured(name, request, limit))
-        self._drafts.setdefault(request.request_id, []).append((name, limit, len(request.tokens), draft))
+        state.drafts.append((name, limit, len(request.tokens), draft))
         return draft
 
     def _within(self, source: Proposer, budget: Budget) -> Budget:
@@ -99,8 +123,8 @@ class CombinedProposer(Proposer):
     def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
         """Return the source's budget beside what others have drafted."""
         allowed = self._within(source, budget)
-        if source.tracker is None:
-            if not drafts or isinstance(source, EstimatingProposer):
+        if not source.needs.tracking:
+            if not drafts or source.self_limiting:
                 return allowed
             right = self._measured(CONTRADICTING, request, allowed)[0]
             return allowed if right * (1 - max(draft.chances[1] for draft in drafts)) >= LEAST else NOTHING
@@ -116,9 +140,10 @@ class CombinedProposer(Proposer):
         """Return how often each node of drafts with these rates was right."""
         return self._acceptance.of(request).chances(request.request_id, name, budget, request.params.temperature > 0)
 
-    def _record(self, request: Request) -> None:
+    def _record(self, request: Request, state: CombinedState) -> None:
         """Record which tokens of the request's last drafts were right, whether they were verified or not."""
-        for name, budget, start, draft in self._drafts.pop(request.request_id, ()):
+        last, state.drafts = state.drafts, []
+        for name, budget, start, draft in last:
             emitted, nodes = request.tokens[start:], len(draft.tokens) - 1
             if not (emitted and nodes):
                 continue
@@ -126,45 +151,18 @@ class CombinedProposer(Proposer):
             outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
             self._acceptance.of(request).record(request.request_id, name, outcome, 0.0, request.params.temperature > 0)
 
-    def release(self, request: Request) -> None:
-        self._drafts.pop(request.request_id, None)
-        self._acceptance.of(request).forget(request.request_id)
+    def commit(self, requests: Sequence[Request], states: Sequence[CombinedState], features: Sequence[Tensor]) -> None:
         for source in self.sources:
-            source.release(request)
+            source.commit(requests, [state.of[source] for state in states], features)
 
-
-class Trackers(Tracker):
-    """Several proposers' trackers, at least one, as one."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = trackers
-
-    def resume(self, request: Request) -> None:
-        for tracker in self._trackers:
-            tracker.resume(request)
-
-    def start_tracking(self, request: Request) -> None:
-        for tracker in self._trackers:
-            tracker.start_tracking(request)
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        for tracker in self._trackers:
-            tracker.commit(requests, counts, features)
-
-    def catch_up(self, request: Request) -> None:
-        for tracker in self._trackers:
-            tracker.catch_up(request)
-
-    def synced(self, request: Request) -> int:
-        return min(tracker.synced(request) for tracker in self._trackers)
-
-    def ready(self, request: Request) -> bool:
-        return all(tracker.ready(request) for tracker in self._trackers)
+    def catch_up(self, request: Request, state: CombinedState) -> None:
+        for source in self.sources:
+            source.catch_up(request, state.of[source])
 
 
 def repeats(source: Proposer, tree: DraftTree, row: int, others: Sequence[Drafted]) -> bool:
     """Return whether a copy begins like a better one, from which it would differ only where that is likelier right."""
-    return source.tracker is None and any(int(tree.token[row, 1]) == other.tokens[1] for other in others)
+    return not source.needs.tracking and any(int(tree.token[row, 1]) == other.tokens[1] for other in others)
 
 
 def assembled(merged: Sequence[tuple[list[int], list[int]]]) -> DraftTree:

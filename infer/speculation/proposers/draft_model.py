@@ -9,6 +9,7 @@ forward in all. The nodes of a tree lie in the order in which they were run, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.options.stored_weights import why_widened
-from infer.request import Phase, Request
+from infer.request import DrafterState, Phase, ProposerState, Request
 from infer.speculation.proposers.head import ModelProposer
 from infer.speculation.tree import Budget, DraftTree
 from kernels.copies import upload
@@ -33,6 +34,22 @@ from models.tokenizer import Tokenizer
 MASK_TOKENS = ("pard_token", "ptd_token_id")  # keys of published config.json files
 
 
+@dataclass
+class DraftModelState(ProposerState):
+    """What a draft model keeps of one request."""
+
+    seen: list[int] = field(default_factory=list)  # tokens whose KV is written, in order
+    agreed: int = 0  # how many of the first of them surely are the request's
+    base: int = 0  # its KV begins with the request
+
+    def prefix(self, request: Request) -> int:
+        """Return for how many of the request's tokens the KV is written."""
+        return common_prefix(self.seen, request.tokens, self.agreed)
+
+    def synced(self, request: Request) -> int:
+        return min(request.computed, self.prefix(request))
+
+
 class DraftModelProposer(ModelProposer):
     """Drafts with `head`, packed for serving."""
 
@@ -42,74 +59,69 @@ class DraftModelProposer(ModelProposer):
     def __init__(self, head: DraftModelHead, config: ProposerConfig) -> None:
         super().__init__(head, config, "engine.draft_weights")
         self.context = head.config.model.max_position_embeddings
-        self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
-        self._agreed: dict[str, int] = {}  # how many of the first of them surely are the request's
 
     def attach(self, pool: KVPool, first_layer: int) -> None:
         """Keep the model's KV in the layers of `pool` from `first_layer` on."""
         self._attach(pool, first_layer)
 
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        # In prefill it runs over each chunk right after the target; any other tokens are read by the next draft.
-        prefilling = [r for r in requests if r.phase is Phase.PREFILL and r.computed <= self.context]
-        if prefilling:
-            self._fill(prefilling)
+    def begin(self, request: Request) -> DraftModelState:
+        filled = request.computed if request.drafter.state is DrafterState.FULL else 0
+        return DraftModelState(request.tokens[:filled], filled)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+    def commit(
+        self, requests: Sequence[Request], states: Sequence[DraftModelState], features: Sequence[Tensor]
+    ) -> None:
+        # In prefill it runs over each chunk right after the target; any other tokens are read by the next draft.
+        pairs = zip(requests, states, strict=True)
+        prefilling = [pair for pair in pairs if pair[0].phase is Phase.PREFILL and pair[0].computed <= self.context]
+        if prefilling:
+            self._fill(*map(list, zip(*prefilling, strict=True)))
+
+    def propose(
+        self, requests: Sequence[Request], states: Sequence[DraftModelState], budgets: Sequence[Budget]
+    ) -> DraftTree:
         """Requests beyond the draft model's context get no drafts."""
         depths = [min(b.depth, self.context - len(r.tokens)) for r, b in zip(requests, budgets, strict=True)]
-        return super().propose(requests, [b._replace(depth=d) for b, d in zip(budgets, depths, strict=True)])
+        return super().propose(requests, states, [b._replace(depth=d) for b, d in zip(budgets, depths, strict=True)])
 
-    def synced(self, request: Request) -> int:
-        return min(request.computed, self._prefix(request))
-
-    def resume(self, request: Request) -> None:
-        self._seen[request.request_id] = request.tokens[: request.computed]
-        self._agreed[request.request_id] = request.computed
-
-    def release(self, request: Request) -> None:
-        self._seen.pop(request.request_id, None)
-        self._agreed.pop(request.request_id, None)
-
-    def catch_up(self, request: Request) -> None:
+    def catch_up(self, request: Request, state: DraftModelState) -> None:
         if request.computed <= self.context:
-            self._fill([request])
+            self._fill([request], [state])
 
     def _choices(self, config: ProposerConfig) -> int:
         return self.module.num_drafted
 
-    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def _chains(
+        self, requests: Sequence[Request], states: Sequence[DraftModelState], budgets: Sequence[Budget]
+    ) -> DraftTree:
         depths = [budget.depth for budget in budgets]
-        unread = self._unread_rows(requests, max(depths))
+        unread = self._unread_rows(requests, states, max(depths))
         tokens = self.loop.chain(unread, upload(depths, unread.ids.device), max(depths)).token.tolist()
         drafts = [row[:depth] for row, depth in zip(tokens, depths, strict=True)]
-        self.was_read(requests)
+        self.was_read(requests, states)
         if not self.loop.one_forward:
-            for request, draft in zip(requests, drafts, strict=True):
-                self._seen[request.request_id] += draft[:-1]
+            for state, draft in zip(states, drafts, strict=True):
+                state.seen += draft[:-1]
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
-    def _prefix(self, request: Request) -> int:
-        """Return for how many of the request's tokens the KV is written."""
-        agreed = self._agreed.get(request.request_id, 0)
-        return common_prefix(self._seen.get(request.request_id, ()), request.tokens, agreed)
-
     def _unread_slots(
-        self, requests: Sequence[Request], *, drafting: bool
+        self, requests: Sequence[Request], states: Sequence[DraftModelState], *, drafting: bool
     ) -> tuple[list[int], list[int], list[Tensor]]:
         """The last token is always run again, as its hidden state is needed."""
         ends = ends_of(requests, drafting=drafting)
-        starts = [min(self._prefix(request), end - 1) for request, end in zip(requests, ends, strict=True)]
+        triples = zip(requests, states, ends, strict=True)
+        starts = [min(state.prefix(request), end - 1) for request, state, end in triples]
         counts = [end - start for start, end in zip(starts, ends, strict=True)]
         nothing = torch.empty(0, dtype=dtype_of(self.module), device=self.module.read.device)
         return [start - 1 for start in starts], counts, [nothing.expand(count, 0) for count in counts]
 
-    def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
+    def was_read(
+        self, requests: Sequence[Request], states: Sequence[DraftModelState], *, drafting: bool = True
+    ) -> None:
         """Take note of what was read of each request; nothing after it is written any more."""
-        for request, end in zip(requests, ends_of(requests, drafting=drafting), strict=True):
-            agreed = self._agreed.get(request.request_id, 0)
-            self._seen.setdefault(request.request_id, [])[agreed:] = request.tokens[agreed:end]
-            self._agreed[request.request_id] = end
+        for request, state, end in zip(requests, states, ends_of(requests, drafting=drafting), strict=True):
+            state.seen[state.agreed :] = request.tokens[state.agreed : end]
+            state.agreed = end
 
 
 def ends_of(requests: Sequence[Request], *, drafting: bool) -> list[int]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,10 @@ from torch import Tensor
 
 from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
-from infer.request import Phase, Request
+from infer.request import DrafterState, Needs, NoProposer, Phase, Proposer, ProposerState, Request
 from infer.sampling.choose import choice_parameters
 from infer.sampling.emission import narrowed
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.proposers.base import Needs, NoProposer, Proposer, Tracker
 from infer.speculation.proposers.draft_loops import draft_loop
 from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
@@ -61,7 +61,35 @@ class Pending:
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
-class ModelProposer(Proposer, Tracker):
+@dataclass
+class HeadState(ProposerState):
+    """What a head keeps of one request: features of committed positions, none if it did not follow it yet."""
+
+    pending: Pending | None = None
+    read: bool = False  # in this step; they are kept until the commit, should the draft be retried
+    base: int = 0  # first slot that it was given, if it did not see the request from the start
+    warm_up: int = 0  # tokens from there on that it must have seen
+
+    @property
+    def unread(self) -> int:
+        """The number of committed positions that the head has not read."""
+        return 0 if self.read or self.pending is None else self.pending.count
+
+    @property
+    def rows(self) -> Tensor:
+        """The pending features `[n, F]`."""
+        assert self.pending is not None
+        return self.pending.rows()
+
+    def ready(self, request: Request) -> bool:
+        return self.pending is not None and (not self.base or request.computed - self.base >= self.warm_up)
+
+    def synced(self, request: Request) -> int:
+        # The slots before the first pending one are filled. Slot i lies at place i + 1: one place more than slots.
+        return min(request.computed, request.computed - self.unread + 1)
+
+
+class ModelProposer(Proposer):
     """Drafts with `head`, packed for serving. `shape` None: chains."""
 
     module: Head
@@ -80,10 +108,6 @@ class ModelProposer(Proposer, Tracker):
         self._pool: KVPool | None = None
         self.set_drafts(config)
 
-    @property
-    def tracker(self) -> Tracker:
-        return self
-
     def set_drafts(self, config: ProposerConfig) -> None:
         """Set whether it drafts chains or trees. Raises ValueError for a tree wider than what it can draft."""
         shape, choices = tree_shape(config), self._choices(config)
@@ -95,14 +119,17 @@ class ModelProposer(Proposer, Tracker):
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, self.loop.places(budget.depth, self.shape))
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
         """Requests with a depth of 0 get no drafts, those under block verification, which takes no trees, chains."""
         groups: dict[str, list[int]] = {}
         for row, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
             is_chain = self.shape is None or request.params.acceptance == "block"
             groups.setdefault("none" if budget.depth <= 0 else "chains" if is_chain else "trees", []).append(row)
         draft = {"none": NoProposer().propose, "chains": self._chains, "trees": self._trees}
-        trees = [draft[kind]([requests[i] for i in rows], [budgets[i] for i in rows]) for kind, rows in groups.items()]
+        trees = [
+            draft[kind]([requests[i] for i in rows], [states[i] for i in rows], [budgets[i] for i in rows])
+            for kind, rows in groups.items()
+        ]
         return trees[0] if len(trees) == 1 else DraftTree.stack(trees, list(groups.values()))
 
     def _choices(self, config: ProposerConfig) -> int:
@@ -114,30 +141,30 @@ class ModelProposer(Proposer, Tracker):
         self.loop.attach(pool.layers, first_layer)
 
     @abstractmethod
-    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def _chains(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
         """Draft chains of these depths, at least one token each."""
 
-    def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def _trees(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
         """Grow every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own budget."""
         assert self.shape is not None
         deepest = max(budget.depth for budget in budgets)
-        grown = self.loop.tree(self._unread_rows(requests, deepest), self.shape, deepest)
-        self.was_read(requests)
+        grown = self.loop.tree(self._unread_rows(requests, states, deepest), self.shape, deepest)
+        self.was_read(requests, states)
         return propose_best([request.tokens[-1] for request in requests], grown, budgets)
 
-    def _fill(self, requests: Sequence[Request]) -> None:
+    def _fill(self, requests: Sequence[Request], states: Sequence[Any]) -> None:
         """Write the KV of the committed positions of each request that the model has not read."""
-        self.loop.read(self._unread_rows(requests))
-        self.was_read(requests, drafting=False)
+        self.loop.read(self._unread_rows(requests, states))
+        self.was_read(requests, states, drafting=False)
 
-    def _unread_rows(self, requests: Sequence[Request], depth: int = 0) -> Unread:
+    def _unread_rows(self, requests: Sequence[Request], states: Sequence[Any], depth: int = 0) -> Unread:
         """Return what the model has not read of each request, and the spare rows of a draft of this depth, if any.
 
         In a step that is retried, the second call returns the same rows, so that the same KV is written again.
         """
         drafting, spare, device = depth > 0, self.loop.spare_rows(depth) if depth else 0, self.loop.draft_ids.device
-        starts, counts, features = self._unread_slots(requests, drafting=drafting)
-        bases, widths = self.bases(requests), [count + spare for count in counts]
+        starts, counts, features = self._unread_slots(requests, states, drafting=drafting)
+        bases, widths = [state.base for state in states], [count + spare for count in counts]
         ids = [
             token
             for request, start, count in zip(requests, starts, counts, strict=True)
@@ -165,7 +192,7 @@ class ModelProposer(Proposer, Tracker):
 
     @abstractmethod
     def _unread_slots(
-        self, requests: Sequence[Request], *, drafting: bool
+        self, requests: Sequence[Request], states: Sequence[Any], *, drafting: bool
     ) -> tuple[list[int], list[int], list[Tensor]]:
         """Return the first slot of each request that the model has not read, their number, and their features.
 
@@ -173,12 +200,8 @@ class ModelProposer(Proposer, Tracker):
         otherwise that of the last committed position.
         """
 
-    def bases(self, requests: Sequence[Request]) -> list[int]:
-        """Return the place at which the model's KV of each request begins."""
-        return [0] * len(requests)
-
     @abstractmethod
-    def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
+    def was_read(self, requests: Sequence[Request], states: Sequence[Any], *, drafting: bool = True) -> None:
         """Take note that the rows which `_unread_rows` returned were read."""
 
 
@@ -219,7 +242,7 @@ class CapturedDrafts(Protocol):
     width: int  # most unread positions of a request that they can read
 
     def draft(
-        self, requests: Sequence[Request], budgets: Sequence[Budget]
+        self, requests: Sequence[Request], states: Sequence[HeadState], budgets: Sequence[Budget]
     ) -> tuple[DraftTree, list[list[float]]] | None:
         """Return the drafts, and of chains that may exit early the log-probabilities; None if they fit no graph."""
         ...
@@ -236,10 +259,6 @@ class HeadProposer(ModelProposer):
         warm_up = MIN_SEEN if self.needs.kv_layers else 0
         self.needs = self.needs._replace(aux_layers=head.config.aux_layers, warm_up=warm_up)
         self.draft_ids, self._first_layer = self.loop.draft_ids, first_layer
-        self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
-        # Requests whose pending features were read in this step; kept until the commit, should the draft be retried.
-        self._read: set[str] = set()
-        self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
         # in which it drafts where they are captured and no draft needs the host
         self.graphs: CapturedDrafts | None = None
@@ -285,107 +304,75 @@ class HeadProposer(ModelProposer):
     def attach(self, pool: KVPool) -> None:
         self._attach(pool, self._first_layer)
 
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        for request, rows in zip(requests, features.split(list(counts)), strict=True):
-            if (num_new := request.computed - self._base.get(request.request_id, 0)) < len(rows):
-                rows = rows[len(rows) - max(num_new, 0) :]
-            if not len(rows):
-                continue
-            if not self.needs.kv_layers:  # without KV only the last position matters
-                self._pending[request.request_id] = Pending(rows[-1:].clone())
-            elif (pending := self._unread(request)) is None:
-                self._pending[request.request_id] = Pending(rows)
-            else:
-                pending.add(rows)
-            self._read.discard(request.request_id)
-        if not self.needs.kv_layers:
-            return
+    def begin(self, request: Request) -> HeadState:
+        """From a start within the text, the head's KV begins at a page boundary; no row attends to what lies before."""
+        state = HeadState(warm_up=self.needs.warm_up)
+        if not request.computed:
+            return state
+        if request.drafter.state is DrafterState.FULL and request.last_features is not None:
+            state.pending = Pending(request.last_features[None])
+        elif request.drafter.state is DrafterState.PARTIAL and self.needs.kv_layers:
+            assert self._pool is not None
+            state.base = self._pool.pages_for(request.computed) * self._pool.page_size
+        return state
+
+    def commit(self, requests: Sequence[Request], states: Sequence[HeadState], features: Sequence[Tensor]) -> None:
         # Few features are kept: prompts are read chunk by chunk, and texts without drafts every KEPT_ROWS positions.
         # Of a prompt's last chunk a graph could not read more than of a verify.
-        verified = KEPT_ROWS if self.graphs is None else self.graphs.width
-        prompts = [r.phase is Phase.PREFILL or count > verified for r, count in zip(requests, counts, strict=True)]
-        pairs = zip(requests, prompts, strict=True)
-        due = [request for request, prompt in pairs if self._count(request) >= (1 if prompt else KEPT_ROWS)]
+        verified, due = KEPT_ROWS if self.graphs is None else self.graphs.width, list[int]()
+        for b, (request, state, rows) in enumerate(zip(requests, states, features, strict=True)):
+            prompt = request.phase is Phase.PREFILL or len(rows) > verified
+            if (num_new := request.computed - state.base) < len(rows):
+                rows = rows[len(rows) - max(num_new, 0) :]
+            if len(rows) and not self.needs.kv_layers:  # without KV only the last position matters
+                rows = rows[-1:].clone()
+            if len(rows):
+                if not self.needs.kv_layers or state.read or state.pending is None:
+                    state.pending = Pending(rows)
+                else:
+                    state.pending.add(rows)
+                state.read = False
+            if self.needs.kv_layers and state.unread >= (1 if prompt else KEPT_ROWS):
+                due.append(b)
         if due:
-            self._read_now(due)
+            self._read_now([requests[b] for b in due], [states[b] for b in due])
 
-    def _read_now(self, requests: Sequence[Request]) -> None:
+    def _read_now(self, requests: Sequence[Request], states: Sequence[HeadState]) -> None:
         """Read the pending features of these requests, and keep only what the next draft starts from."""
-        self._fill(requests)
-        for request in requests:
-            last = self._pending[request.request_id].pieces[-1][-1:].clone()
-            self._forget_features(request)
-            if request.phase is Phase.DECODE:  # reading it again changes nothing
-                self._pending[request.request_id] = Pending(last)
+        self._fill(requests, states)
+        for request, state in zip(requests, states, strict=True):
+            assert state.pending is not None
+            last = state.pending.pieces[-1][-1:].clone()
+            state.pending = Pending(last) if request.phase is Phase.DECODE else None  # reading it again changes nothing
+            state.read = False
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        replayed = None if self.graphs is None else self._replay(self.graphs, requests, budgets)
-        return super().propose(requests, budgets) if replayed is None else replayed
+    def propose(self, requests: Sequence[Request], states: Sequence[HeadState], budgets: Sequence[Budget]) -> DraftTree:
+        replayed = None if self.graphs is None else self._replay(self.graphs, requests, states, budgets)
+        return super().propose(requests, states, budgets) if replayed is None else replayed
 
-    def synced(self, request: Request) -> int:
-        # The slots before the first pending one are filled. Slot i lies at place i + 1: one place more than slots.
-        return min(request.computed, request.computed - self._count(request) + 1)
+    def catch_up(self, request: Request, state: HeadState) -> None:
+        if self.needs.kv_layers and state.unread:
+            self._fill([request], [state])
 
-    def resume(self, request: Request) -> None:
-        if request.last_features is not None:
-            self._pending[request.request_id] = Pending(request.last_features[None])
-
-    def release(self, request: Request) -> None:
-        self._forget_features(request)
-        self._base.pop(request.request_id, None)
-
-    def catch_up(self, request: Request) -> None:
-        if self.needs.kv_layers and self._count(request):
-            self._fill([request])
-
-    def start_tracking(self, request: Request) -> None:
-        """Begin the head's KV at the next page boundary; no row attends to what lies before it."""
-        if self.needs.kv_layers:
-            assert self._pool is not None
-            self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
-
-    def ready(self, request: Request) -> bool:
-        base = self._base.get(request.request_id, 0)
-        return self.tracks(request) and (not base or request.computed - base >= self.needs.warm_up)
-
-    def features(self, requests: Sequence[Request]) -> list[Tensor]:
-        """Return the pending features of each request, `[n, F]`."""
-        return [self._pending[request.request_id].rows() for request in requests]
-
-    def bases(self, requests: Sequence[Request]) -> list[int]:
-        """Return the first slot of each request that the head was given."""
-        return [self._base.get(request.request_id, 0) for request in requests]
-
-    def tracks(self, request: Request) -> bool:
-        """Return whether features of the request are pending."""
-        return request.request_id in self._pending
-
-    def was_read(self, requests: Sequence[Request], *, drafting: bool = True) -> None:
+    def was_read(self, requests: Sequence[Request], states: Sequence[HeadState], *, drafting: bool = True) -> None:
         """Mark the pending features of these requests as read; until the next commit they are not read again."""
-        self._read.update(request.request_id for request in requests)
-
-    def _forget_features(self, request: Request) -> None:
-        self._pending.pop(request.request_id, None)
-        self._read.discard(request.request_id)
-
-    def _unread(self, request: Request) -> Pending | None:
-        return None if request.request_id in self._read else self._pending.get(request.request_id)
-
-    def _count(self, request: Request) -> int:
-        """Return the number of committed positions that the head has not read."""
-        pending = self._unread(request)
-        return 0 if pending is None else pending.count
+        for state in states:
+            state.read = True
 
     # ---- drafting -----------------------------------------------------------------------------------------------
 
     def _replay(
-        self, graphs: CapturedDrafts, requests: Sequence[Request], budgets: Sequence[Budget]
+        self,
+        graphs: CapturedDrafts,
+        requests: Sequence[Request],
+        states: Sequence[HeadState],
+        budgets: Sequence[Budget],
     ) -> DraftTree | None:
         """Draft in a CUDA graph; None, with nothing done, if none fits or a draft needs the host."""
-        drafted = None if any(map(self._needs_host, requests)) else graphs.draft(requests, budgets)
+        drafted = None if any(map(self._needs_host, requests)) else graphs.draft(requests, states, budgets)
         if drafted is None:
             return None
-        self.was_read(requests)
+        self.was_read(requests, states)
         tree, scores = drafted
         if self.confidence is not None and self.confidence.scoring:
             for request, budget, log_probs in zip(requests, budgets, scores, strict=True):
@@ -397,17 +384,17 @@ class HeadProposer(ModelProposer):
         """Return whether the host reads or changes the logits that it drafts from."""
         return request.params.acceptance == "block" or (self.shape is None and request.constraint is not None)
 
-    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def _chains(self, requests: Sequence[Request], states: Sequence[HeadState], budgets: Sequence[Budget]) -> DraftTree:
         depths = [budget.depth for budget in budgets]
         deepest, limits = max(depths), upload(depths, self.draft_ids.device)
-        unread, adjust, early_exit = self._unread_rows(requests, deepest), None, None
+        unread, adjust, early_exit = self._unread_rows(requests, states, deepest), None, None
         if any(request.constraint is not None or request.params.acceptance == "block" for request in requests):
             adjust = Adjustment(requests, self.draft_ids, self.module.config.vocab_size, unread.parameters)
         if self.confidence is not None and self.confidence.scoring:
             terms = exit_rows(self.confidence, requests, depths, deepest, parallel=self.loop.one_forward)
             early_exit = EarlyExit(terms, depths)
         chains = self.loop.chain(unread, limits, deepest, early_exit, adjust)
-        self.was_read(requests)
+        self.was_read(requests, states)
         roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
         if self.confidence is not None and chains.log_probs is not None:
             self._record_scores(self.confidence, requests, depths, lengths, chains.log_probs)
@@ -417,14 +404,14 @@ class HeadProposer(ModelProposer):
         return tree
 
     def _record_scores(
-        self, confidence: Confidence, requests: list[Request], depths: list[int], lengths: Tensor, log_probs: Tensor
+        self, confidence: Confidence, requests: Sequence[Request], depths: list[int], lengths: Tensor, log_probs: Tensor
     ) -> None:
         for request, depth, length, scores in zip(requests, depths, lengths.tolist(), log_probs.tolist(), strict=True):
             confidence.record(request, depth, scores[:length])
 
     def _unread_slots(
-        self, requests: Sequence[Request], *, drafting: bool
+        self, requests: Sequence[Request], states: Sequence[HeadState], *, drafting: bool
     ) -> tuple[list[int], list[int], list[Tensor]]:
-        features = self.features(requests)
+        features = [state.rows for state in states]
         counts = [len(rows) for rows in features]
         return [r.computed - count for r, count in zip(requests, counts, strict=True)], counts, features

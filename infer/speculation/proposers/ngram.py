@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.request import Request
-from infer.speculation.proposers.base import Proposer
+from infer.request import Proposer, ProposerState, Request
 from infer.speculation.tree import Budget, DraftTree
 
 
-class SuffixIndex:
+class SuffixIndex(ProposerState):
     """Maps each n-gram of a growing token list to the end of its latest occurrence.
 
     Each token is indexed once; a lookup costs O(max - min).
@@ -48,14 +47,15 @@ class NgramProposer(Proposer):
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = shortest, longest
-        self._indexes: dict[str, SuffixIndex] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        drafts = []
-        for request, budget in zip(requests, budgets, strict=True):
-            index = self._indexes.setdefault(request.request_id, SuffixIndex(*self._sizes))
-            drafts.append(index.continuation(request.tokens, budget.depth))
+    def begin(self, request: Request) -> SuffixIndex:
+        return SuffixIndex(*self._sizes)
+
+    def propose(
+        self, requests: Sequence[Request], states: Sequence[SuffixIndex], budgets: Sequence[Budget]
+    ) -> DraftTree:
+        drafts = [
+            index.continuation(request.tokens, budget.depth)
+            for request, index, budget in zip(requests, states, budgets, strict=True)
+        ]
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-
-    def release(self, request: Request) -> None:
-        self._indexes.pop(request.request_id, None)

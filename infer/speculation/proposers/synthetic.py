@@ -6,9 +6,9 @@ How many of them are accepted is set by the given rates.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from infer.request import Request
-from infer.speculation.proposers.base import Proposer
+from infer.request import Proposer, Request
 from infer.speculation.tree import Budget, DraftTree
 
 
@@ -20,7 +20,7 @@ class SyntheticProposer(Proposer):
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+    def propose(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
         roots = [request.tokens[-1] for request in requests]
         drafts = [
             [(root + depth + 1) % self._vocab_size for depth in range(budget.depth)]

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from infer.request import Request
-from infer.speculation.proposers.base import EstimatingProposer
+from infer.request import Proposer, ProposerState, Request
 from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, CopyRates
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, Generation
 from infer.speculation.proposers.suffix_decoding.sources import CopySource, Earlier, Interrupted, Text
@@ -30,21 +29,27 @@ class UsualRates:
 
 
 @dataclass
-class Sources:
-    """What one request's drafts are copied from."""
+class Sources(ProposerState):
+    """What one request's drafts are copied from, and `responses`, to which its own is added."""
 
     text: Text
     interrupted: Interrupted
+    responses: EarlierResponses
     earlier: dict[Generation, Earlier] = field(default_factory=dict)
     read: int = 0  # tokens of the request that were read
-    chances: list[float] = field(default_factory=list)  # of the tokens of its last draft
+    chances: list[float] = field(default_factory=list)  # of each token of its last draft to be accepted
 
     @property
     def automata(self) -> tuple[CopySource, ...]:
         return (self.text, *self.earlier.values())
 
+    def end(self, request: Request) -> None:
+        # Responses are kept only of requests that were drafted for, since adding one costs milliseconds.
+        if self.read and request.finish_reason in ("stop", "length"):
+            self.responses.add(request.params.cache_salt, request.output_ids)
 
-class SuffixProposer(EstimatingProposer):
+
+class SuffixProposer(Proposer):
     """Drafts chains; reads no features and keeps no KV.
 
     `max_depth`: most tokens of a draft; None: its budget. `factor`: most drafted tokens per matched token, None for
@@ -65,36 +70,26 @@ class SuffixProposer(EstimatingProposer):
         self._max_depth, self._factor, self._min_probability = max_depth, factor, min_probability
         self._responses = responses
         self._usual = PerTenant(UsualRates)
-        self._sources: dict[str, Sources] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        drafts = [self._draft(request, budget.depth) for request, budget in zip(requests, budgets, strict=True)]
+    def begin(self, request: Request) -> Sources:
+        usual = self._usual.of(request)
+        return Sources(Text(usual.text), Interrupted(usual.interrupted), self._responses)
+
+    def propose(self, requests: Sequence[Request], states: Sequence[Sources], budgets: Sequence[Budget]) -> DraftTree:
+        triples = zip(requests, states, budgets, strict=True)
+        drafts = [self._draft(request, sources, budget.depth) for request, sources, budget in triples]
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
-    def chances(self, request: Request) -> Sequence[float]:
-        return self._sources[request.request_id].chances
-
-    def _draft(self, request: Request, depth: int) -> list[int]:
-        sources = self._read(request)
+    def _draft(self, request: Request, sources: Sources, depth: int) -> list[int]:
+        self._read(request, sources)
         most = depth if self._max_depth is None else min(depth, self._max_depth)
         drafts = [source.draft(most, self._min_probability, self._factor) for source in sources.automata]
         drafts.append(sources.interrupted.draft(request.tokens, most, self._min_probability))
         tokens, sources.chances = max(drafts, key=lambda draft: draft.expected)
         return tokens
 
-    def release(self, request: Request) -> None:
-        sources = self._sources.pop(request.request_id, None)
-        # Responses are kept only of requests that were drafted for, since adding one costs milliseconds.
-        if sources is not None and request.finish_reason in ("stop", "length"):
-            self._responses.add(request.params.cache_salt, request.output_ids)
-
-    def _read(self, request: Request) -> Sources:
+    def _read(self, request: Request, sources: Sources) -> None:
         """Read the request's new tokens, and what its tenant's newest generations of responses are."""
-        sources = self._sources.get(request.request_id)
-        if sources is None:
-            usual = self._usual.of(request)
-            sources = Sources(Text(usual.text), Interrupted(usual.interrupted))
-            self._sources[request.request_id] = sources
         tokens, prompt = request.tokens, len(request.prompt_ids)
         for place in range(sources.read, len(tokens)):
             token = tokens[place]
@@ -111,7 +106,6 @@ class SuffixProposer(EstimatingProposer):
             generation: sources.earlier.get(generation) or self._matched(generation, request)
             for generation in self._responses.of(request.params.cache_salt)
         }
-        return sources
 
     def _matched(self, generation: Generation, request: Request) -> Earlier:
         earlier = Earlier(generation.automaton, self._usual.of(request).earlier)
