@@ -19,6 +19,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
 import contextlib
+import json
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ from infer.config import EngineConfig, ProposerConfig
 from kernels.cpu.library import library
 from models.heads.weights import initialize, set_vocabulary
 from tests import forking
+from tests.device import orders
+from tests.gpu_hook import Hook
 from tests.interpreted import INTERPRETED, patching_once, scaled
 from tests.unchanged import Unchanged
 
@@ -78,9 +81,14 @@ def interpret_faster() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     draft_always()
     config.pluginmanager.register(Unchanged(Path(__file__).resolve().parents[1]))
+    if told := orders(config):
+        config.pluginmanager.register(Hook(told))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-orders", type=json.loads, default={}, help="JSON, of tests/gpu_check.py: see tests/gpu_hook.py"
+    )
     parser.addoption(
         "--soak",
         type=int,

@@ -15,21 +15,27 @@ import pytest
 import torch
 
 from infer.options.paths import REPO_ROOT
-from kernels.triton.assembler import VARIABLES
+from kernels.triton.assembler import VARIABLES, version_of
 from models.heads import HEADS
-from tests.gpu_check import ptxas, report, runner
-from tests.gpu_check.command import main, parse
+from tests import gpu_check, gpu_hook
+from tests.gpu_check import FILES, PROCESSES, STAGES, card, files_of, jobs_of, main, parse, work
 from tests.kernels.comparing import Comparisons
 from tests.kernels.timing import rated, timing
 from tests.kernels.triton.compiled import B200
 from tests.kernels.triton.measure_engines import union_length
 
-EXACT = f"{runner.TRITON}/test_engine.py"
+
+def results_of(lines):
+    """Return what tests recorded, by place."""
+    results = {}
+    for place, result in (pair for line in lines for pair in line.get("results", ())):
+        results.setdefault(place, []).append(result)
+    return results
 
 
 @pytest.fixture
 def checked(tmp_path):
-    """`checked(*options)`: runs gpu_check.sh in the interpreter, from another folder; returns its report."""
+    """`checked(*options)`: runs gpu_check.sh in the interpreter, from another folder; returns its report's lines."""
 
     def run(*options):
         command = [str(REPO_ROOT / "scripts/gpu_check.sh"), "--interpret", "--commit", "abc", *options]
@@ -39,13 +45,12 @@ def checked(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         last = json.loads(done.stdout.splitlines()[-1])
         assert [str(file) for file in (tmp_path / "out").iterdir()] == [last["report"]]
-        document = report.read(Path(last["report"]))
-        assert document["failures"] == last["failures"] == last["compile_failures"] == []
-        assert last["left_out"] == len(document["left_out"])
-        assert document["running"] is None
-        assert document["versions"]["triton"]
-        assert document["git"]["commit"] == "abc"
-        return document
+        lines = gpu_hook.read(Path(last["report"]))
+        assert lines[0]["commit"] == "abc"
+        assert lines[0]["triton"]
+        assert last["failed"] == [line["test"] for line in lines if line.get("outcome") == "failed"] == []
+        assert sorted(last["left_out"]) == sorted(line["test"] for line in lines if line.get("outcome") == "skipped")
+        return lines
 
     return run
 
@@ -59,94 +64,92 @@ TIMED = {
 
 @pytest.mark.slow
 def test_every_kernel_and_engine_is_measured(checked):
-    document = checked("--only", "bench", "--only", "timings")
-    assert document["left_out"] == document["compile"]["kernels"]["unfinished"] == []
-    assert set(document["seconds"]) == {"bench", "timings"}
-    timings = document["kernels"]["timings"]
+    results = results_of(checked("--only", "bench", "--only", "timings"))
+    timings = results["kernels/timings"]
     assert {line["kernel"] for line in timings} >= TIMED
     assert all(line["ms"] > 0 and line["of_copy"] >= 0 for line in timings)
-    graphed = {line["system"]: line for line in document["bench"]["runs"] if line["graphs"] == "on"}
+    graphed = {line["system"]: line for line in results["bench/runs"] if line["graphs"] == "on"}
     assert set(graphed) == {"plain", "head, chain 2"}
     assert all(line["ok"] and line["round_ms"] > 0 and line["recorded"] > 0 for line in graphed.values())
     assert graphed["head, chain 2"]["tau"] >= graphed["plain"]["tau"] == 1
-    assert "recorded" not in next(line for line in document["bench"]["runs"] if line["graphs"] == "off")
-    assert all(line["kernels"] > 0 and line["gpu_ms"] > 0 for line in document["bench"]["profiles"])
+    assert "recorded" not in next(line for line in results["bench/runs"] if line["graphs"] == "off")
+    assert all(line["kernels"] > 0 and line["gpu_ms"] > 0 for line in results["bench/profiles"])
 
 
 @pytest.mark.slow
 def test_a_run_ends_in_time_and_names_what_it_left_out(checked):
-    document = checked("--seconds", "20")
-    assert set(document["seconds"]) == {"kernels, exact, train", "bench", "timings"}
-    labels = [*document["done"], *(entry["what"] for entry in document["left_out"])]
+    ended = [line for line in checked("--seconds", "20") if "outcome" in line]
+    labels = [line["test"] for line in ended]
     assert len(labels) == len(set(labels))
-    parts = [part for name, part in runner.PARTS.items() if name not in ("train", "tiles")]
-    assert {f"tests/{label.partition('::')[0]}" for label in labels} == {file for part in parts for file in part.files}
-    assert document["left_out"]
-    assert all(entry["why"].startswith("it takes up to ") for entry in document["left_out"])
+    files = [file for part in parse([]).only for file in files_of(part)]
+    assert {f"tests/{label.partition('::')[0]}" for label in labels} == set(files)
+    left_out = [line for line in ended if line["outcome"] == "skipped" and line["test"].rpartition("/")[2] not in TRAIN]
+    assert left_out
+    assert all(line["why"].startswith("it takes up to ") for line in left_out)
+
+
+TRAIN = "test_training_run.py::test_a_head_for_the_demo_target"
 
 
 @pytest.fixture(scope="module")
 def plan():
-    """What a dry run prints for a GPU, in all and as its last line."""
+    """What a dry run prints for a GPU: unit and seconds of every test, in their order."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert runner.dry_run(parse(["--dry-run"])) == 0
-    return printed.getvalue(), json.loads(printed.getvalue().splitlines()[-1])
+        assert main(["--dry-run"]) == 0
+    return json.loads(printed.getvalue())
+
+
+def planned(plan, part, index):
+    """Return the tests of a process on a GPU, in their order, with their seconds."""
+    tests = {label: test for label, test in plan.items() if f"tests/{label.partition('::')[0]}" in files_of(part)}
+    place = gpu_hook.share([unit for unit, _ in tests.values()], index, PROCESSES.get(part, 1))
+    mine = sorted((label for label in tests if tests[label][0] in place), key=lambda label: place[tests[label][0]])
+    return {label: tests[label][1] for label in mine}
 
 
 def test_all_parts_fit_a_call_of_ten_minutes_on_a_gpu(plan):
     """But for profiles, which come last, if every test takes as long as it may."""
-    _, processes = plan
-    assert max(process["until"] for process in processes.values()) <= parse([]).seconds <= 600 - 60
-    left_out = [label for process in processes.values() for label in process["left_out"]]
-    assert [label for label in left_out if "measure_profile" not in label] == []
-    assert all(process["tests"] for process in processes.values())
+    begin, seconds = 0.0, parse([]).seconds
+    assert seconds <= 600 - 60
+    for stage, end in STAGES[:-1]:
+        shares = [planned(plan, part, index) for part in stage for index in range(PROCESSES.get(part, 1))]
+        assert all(shares)
+        begin += max(sum(s for label, s in share.items() if "measure_profile" not in label) for share in shares)
+        assert begin <= seconds * end
 
 
 def test_what_serves_an_8b_model_in_bf16_comes_first_on_a_gpu(plan):
-    text, _ = plan
-    parts = text.split("tests\n")[1:]
-    assert "measure_" not in parts[0]
-    for labels in (part.splitlines() for part in parts[: runner.PARTS["kernels"].processes]):
-        fp32 = [index for index, label in enumerate(labels) if "float32" in label]
+    for index in range(PROCESSES["kernels"]):
+        labels = list(planned(plan, "kernels", index))
+        fp32 = [place for place, label in enumerate(labels) if "float32" in label]
         assert fp32
-        assert all(index > place for index in fp32 for place, label in enumerate(labels) if "bfloat16" in label)
-    assert "test_the_engine_starts[8B shape, random, bf16]" in parts[runner.PARTS["kernels"].processes]
-    assert all(f"demo, bf16, {kind}, head, tree" in text for kind in HEADS)
-
-
-def test_a_dry_run_says_what_there_is_no_time_for(capsys):
-    assert runner.dry_run(parse(["--dry-run", "--only", "exact", "--seconds", "80"])) == 0
-    first = json.loads(capsys.readouterr().out.splitlines()[-1])["exact 1"]
-    assert first["until"] <= 80
-    assert 0 < len(first["left_out"]) < first["tests"]
+        assert all(after > place for after in fp32 for place, label in enumerate(labels) if "bfloat16" in label)
+    assert "test_the_engine_starts[8B shape, random, bf16]" in "".join(planned(plan, "exact", 0))
+    assert all(any(f"demo, bf16, {kind}, head, tree" in label for label in plan) for kind in HEADS)
 
 
 TESTS = """
 import os, pytest, torch
-from pathlib import Path
-from triton.runtime.errors import OutOfResources
-from tests.gpu_check.report import read
 from tests.device import orders
+from tests.gpu_hook import read
+from pathlib import Path
 pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sorted(dtype, record_property):
-    record_property("exact", {"ok": True, "dtype": str(dtype)})
+    record_property("kernels/correctness", {"ok": True, "dtype": str(dtype)})
 
 @pytest.mark.gpu(served=True)
 def test_first(pytestconfig):
-    assert read(Path(orders(pytestconfig)["report"]))["running"]["label"].endswith("test_first")
+    assert read(Path(orders(pytestconfig)["report"]))[-1]["begun"].endswith("test_first")
 
 def test_wrong(record_property):
-    record_property("exact", {"ok": False})
+    record_property("kernels/correctness", {"ok": False})
     assert 1 == 2
 
 def test_dies():
     os._exit(11)
-
-def test_large():
-    raise OutOfResources(300_000, 232_448, "shared memory")
 
 def test_without():
     pytest.skip("not installed: hydra")
@@ -155,8 +158,7 @@ def test_without():
 def engine():
     raise RuntimeError("out of memory")
 
-@pytest.mark.parametrize("way", "ab")
-def test_engine(engine, way): ...
+def test_engine(engine): ...
 
 @pytest.mark.gpu(seconds=1e6)
 def test_long():
@@ -166,79 +168,52 @@ def test_long():
 
 @pytest.fixture
 def job(tmp_path):
-    """Return `job(text, **options)`: a process that runs the tests in `text` has ended; returns its report."""
+    """Return `job(text, until, **orders)`: a process that runs the tests in `text` has ended; returns its report."""
 
-    def run(text, until=3600.0, **orders):
-        file = tmp_path / "test_some.py"
-        end = time.monotonic() + until
-        made = runner.Job("some", [str(file)], tmp_path, orders | {"until": end}, until=end)
+    def run(text, until=3600.0, *options, **orders):
+        file, report = tmp_path / "test_some.py", tmp_path / "report.jsonl"
         file.write_text(text)
-        runner.run_jobs([made])
-        assert made.ended
-        document = runner.merged(report.empty() | {"hardware": "h", "packages": []}, [made])
-        return json.loads(json.dumps(document).replace(f"{file.name}::", ""))
+        told = {"process": "some", "files": [str(file)], "until": time.monotonic() + until, **orders}
+        work(report, ["-p", "tests.conftest", *options], 1, told)
+        return gpu_hook.read(report)
 
     return run
 
 
 def test_a_report_survives_what_tests_do(job):
-    """A wrong result, an error, a process that ends, a kernel that does not compile, and what cannot run."""
-    document = job(TESTS)
-    wrong, died, unmade = document["failures"]
-    assert unmade.endswith("test_engine[a]: RuntimeError: out of memory")
-    assert "test_wrong: AssertionError" in wrong
-    assert died.endswith("test_dies: its process ended with exit code 11")
-    (label,) = document["compile_failures"]
-    assert label.endswith("test_large")
-    assert document["compile_failures"][label].startswith("OutOfResources")
-    names = [label.rpartition("/")[2] for label in document["done"]]
-    assert names[0] == "test_first"
-    ran = ["test_first", "test_sorted[torch.bfloat16]", "test_sorted[torch.float32]", "test_wrong", "test_dies"]
-    assert sorted(names) == sorted([*ran, "test_large", "test_engine[a]"])
-    assert names.index("test_sorted[torch.bfloat16]") < names.index("test_sorted[torch.float32]")
-    unmade, without, long = sorted((entry["why"] for entry in document["left_out"]), reverse=True)
-    assert unmade == "what it needs could not be made: RuntimeError: out of memory"
-    assert without == "not installed: hydra"
-    assert long.startswith("it takes up to 1000000 s, and ")
-    assert [line["ok"] for line in document["exact"]].count(False) == 1
-    said = report.card(document)
-    assert f"FAILED {died}" in said
-    assert f"DOES NOT COMPILE {label}: OutOfResources" in said
-    assert "(not installed: hydra)" in said
-    assert "exactness: 2 of 3 ways" in said
+    """A wrong result, an error, a process that ends, and what cannot run."""
+    lines = job(TESTS)
+    ended = {line["test"].rpartition("::")[2]: line for line in lines if "outcome" in line}
+    why = {name: line["why"] for name, line in ended.items() if line["outcome"] == "failed"}
+    assert set(why) == {"test_wrong", "test_dies", "test_engine"}
+    assert why["test_engine"] == "RuntimeError: out of memory"
+    assert why["test_wrong"].startswith("AssertionError")
+    assert why["test_dies"] == "its process ended in it, or it hung"
+    left_out = {name: line["why"] for name, line in ended.items() if line["outcome"] == "skipped"}
+    assert left_out["test_without"] == "not installed: hydra"
+    assert left_out["test_long"].startswith("it takes up to 1000000 s, and ")
+    passed = [name for name, line in ended.items() if line["outcome"] == "passed"]
+    assert passed == ["test_first", "test_sorted[torch.bfloat16]", "test_sorted[torch.float32]"]
+    text, totals = card(lines)
+    assert "test_dies: its process ended in it" in text
+    assert "(not installed: hydra)" in text
+    assert "kernels: 2 of 3 comparisons hold" in text
+    assert len(totals["failed"]) == 3
+    assert len(totals["left_out"]) == 2
 
 
 def test_what_cannot_be_collected_or_started_is_a_failure(job):
-    (failure,) = job("import no_such_module\n")["failures"]
-    assert "it cannot be collected" in failure
-    assert "no_such_module" in failure
-    (failure,) = job("raise SystemExit(3)\n")["failures"]
-    assert "3" in failure
+    assert any("no_such_module" in line.get("why", "") for line in job("import no_such_module\n"))
+    (failure,) = (line for line in job("import os\nos._exit(3)\n") if line.get("test") == "some")
+    assert "exit code 3" in failure["why"]
 
 
-def test_a_process_that_hangs_is_killed(job, monkeypatch):
-    monkeypatch.setattr(runner.Job, "hangs", lambda self: report.read(self.report)["running"] is not None)
-    monkeypatch.setattr(runner.Job, "overdue", lambda self: True)
-    head = "import time, pytest\npytestmark = pytest.mark.gpu\n"
-    document = job(head + "def test_hangs():\n    time.sleep(3600)\ndef test_after(): ...\n")
-    (failure,) = document["failures"]
-    assert failure.endswith("test_hangs: its process ended with exit code -9")
-    (left,) = document["left_out"]
-    assert left["what"].endswith("test_after")
-    assert left["why"] == "its process had ended"
-
-
-def test_a_process_that_only_compiles_says_where_it_ended(tmp_path):
-    file = tmp_path / "test_some.py"
-    file.write_text("import os, pytest\n@pytest.mark.gpu\ndef test_dies(compare):\n    os._exit(7)\n")
-    conftest = tmp_path / "conftest.py"
-    conftest.write_text("import pytest\n@pytest.fixture\ndef compare(): ...\n")
-    made = runner.Job("compile", [str(file)], tmp_path, {"compiles": "kernels"})
-    runner.run_jobs([made])
-    document = report.empty() | {"compile": {}}
-    runner.add_compiled(document, [made], 1.0)
-    (unfinished,) = document["compile"]["kernels"]["unfinished"]
-    assert "test_dies (exit code 7)" in unfinished
+def test_what_is_not_reached_in_time_is_left_out(job, monkeypatch):
+    monkeypatch.setattr(gpu_hook, "STALLED", 0.0)
+    head = "import time, pytest\npytestmark = pytest.mark.gpu(seconds=0)\n"
+    lines = job(head + "def test_hangs():\n    time.sleep(3600)\ndef test_after(): ...\n", 20.0)
+    _, totals = card(lines)
+    assert [test.rpartition("::")[2] for test in totals["left_out"]] == ["test_after", "test_hangs"]
 
 
 BROKEN = """
@@ -265,54 +240,54 @@ def broken(monkeypatch, request):
 
 def test_a_dead_drafter_and_a_round_that_waits_fail(tmp_path):
     (tmp_path / "broken_plugin.py").write_text(BROKEN)
-    environment, options = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}"}, ["-p", "broken_plugin", "-k", "chain or waits"]
-    made = runner.Job("exact", [EXACT], tmp_path, {}, environment, options=options)
-    runner.run_jobs([made])
-    dead, waits = report.read(made.report)["failures"]
+    told = {"process": "exact", "files": [FILES["exact"]], "until": None}
+    told["environment"] = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}"}
+    work(tmp_path / "report.jsonl", ["-p", "broken_plugin", "-k", "chain or waits"], 1, told)
+    lines = gpu_hook.read(tmp_path / "report.jsonl")
+    dead, waits = (line["why"] for line in lines if line.get("outcome") == "failed")
     assert "drafting failed in 2 requests, which went on without" in dead
     assert "the host waited for the GPU at infer/kvcache/pool.py:118 table[slot, place] = page" in waits
 
 
-def test_results_by_another_assembler_are_listed_under_its_name(job):
+def test_a_process_that_compiles_or_has_another_assembler_takes_the_kernels_alone(job):
     text = """
-import pytest
+import pytest, torch
 @pytest.fixture
-def compare(record_property):
-    return lambda ok: record_property("kernels/correctness", {"ok": ok})
+def compare(): ...
+@pytest.mark.gpu(served=True)
+def test_accept(compare): ...
 @pytest.mark.gpu
-def test_accept(compare):
-    compare(False)
-    compare(True)
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_wide(compare, dtype): ...
 @pytest.mark.gpu
 def test_engine(): ...
 """
-    document = job(text, ptxas="ptxas 13.1.80")
-    assert list(document["kernels"]) == ["ptxas 13.1.80"]
-    assert [label.startswith("ptxas 13.1.80: ") for label in document["done"]] == [True]
-    assert "kernels as ptxas 13.1.80 makes them: 1 of 2 comparisons hold" in report.card(document)
+    lines = job(text, ptxas="ptxas 13.1.80")
+    (test,) = (line["test"] for line in lines if "outcome" in line)
+    assert test.startswith("ptxas 13.1.80 ")
+    assert test.endswith("test_accept")
+    compiled = [line["test"] for line in job(text, compiles=True) if line.get("test", "").startswith("compile ")]
+    assert [test.rpartition("::")[2] for test in compiled] == ["test_accept", "test_wide[dtype0]"]
 
 
-def test_other_assemblers_are_found_by_their_version(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("capability", "own"), [(80, "12.8.93"), (100, "13.1.80")])
+def test_other_assemblers_are_given_to_triton_for_every_gpu(tmp_path, monkeypatch, capability, own):
     for version in ("12.8.93", "13.1.80"):
-        tool = tmp_path / version / "bin" / "ptxas"
+        tool = tmp_path / f"cuda-{version}" / "bin" / "ptxas"
         tool.parent.mkdir(parents=True)
         tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {version[:4]}, V{version}\n")
         tool.chmod(0o755)
-    monkeypatch.setattr(ptxas, "candidates", lambda: sorted(str(path) for path in tmp_path.glob("*/bin/ptxas")))
-    for capability, variable, in_use in ((80, VARIABLES[0], "12.8.93"), (100, VARIABLES[1], "13.1.80")):
-        for name in VARIABLES:  # of either capability's assembler: the other one's has no say
-            monkeypatch.setenv(name, str(tmp_path / in_use / "bin" / "ptxas") if name == variable else "/none")
-        (other,) = {"12.8.93", "13.1.80"} - {in_use}
-        assert ptxas.other_ptxas(capability) == {other: str(tmp_path / other / "bin" / "ptxas")}
-    assert ptxas.version_of(str(tmp_path)) is None
-
-
-def test_other_assemblers_are_given_to_triton_for_every_gpu(monkeypatch, tmp_path):
-    monkeypatch.setattr(runner, "other_ptxas", lambda capability: {"13.9.1": "/there/ptxas"})
-    monkeypatch.setattr(runner, "limits", lambda device: B200)
-    jobs = runner.Jobs(parse(["--only", "kernels"]), torch.device("cuda"), tmp_path)
-    (job,) = (job for job in jobs.testing(["kernels"], None) if "13.9.1" in job.name)
-    assert [job.environment[name] for name in VARIABLES] == 2 * ["/there/ptxas"]
+    monkeypatch.setattr(gpu_check, "TOOLKITS", tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("kernels.triton.device.limits", lambda device: B200._replace(capability=capability))
+    for name in VARIABLES:  # of either capability's assembler: the other one's has no say
+        in_use = name == VARIABLES[capability >= 100]
+        monkeypatch.setenv(name, str(tmp_path / f"cuda-{own}/bin/ptxas") if in_use else "/none")
+    (other,) = {"12.8.93", "13.1.80"} - {own}
+    (job,) = (job for job in jobs_of(["kernels"], [], on_gpu=True) if "ptxas" in job)
+    assert job["ptxas"] == f"ptxas {other}"
+    assert [job["environment"][name] for name in VARIABLES] == 2 * [str(tmp_path / f"cuda-{other}/bin/ptxas")]
+    assert version_of(str(tmp_path)) is None
 
 
 def test_comparisons():
@@ -361,10 +336,9 @@ LACKED = ("hydra", "omegaconf", "antlr4", "gguf", "wandb", "datasets", "deepspee
 def test_every_test_of_a_gpu_is_collected_without_what_such_a_machine_lacks(tmp_path):
     blocked = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in LACKED)  # importing it raises
     (tmp_path / "blocked_plugin.py").write_text(blocked)
-    files = [file for part in runner.PARTS.values() for file in part.files]
+    files = [file for part in gpu_check.PARTS for file in files_of(part)]
     environment = {"PYTHONPATH": f"{tmp_path}:{REPO_ROOT}", "HEADWAY_TEST_DEVICE": "cuda"}
-    made = runner.Job("plan", files, tmp_path, {}, environment, options=["-p", "blocked_plugin", "--collect-only"])
-    runner.run_jobs([made])
-    document = report.read(made.report)
-    assert document["failures"] == []
-    assert {test["file"] for test in document["planned"]} == set(files)
+    told = {"process": "plan", "files": files, "until": None, "environment": environment}
+    work(tmp_path / "report.jsonl", ["-p", "blocked_plugin", "--collect-only"], 1, told)
+    (line,) = gpu_hook.read(tmp_path / "report.jsonl")
+    assert {f"tests/{label.partition('::')[0]}" for label in line["planned"]} == set(files)

@@ -21,8 +21,7 @@ from kernels.ggml_tiles import WIDTH
 from kernels.linear import PackedLinear
 from kernels.triton import ggml, linear
 from kernels.triton.linear import Tile
-from tests.device import BF16, DEVICE, orders, sized
-from tests.gpu_check.plugin import describe
+from tests.device import BF16, DEVICE, describe, orders, sized
 from tests.kernels.timing import timing
 from tests.kernels.triton.test_linear import LAYERS as SHAPES
 from tests.kernels.triton.test_packed_weights import packed, random_rows

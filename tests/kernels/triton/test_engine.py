@@ -26,8 +26,7 @@ from models.heads import HEADS
 from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
-from tests.device import BF16, DEVICE, FP32, ON_GPU, orders, sized
-from tests.gpu_check.plugin import describe, variants_compiled
+from tests.device import BF16, DEVICE, FP32, ON_GPU, describe, orders, sized, variants_compiled
 from tests.kernels.triton import targets
 from tests.kernels.triton.measure_engines import TEXTS
 

@@ -27,8 +27,7 @@ def test_a_head_for_the_demo_target(record_property, pytestconfig, tmp_path):
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    told = orders(pytestconfig)
-    minutes, folder = told.get("minutes", 0.2), Path(told.get("work", tmp_path)) / "training"
+    minutes, folder = 0.5, Path(orders(pytestconfig).get("work", tmp_path)) / "training"
     words = ["model=demo", "head=eagle3", "tracker=none", f"minutes={minutes}", f"output_dir={folder}"]
     log = folder / "train.log"
     folder.mkdir(parents=True, exist_ok=True)
