@@ -2,7 +2,6 @@
 
     compare      the default: proposers, draft shapes, transformers and other programs, on the same prompts
     evaluate     an exported head by data set, temperature and draft shape
-    perplexity   perplexity and KL divergence of ways to compute a target, and of llama.cpp, on a text
     tables       writes the tables of the manuals from the result files in scripts/results/
 
 `SUBCOMMAND --help` lists the keys; the docstring of scripts/benchmarks/SUBCOMMAND.py says what is done. The last line
@@ -20,7 +19,7 @@ import infer.options.environment  # noqa: F401
 
 import importlib
 
-SUBCOMMANDS = ("compare", "evaluate", "perplexity", "tables")
+SUBCOMMANDS = ("compare", "evaluate", "tables")
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Measures this engine and other programs on the same target, prompts and machine, in one alternating run.
 
     python scripts/bench.py model=demo head=eagle3
-    python scripts/bench.py model=demo head=eagle3 systems=[off,head:chain5,head:tree16] temperatures=[0,0.6,1] rounds=5
     python scripts/bench.py systems=[off,off:again,head:auto5] concurrency=[1,2,4,8,16,32,64] never_slower=0.02
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
@@ -12,8 +11,7 @@ of `off` in the same round. For other programs the script counts the responses t
 do, because each program rounds in a different order. The last line of standard output is one JSON document, which also
 states how many steps of our engine were speculative and how long speculative and plain steps took. With `never_slower`
 the exit code is 1 if an adaptive (`auto`) system was slower than plain decoding in any cell: where a cell would fail,
-its rounds are repeated, at most twice, and all rounds count. `card=true` writes the head's speeds into its model card,
-under the name of this machine.
+its rounds are repeated, at most twice, and all rounds count.
 """
 
 from __future__ import annotations
@@ -23,18 +21,15 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from infer.console.compare import Pair
 from infer.options.cli import engine_entry_point
 from scripts.benchmarks.comparison.rounds import OFF, run_round, summary
-from scripts.benchmarks.comparison.systems import System, folder_of, head_folders, is_adaptive, make_systems
+from scripts.benchmarks.comparison.systems import System, is_adaptive, make_systems
 from scripts.benchmarks.config import CompareConfig
-from scripts.benchmarks.document import describe_hardware, document, publish, table
+from scripts.benchmarks.document import document, publish, table
 from scripts.benchmarks.prompts import Task, read_tasks
-from scripts.benchmarks.tables import by_setting
-from train.publishing.card import README, with_speeds
 
 AGAIN = 2  # how often the rounds of a cell that seems slower than plain decoding are repeated
 
@@ -119,26 +114,13 @@ def card(results: Results) -> str:
     )
 
 
-def card_of(config: CompareConfig) -> Path | None:
-    """Return the head's model card, None without `card=true`. Raises ValueError where no speeds can be put."""
-    if not config.card:
-        return None
-    path = folder_of(config, "head") / README
-    if not any(name.partition(":")[0] == "head" for name in config.systems):
-        raise ValueError(f"card=true: nothing in systems={config.systems} drafts with the head; add head:chain3")
-    if not path.is_file():
-        raise ValueError(f"card=true: {path}: no such file; training writes it with the head")
-    with_speeds(path.read_text(encoding="utf-8"))
-    return path
-
-
 @engine_entry_point("bench", CompareConfig)
 def main(config: CompareConfig) -> None:
     from infer.engine import Engine
 
     if OFF not in config.systems:
         raise ValueError("systems: must hold off, which every ratio is taken against")
-    tasks, path = read_tasks(config), card_of(config)
+    tasks = read_tasks(config)
     # Every round repeats the prompts: a prefix cache would spare our engine the prefill, but not the other programs.
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, config.proposer, output_dir=config.output_dir)
@@ -150,10 +132,6 @@ def main(config: CompareConfig) -> None:
     slower = slower_than_plain(results, config.never_slower)
     for complaint in slower:
         print(f"slower than plain decoding: {complaint}", file=sys.stderr)
-    report = document(config, engine.target, head_folders(config), results)
-    if path:
-        text = with_speeds(path.read_text(encoding="utf-8"), describe_hardware(report), by_setting(report))
-        path.write_text(text, encoding="utf-8")
-    publish(report, config.save, config.model.name)
+    publish(document(config, engine.target, results), config.save, config.model.name)
     if slower:
         raise SystemExit(1)

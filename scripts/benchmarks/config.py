@@ -14,44 +14,27 @@ from infer.config import (
     EngineConfig,
     ModelConfig,
     ProposerConfig,
-    TrackerConfig,
     check_head_and_proposer,
     register,
 )
-from models.checkpoint import DTYPES
-from models.checks import MISSING, at_least, check_fields, choice, number, one_of
+from models.checks import MISSING, at_least, check_fields, number, one_of
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import HeadConfig
 
 # systems of a comparison, by the first part of their names; scripts/benchmarks/comparison/systems.py defines them
 ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEADS)
 TRANSFORMERS = ("hf", "hf_lookup")
-MAY_BE_EMPTY = ("files",)
 
 
 @dataclass
-class SavedConfig:
-    """The key of every measurement whose result can be kept."""
-
-    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.save is not None and not re.fullmatch(r"[a-z0-9-]+", self.save):
-            raise ValueError(f"save={self.save}: becomes part of a file name; use small letters, digits and '-'")
-        for key, value in vars(self).items():
-            if value == [] and key not in MAY_BE_EMPTY:
-                raise ValueError(f"{key}=[]: name at least one")
-
-
-@dataclass
-class PromptsConfig(SavedConfig):
+class PromptsConfig:
     """The keys of a measurement with prompts, of the demo corpus or of files."""
 
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
+    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
     num_prompts: int = number(16, low=1)
     prompt_tokens: int = number(64, low=1)  # length of a prompt cut from the corpus or from plain text
     max_tokens: int = number(128, low=1)
@@ -61,7 +44,12 @@ class PromptsConfig(SavedConfig):
     columns: Any = None  # maps our column names to the files': {prompt: question}
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_fields(self)
+        if self.save is not None and not re.fullmatch(r"[a-z0-9-]+", self.save):
+            raise ValueError(f"save={self.save}: becomes part of a file name; use small letters, digits and '-'")
+        for key, value in vars(self).items():
+            if value == [] and key != "files":
+                raise ValueError(f"{key}=[]: name at least one")
         for temperature in self.temperatures:
             at_least("temperatures", temperature, 0)
 
@@ -81,7 +69,6 @@ class CompareConfig(PromptsConfig):
     rounds: int = number(3, low=1)  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
     # fail if an `auto` system is slower than `off` by more than this plus noise
     never_slower: float | None = number(None, low=0)
-    card: bool = False  # also write how fast the head is into the README.md of its folder
     ignore_eos: bool = True  # outputs have exactly the requested length; false: they end at the target's end token
 
     def __post_init__(self) -> None:
@@ -98,7 +85,6 @@ class CompareConfig(PromptsConfig):
 class EvaluateConfig(PromptsConfig):
     """An evaluation of an exported head; `num_prompts` counts per file."""
 
-    tracker: TrackerConfig = MISSING
     chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file with and without
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
     shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see comparison/systems.py
@@ -113,25 +99,6 @@ class EvaluateConfig(PromptsConfig):
 
 
 @dataclass
-class PerplexityConfig(SavedConfig):
-    """What ways of computing a target do to its distributions on a text."""
-
-    model: ModelConfig = MISSING
-    text: str = ""  # a file in UTF-8, maybe compressed (.xz)
-    # each weights[:activations[:dtype]], values of engine.weights, engine.activations and model.dtype, or llama.cpp
-    ways: list[str] = field(default_factory=lambda: ["native", "widened"])
-    dtype: str = choice("float32", *DTYPES)  # of ways that name none
-    tokens: int = number(4096, low=2)  # of the text, from its beginning
-    window: int = number(512, low=2)  # tokens
-    peers: str = ".peers"  # where scripts/peers.sh built llama.cpp
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.window > self.tokens:
-            raise ValueError(f"window={self.window}: must be no more than tokens={self.tokens}")
-
-
-@dataclass
 class TablesConfig:
     check: bool = False  # only say whether a page would change, by the exit code
 
@@ -139,7 +106,6 @@ class TablesConfig:
 COMMANDS: dict[str, type] = {
     "bench": CompareConfig,
     "evaluate": EvaluateConfig,
-    "perplexity": PerplexityConfig,
     "tables": TablesConfig,
 }
 register({}, COMMANDS)

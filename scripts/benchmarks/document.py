@@ -16,7 +16,6 @@ from kernels.cpu.level import SWITCH, level, machine_level, processor_flags
 from train.publishing.provenance import git_state, versions
 
 RESULTS = REPO_ROOT / "scripts" / "results"
-TRAINING = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
 ZEN = {"23": "Zen 2 or older", "26": "Zen 5"}  # AMD's families of processors but one, which holds two kinds
 LEVEL_NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "amx": "AVX-512 and AMX"}
 
@@ -52,16 +51,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def document(config: Any, target: Any, heads: Mapping[str, Path], results: Any) -> dict[str, Any]:
-    """Return the document of a measurement with `config` on `target`; `heads` are folders of exported heads by name."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": describe_machine(),
-        "target": {"path": without_folders(config.model.path), "fingerprint": target.fingerprint},
-        "heads": head_summaries(heads),
-        "config": without_folders(asdict(config)),
-        "results": results,
-    }
+def document(config: Any, target: Any, results: Any) -> dict[str, Any]:
+    """Return the document of a measurement with `config` on `target`."""
+    named = {"path": without_folders(config.model.path), "fingerprint": target.fingerprint}
+    made = {"date": datetime.date.today().isoformat(), "machine": describe_machine(), "target": named}
+    return made | {"config": without_folders(asdict(config)), "results": results}
 
 
 def without_folders(value: Any) -> Any:
@@ -75,30 +69,11 @@ def without_folders(value: Any) -> Any:
     return portable_path(value) or Path(value).name
 
 
-def head_summaries(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
-    """Return what the heads' provenance.json states about their training, by name, for heads that have that file."""
-    kept = ("run", *TRAINING, "data_hash", "git")
-    summaries = {}
-    for name, folder in folders.items():
-        path = folder / "provenance.json"
-        if path.is_file():
-            record = json.loads(path.read_text(encoding="utf-8"))
-            summaries[name] = {key: record[key] for key in kept if key in record}
-    return summaries
-
-
 def describe_level(machine: Mapping[str, Any]) -> str:
     """Return the caption of a table that was measured on a machine of `describe_machine`."""
     on = f"{machine['cpu']}, {machine['cores']} cores"
     name = LEVEL_NAMES.get(machine["level"], machine["level"])
     return f"{name}: {SWITCH}={machine['level']} on {on}" if machine["lowered"] else f"{name}: {on}"
-
-
-def describe_hardware(report: Mapping[str, Any]) -> str:
-    """Return the machine of a document with the threads that computed: its GPU, or its processor and level."""
-    machine = report["machine"]
-    threads = report["config"]["engine"]["threads"] or machine["threads"]
-    return machine["gpu"] or f"{describe_level(machine)}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def result_file(save: str, model: str, machine: Mapping[str, Any]) -> Path:

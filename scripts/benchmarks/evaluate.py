@@ -7,23 +7,20 @@
 `files` takes what data.path of training takes, and every question of its rows is measured, the later ones behind the
 target's greedy answers; without it, held-out prompts of the demo corpus are used. Speed is a
 ratio to plain decoding of the same prompts in the same round. A verify counts as cut short by the draft vocabulary if
-it ended at a token outside it, which the head cannot draft. With tracker=wandb or tensorboard the figures are logged
-there too; the tracker's files are in <output_dir>/eval/<model>-<head>/.
+it ended at a token outside it, which the head cannot draft.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from infer.config import ProposerConfig
 from infer.console.compare import Comparison, Pair
 from infer.options.cli import engine_entry_point
-from infer.options.exported_heads import head_folder
-from infer.options.paths import resolve_path
 from scripts.benchmarks.comparison.rounds import OFF, run_round
 from scripts.benchmarks.comparison.systems import System, engine_system
 from scripts.benchmarks.config import EvaluateConfig
@@ -117,26 +114,10 @@ def figures(comparison: Comparison, target_ids: Any) -> Cell:
     }
 
 
-def metrics(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return scalars for a tracker, named like `eval/<data>, T = 0/chain5 at 1/tau`."""
-    scalars: dict[str, float] = {}
-    for cell in cells:
-        case = f"{cell['data']}{'' if cell['template'] else ', plain'}, T = {cell['temperature']:g}"
-        values = {"tau": cell["acceptance_length"], **{key: cell[key] for key in ("coverage", "cut_short", "ratio")}}
-        values |= {f"acceptance_{position}": share for position, share in enumerate(cell["by_position"], start=1)}
-        scalars |= {f"eval/{case}/{cell['shape']} at {cell['concurrency']}/{key}": values[key] for key in values}
-    return scalars
-
-
 @engine_entry_point("evaluate", EvaluateConfig)
 def main(config: EvaluateConfig) -> None:
     from infer.engine import Engine
-    from train.publishing.trackers import check_tracker, make_trackers
-    from train.storage.atomic import make_folder
 
-    check_tracker(config.tracker)
-    folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
-    make_folder(folder)  # refuses a place that cannot be written, before anything is measured
     # Prompts are repeated: a prefix cache would spare one of the compared sides its prefill.
     cold, drafts = replace(config.engine, prefix_cache=False), ProposerConfig(name="head", adaptive=False)
     engine = Engine.load(config.model, config.head, cold, drafts, output_dir=config.output_dir)
@@ -144,9 +125,5 @@ def main(config: EvaluateConfig) -> None:
     names = {OFF: OFF, **{shape: f"head:{shape}" for shape in config.shapes}}
     systems = {shape: engine_system(name, config, drafts, engine, {}) for shape, name in names.items()}
     cells = measure(config, systems, list(prompt_sets(config, engine)), engine.head.target_ids.cpu())
-    trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
-    trackers.log(1, metrics(cells))
-    trackers.finish()
     print(table(cells, pad=True), end="")
-    heads = {config.head.name: head_folder(config.head, config.output_dir, config.model)}
-    publish(document(config, engine.target, heads, cells), config.save, config.model.name)
+    publish(document(config, engine.target, cells), config.save, config.model.name)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from scripts.benchmarks.config import CompareConfig, PromptsConfig
-
-if TYPE_CHECKING:
-    from train.data.prompts import Reader
 
 
 class Task(NamedTuple):
@@ -90,7 +87,7 @@ def read_file(
     return prompts if engine is None else every_prompt(engine, reader, config.max_tokens)
 
 
-def every_prompt(engine: Any, reader: Reader, max_tokens: int) -> list[list[int]]:
+def every_prompt(engine: Any, reader: Any, max_tokens: int) -> list[list[int]]:
     """Return the prompts of all rows that were read; that of a later question follows the engine's greedy responses."""
     from infer.request import SamplingParams
     from train.data.dialogue import Dialogue

@@ -68,11 +68,6 @@ def newest_by_level(name: str) -> dict[str | None, Path]:
     return {level: max(by_level[level])[-1] for level in levels}
 
 
-def newest(name: str) -> Path:
-    """Return the result file of that name of the highest level. Raises ValueError if there is none."""
-    return next(iter(newest_by_level(name).values()))
-
-
 def label(system: str) -> str:
     """`head:tree16` -> "head, tree 16"; `vllm:ngram` -> "vLLM, n-gram lookup"."""
     name, *rest = system.split(":")
@@ -162,55 +157,6 @@ def by_batch(result: Cell) -> str:
     return markdown(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
 
 
-def by_setting(result: Cell) -> str:
-    """Return a comparison for a head's card: how it was measured, and a row for plain decoding and each `head:...`."""
-    rows, rounds = list[list[str]](), set[int]()
-    for temperature, levels in result["results"].items():
-        for count, cells in levels.items():
-            for system in (name for name in cells if name.partition(":")[0] in ("off", "head")):
-                speed, ratios = (cells[system][key] for key in ("tokens_per_s", "ratio"))
-                spread = f"{ratios['median']:.2f} ({ratios['low']:.2f} to {ratios['high']:.2f})"
-                rows.append([temperature, count, label(system), f"{speed['median']:.0f}", spread])
-                rounds.add(cells[system]["rounds"])
-    config, machine = result["config"], result["machine"]
-    code = f"commit `{(machine['commit'] or 'unknown')[:12]}`, torch {machine['torch']}"
-    words = {"model.dtype": config["model"]["dtype"]}
-    words |= {f"engine.{key}": config["engine"][key] for key in ("weights", "activations", "head_weights", "kv_dtype")}
-    about = (
-        f"{result['date']}, {code}; {', '.join(f'`{key}={value}`' for key, value in words.items())}; "
-        f"{config['num_prompts']} prompts of {', '.join(config['files']) or 'the demo corpus'}, responses of up to "
-        f"{config['max_tokens']} tokens; rounds: {min(rounds)}.\n\n"
-    )
-    return about + markdown(["T", "requests at once", "drafts", "tokens/s", "ratio to plain"], rows)
-
-
-def by_format(result: Cell) -> str:
-    """Return a table with one row per weight format: bits per weight, and GB/s with their share of the machine's."""
-    machine = result["read_gb_s"]
-    rows = [["plain read", "", *(f"{speed:.1f}" for speed in machine.values())]]
-    for name, item in result["formats"].items():
-        speeds = (f"{speed:.1f} ({100 * speed / machine[count]:.0f} %)" for count, speed in item["gb_s"].items())
-        rows.append([name, f"{item['bits']:.2f}", *speeds])
-    threads = (f"GB/s, {count} thread{'s' if count != '1' else ''}" for count in machine)
-    return markdown(["weights", "bits each", *threads], rows)
-
-
-def by_run(result: Cell) -> str:
-    """Return a table with one row per training run: the keys that differ from the first run, tokens trained, τ,
-    acceptance by position and coverage.
-    """
-    rows = []
-    for name, run in result["runs"].items():
-        lengths = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
-        taus = ("undefined" if length is None else f"{length:.2f}" for length in lengths)
-        differs = " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items())
-        rows.append(
-            [name, differs, f"{run['tokens']:,}", " / ".join(taus), shares(run), f"{100 * run['coverage']:.1f} %"]
-        )
-    header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
-    return markdown(header, rows)
-
-
 def by_shape(result: Cell) -> str:
     """Return a table of an evaluation with one row per draft shape and data set, and one for the mean over data sets.
 
@@ -233,17 +179,8 @@ def by_shape(result: Cell) -> str:
     return markdown(header, rows) + f"\nIds equal to plain decoding's: {all_or_not(result['results'])}.\n"
 
 
-def described(differs: Cell) -> Cell:
-    """Return the differences, or only the name if the head differs: the other differences follow from that."""
-    return {"head": differs["head.name"]} if "head.name" in differs else differs
-
-
 def table_of(result: Cell) -> str:
     """Return the table that fits a result: by what its script measured and what that varied."""
-    if "runs" in result:
-        return by_run(result)
-    if "formats" in result:
-        return by_format(result)
     if isinstance(result["results"], list):
         return by_shape(result)
     if result["config"]["never_slower"] is not None:

@@ -21,12 +21,11 @@ from infer.console.compare import Pair, Run
 from infer.engine import Engine
 from infer.options.cli import compose
 from scripts import bench
-from scripts.benchmarks.compare import card_of, measure, slower_than_plain
+from scripts.benchmarks.compare import measure, slower_than_plain
 from scripts.benchmarks.comparison.rounds import order_of, summary
 from scripts.benchmarks.comparison.systems import System, make_systems, shaped
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.document import without_folders
-from train.publishing.card import NO_SPEED, README, SPEEDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,17 +107,6 @@ def test_a_result_names_no_folder_of_the_machine() -> None:
     }
 
 
-def test_speeds_need_a_head_and_its_card(tmp_path: Path) -> None:
-    options = [f"head.path={tmp_path}", "card=true"]
-    with pytest.raises(ValueError, match=r"card=true: nothing in systems=.* drafts with the head; add head:chain3"):
-        card_of(compose("bench", CompareConfig, [*options, "systems=[off,ngram:chain3]"]))
-    with pytest.raises(ValueError, match=r"README.md: no such file; training writes it with the head"):
-        card_of(compose("bench", CompareConfig, options))
-    (tmp_path / README).write_text(SPEEDS)
-    assert card_of(compose("bench", CompareConfig, options)) == tmp_path / README
-    assert card_of(compose("bench", CompareConfig, options[:1])) is None
-
-
 @pytest.mark.slow
 def test_a_bench_compares_and_ends_with_a_document(
     tiny_target_folder: Path, tiny_head_folder: Path, tmp_path: Path
@@ -136,8 +124,7 @@ def test_a_bench_compares_and_ends_with_a_document(
     ]
     head = tmp_path / "head"
     shutil.copytree(tiny_head_folder, head)
-    (head / README).write_text(f"# A head\n\n{SPEEDS}\n{NO_SPEED}\n\n## Serve it\n")
-    command = [sys.executable, "scripts/bench.py", f"model.path={tiny_target_folder}", f"head.path={head}", "card=true"]
+    command = [sys.executable, "scripts/bench.py", f"model.path={tiny_target_folder}", f"head.path={head}"]
     (tmp_path / "heads" / "demo").mkdir(parents=True)
     (tmp_path / "heads" / "demo" / "eagle3").symlink_to(tiny_head_folder)
     command.append(f"output_dir={tmp_path}")
@@ -162,13 +149,6 @@ def test_a_bench_compares_and_ends_with_a_document(
             assert 0 < tree["drafting_ms"] < tree["drafted_ms"]
             assert 2 < tree["drafted_rows"] <= 14
             assert cells["hf"]["steps"] is None
-    card = (head / README).read_text()
-    assert NO_SPEED not in card
-    assert card.endswith("\n\n## Serve it\n")
-    rows = [line.split(" | ")[:4] for line in card.splitlines() if line.startswith("| 0")]
-    drafts = ("plain", "plain, again", "head, auto 2", "head, chain 2", "head, tree 6")
-    assert [row[:3] for row in rows] == [[f"| {t}", n, name] for t in results for n in ("1", "2") for name in drafts]
-    assert rows[3][3] == f"{results['0']['1']['head:chain2']['tokens_per_s']['median']:.0f}"
 
 
 def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +156,6 @@ def test_every_subcommand_shows_its_keys(monkeypatch: pytest.MonkeyPatch, capsys
         (["--help"], "systems"),
         (["compare", "-h"], "never_slower"),
         (["evaluate", "-h"], "shapes"),
-        (["perplexity", "-h"], "ways"),
         (["tables", "-h"], "check"),
     ):
         monkeypatch.setattr(sys, "argv", ["scripts/bench.py", *words])

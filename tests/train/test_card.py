@@ -1,4 +1,4 @@
-"""The model card: its whole text from the record of a head, and the speeds that a measurement adds to it."""
+"""The model card: its whole text from the record of a head."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benchmarks.document import describe_hardware
-from scripts.benchmarks.tables import by_setting
-from train.publishing.card import card, with_speeds
+from train.publishing.card import card
 
 RECORD: dict[str, Any] = {
     "run": "first",
@@ -179,78 +177,3 @@ def test_no_measured_position_is_beyond_the_training(depth: int | None, words: s
 )
 def test_who_wrote_the_responses(values: dict[str, Any], sentence: str) -> None:
     assert sentence in text_of(changed(**values))
-
-
-def cell(speed: float, low: float, ratio: float, high: float) -> dict[str, Any]:
-    spread = {"median": ratio, "low": low, "high": high}
-    return {"rounds": 3, "tokens_per_s": {"median": speed}, "ratio": spread}
-
-
-def result(**machine: Any) -> dict[str, Any]:
-    cells = {
-        "off": cell(100, 1, 1, 1),
-        "off:again": cell(99, 0.97, 0.99, 1.02),
-        "head:chain3": cell(150, 1.4, 1.5, 1.6),
-        "head:tree16": cell(101, 1.01, 1.01, 1.05),
-        "head:auto5": cell(80, 0.7, 0.8, 0.9),
-        "ngram:chain3": cell(120, 1.2, 1.2, 1.2),
-    }
-    engine = {"weights": "native", "activations": "same", "head_weights": "int8", "kv_dtype": "same", "threads": None}
-    zen = {"gpu": None, "cpu": "AMD EPYC (Zen 4)", "level": "avx512", "lowered": False, "cores": 2, "threads": 2}
-    return {
-        "date": "2026-11-28",
-        "machine": {**zen, "torch": "2.13.0", "commit": "0123456789abcdef", **machine},
-        "config": {
-            "model": {"dtype": "bfloat16"},
-            "engine": engine,
-            "files": ["test.jsonl"],
-            "num_prompts": 16,
-            "max_tokens": 64,
-        },
-        "results": {"0": {"4": cells}},
-    }
-
-
-SPEEDS = """\
-## Settings that pay
-
-A ratio is to plain decoding in the same round: median and quartiles over the rounds. A setting pays if its \
-quartiles are above 1 and above those of plain decoding measured again; few rounds show no small difference.
-
-### AVX-512: AMD EPYC (Zen 4), 2 cores, 2 threads
-
-2026-11-28, commit `0123456789ab`, torch 2.13.0; `model.dtype=bfloat16`, `engine.weights=native`, \
-`engine.activations=same`, `engine.head_weights=int8`, `engine.kv_dtype=same`; 16 prompts of test.jsonl, responses of \
-up to 64 tokens; rounds: 3.
-
-| T | requests at once | drafts | tokens/s | ratio to plain |
-| --- | --- | --- | --- | --- |
-| 0 | 4 | plain | 100 | 1.00 (1.00 to 1.00) |
-| 0 | 4 | plain, again | 99 | 0.99 (0.97 to 1.02) |
-| 0 | 4 | head, chain 3 | 150 | 1.50 (1.40 to 1.60) |
-| 0 | 4 | head, tree 16 | 101 | 1.01 (1.01 to 1.05) |
-| 0 | 4 | head, auto 5 | 80 | 0.80 (0.70 to 0.90) |
-
-## Serve it
-"""
-
-
-def measured(text: str, document: dict[str, Any]) -> str:
-    return with_speeds(text, describe_hardware(document), by_setting(document))
-
-
-def test_speeds_replace_those_of_the_same_machine_alone() -> None:
-    once = measured(CARD, result())
-    assert once == CARD.replace(CARD[CARD.index("## Settings") : CARD.index("From the root")], f"{SPEEDS}\n")
-    both = measured(once, result(gpu="NVIDIA H100"))
-    assert both.count("| head, chain 3 |") == 2
-    assert "\n\n### NVIDIA H100\n\n2026-11-28" in both
-    again = measured(both, result(commit="fedcba"))
-    assert again.count("\n### ") == 2
-    assert (again.count("commit `0123456789ab`, torch"), again.count("commit `fedcba`, torch")) == (1, 1)
-    assert again.endswith(CARD[CARD.index("\n\n## Serve it") :])
-
-
-def test_a_text_without_the_section_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"card=true: README.md has no section '## Settings that pay'"):
-        with_speeds("# a head of others\n")

@@ -225,7 +225,6 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("generate", ["prompt=a", "prompts_file=b"], "prompts_file: excludes prompt"),
         ("generate", ["compare=true", "proposer=none"], "compare=true: compares speculation off and on"),
         ("bench", ["systems=[off,sglang]"], "systems=sglang: must be one of off, head, ngram"),
-        ("perplexity", ["window=512", "tokens=96"], "window=512: must be no more than tokens=96"),
         ("bench", ["save=../x"], "save=../x: becomes part of a file name"),
         ("bench", ["concurrency=[]"], "concurrency=[]: name at least one"),
         ("train", ["steps=null", "minutes=null"], "steps=null and minutes=null: the run would not end"),

@@ -23,7 +23,7 @@ from infer.options.literal_text import literal_overrides
 from models.heads.files import load_head
 from models.targets import load_target
 from scripts.benchmarks import config as benchmark_config
-from scripts.benchmarks.tables import PAGES, newest, rewrite
+from scripts.benchmarks.tables import PAGES, newest_by_level, rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_the_front_page_is_short_and_shows_three_pictures() -> None:
 def test_the_chart_and_the_number_above_it_are_what_the_result_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs" / "images"))
     draw = importlib.import_module("draw")
-    file = newest("smollm2-programs")
+    (file,) = newest_by_level("smollm2-programs").values()
     results = json.loads(file.read_text(encoding="utf-8"))["results"]
     assert draw.chart(results) == (ROOT / "docs/images/speed.svg").read_text(encoding="utf-8")
     speeds = {name: cell["tokens_per_s"]["median"] for name, cell in results["0"]["1"].items()}

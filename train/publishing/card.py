@@ -1,6 +1,6 @@
 """The model card of an exported head: README.md, from the facts of its provenance.json, for people and the model hub.
 
-A speed belongs to a machine, so a run states none: `python scripts/bench.py ... card=true` adds what it has measured.
+A speed belongs to a machine, so the card states none, and how to measure it.
 The front matter is that of https://huggingface.co/docs/hub/model-cards.
 """
 
@@ -15,12 +15,6 @@ from models.heads import HEADS
 from train.config import as_list
 
 README = "README.md"
-SPEEDS = "## Settings that pay\n"
-NO_SPEED = "No speed was measured for this card: what pays depends on the machine and on the requests at once."
-SPEED = (
-    "A ratio is to plain decoding in the same round: median and quartiles over the rounds. A setting pays if its "
-    "quartiles are above 1 and above those of plain decoding measured again; few rounds show no small difference."
-)
 
 
 def card(record: Mapping[str, Any], arguments: str, placeholders: str = "") -> str:
@@ -52,8 +46,9 @@ Trained for drafts of {f"up to {trained}" if trained else "any number of"} token
 The draft vocabulary has {size:,} of the target's {record["vocab_size"]:,} tokens, and {coverage:.1f} % of the tokens of
 the held-out greedy responses are in it. The head drafts no other.
 
-{SPEEDS}
-{NO_SPEED}
+## Settings that pay
+
+No speed was measured for this card: what pays depends on the machine and on the requests at once.
 
 ## Serve it
 
@@ -135,20 +130,6 @@ def data_lines(counts: Mapping[str, Any]) -> str:
         f"made {learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
         f"{learnt['left_out']} more were left out, because sequence_length leaves nothing to learn in them."
     )
-
-
-def with_speeds(text: str, machine: str = "", speeds: str = "") -> str:
-    """Return the card with the `speeds` of a machine in their section, in place of earlier ones of the same machine.
-
-    Raises ValueError for a text without that section.
-    """
-    before, heading, rest = text.partition(SPEEDS)
-    if not heading:
-        raise ValueError(f"card=true: {README} has no section {SPEEDS.strip()!r}; only an exported head's card has it")
-    section, end, after = rest.partition("\n## ")
-    kept = [part.strip() for part in section.split("\n### ")[1:] if part.partition("\n")[0] != machine]
-    parts = "\n\n### ".join([SPEED, *kept, f"{machine}\n\n{speeds.strip()}"])
-    return f"{before}{heading}\n{parts}\n{end}{after}"
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

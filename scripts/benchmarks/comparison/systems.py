@@ -121,13 +121,6 @@ def folder_of(config: PromptsConfig, proposer: str) -> Path:
     return head_folder(head, config.output_dir, config.model)
 
 
-def head_folders(config: CompareConfig) -> dict[str, Path]:
-    """Return the folders of the exported heads that system names refer to, and of the configured head, by name."""
-    names = {name.partition(":")[0] for name in config.systems} & {*HEADS}
-    wanted = sorted(names | {config.head.name} - {"none"})
-    return {name: folder_of(config, name if name in names else "head") for name in wanted}
-
-
 def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[str, System]:
     """Load the transformers systems that `config.systems` names; `ends` are the target's end tokens."""
     import torch
