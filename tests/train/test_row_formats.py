@@ -14,7 +14,7 @@ from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, LOOK, RESULT, SYSTEM, USER, calling, with_templates
 from train.config import FilesDataConfig, TrainConfig
 from train.data.dialogue import provided_dialogue
-from train.data.examples import drop_nulls, parse_row
+from train.data.examples import drop_nulls, parse_row, parse_turns
 from train.data.sources import read_items
 from train.loop import train
 
@@ -113,7 +113,7 @@ def texts(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": json.dumps(function["arguments"])}
 
 
-def test_sharegpt_and_openai_s_older_form_are_the_same_conversation(tokenizer: Tokenizer) -> None:
+def test_sharegpt_s_calls_are_the_same_conversation(tokenizer: Tokenizer) -> None:
     call = {"name": "weather", "arguments": {"city": "Rom"}}
     expected = learnt({"messages": [USER, calling(call["arguments"]), RESULT, ANSWER], "tools": [LOOK]}, tokenizer)
     for value in (
@@ -129,9 +129,13 @@ def test_sharegpt_and_openai_s_older_form_are_the_same_conversation(tokenizer: T
         ]
         row = {"conversations": [{"from": role, "value": text} for role, text in turns], "tools": json.dumps([LOOK])}
         assert learnt(row, tokenizer) == expected
-    older = {"role": "assistant", "content": None, "function_call": texts(call)}
-    result = {"role": "function", "name": "weather", "content": RESULT["content"]}
-    assert learnt({"messages": [USER, older, result, ANSWER], "tools": [LOOK]}, tokenizer) == expected
+
+
+def test_openai_s_form_of_2023_is_named_and_no_call_is_lost(tokenizer: Tokenizer) -> None:
+    older = {"role": "assistant", "content": "Let me look.", "function_call": {"name": "weather", "arguments": "{}"}}
+    messages, cut = parse_turns("messages", [USER, older, RESULT, ANSWER])
+    assert [message["role"] for message in messages] == ["user"]
+    assert cut == "function_call is OpenAI's form of 2023; write tool_calls, and the role tool for function (message 2)"
 
 
 def test_calls_without_ids_for_a_template_that_asks_for_them(tiny_tokenizer: Tokenizer) -> None:

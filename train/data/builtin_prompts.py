@@ -2,7 +2,7 @@
 
     functions of the standard library   "Explain what this function does", "Write a function that ..."
     pydoc's topics                      "Explain this part of Python's documentation"
-    TASKS of SUBJECTS                   advice, stories, comparisons, lists
+    tasks of subjects                   advice, stories, comparisons, lists
 
 Rows have the form {"prompt": ...}; the kinds alternate. Rows are split as in the demo corpus, by a hash of file, topic
 or question, so the split is the same everywhere. Code and topics come from the running Python's standard library.
@@ -11,10 +11,12 @@ or question, so the split is the same everywhere. Code and topics come from the 
 from __future__ import annotations
 
 import ast
+import json
 import random
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product, tee
+from pathlib import Path
 from typing import TypeVar
 
 from models.demo.corpus import is_held_out, read_split
@@ -22,35 +24,8 @@ from train.data.entries import Item, cut_text, in_turn
 
 LONGEST = 900  # characters of code or documentation in a prompt
 PER_FILE = 8  # at most so many functions of a file, so that long files do not dominate
-EXPLAIN = "Explain what this Python function does:\n\n```python\n{}\n```"
-WRITE = "Write a Python function `{}` that does the following:\n\n{}"
-DOCUMENTATION = "Explain this part of Python's documentation in your own words:\n\n{}"
+TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 T = TypeVar("T")
-TASKS = (
-    "Explain {} to a ten-year-old child.",
-    "Give me five tips about {}.",
-    "Write a short story about {}.",
-    "Write a short poem about {}.",
-    "What are the advantages and disadvantages of {}?",
-    "What should a beginner know about {}?",
-    "Write a polite email to a friend about {}.",
-    "Tell me three interesting facts about {}.",
-    "How has {} changed over the last hundred years?",
-    "Write a dialogue between two people who talk about {}.",
-    "Which mistakes do people often make with {}, and how can they be avoided?",
-    "Summarise in one paragraph why {} matters.",
-    "Write a plan for one week that has to do with {}.",
-    "What questions would you ask an expert on {}?",
-)
-SUBJECTS = (
-    "cooking", "rain", "saving money", "a lighthouse", "learning a language", "bicycles", "sleep", "the moon",
-    "public libraries", "gardening", "a lost dog", "electric cars", "chess", "writing letters", "the ocean", "teachers",
-    "healthy breakfasts", "mountain hiking", "old photographs", "music lessons", "working from home", "bees",
-    "train journeys", "a job interview", "recycling", "winter", "computers", "birthday parties", "running", "museums",
-    "bread", "friendship", "solar energy", "moving to a new city", "video games", "tea", "family dinners", "insurance",
-    "spreadsheets", "vaccines", "coffee", "democracy", "earthquakes", "markets", "painting", "swimming", "newspapers",
-    "robots",
-)  # fmt: skip
 
 
 def builtin_items(*, held_out: bool) -> Iterator[Item]:
@@ -67,11 +42,11 @@ def documentation(held_out: bool) -> Iterator[Item]:
     chosen = [(name, text) for name, text in sorted(topics.items()) if is_held_out(name) == held_out]
     pieces = [(name, piece) for name, text in chosen for piece in cut_text(text, LONGEST) if len(piece) > LONGEST // 3]
     for name, piece in shuffled(pieces):
-        yield Item(f"help({name!r})", {"prompt": DOCUMENTATION.format(piece)})
+        yield Item(f"help({name!r})", {"prompt": TEXTS["documentation"].format(piece)})
 
 
 def questions(held_out: bool) -> Iterator[Item]:
-    texts = [task.format(subject) for task, subject in product(TASKS, SUBJECTS)]
+    texts = [task.format(subject) for task, subject in product(TEXTS["tasks"], TEXTS["subjects"])]
     for text in shuffled([text for text in texts if is_held_out(text) == held_out]):
         yield Item("built-in question", {"prompt": text})
 
@@ -99,8 +74,8 @@ def documented(text: str) -> Iterator[tuple[str, str]]:
             source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             arguments = ast.unparse(node.args)
             described = len(docstring) <= LONGEST and not arguments.startswith(("self", "cls"))
-            write = WRITE.format(f"{node.name}({arguments})", docstring) if described else ""
-            yield EXPLAIN.format(source) if len(source) <= LONGEST else "", write
+            write = TEXTS["write"].format(f"{node.name}({arguments})", docstring) if described else ""
+            yield TEXTS["explain"].format(source) if len(source) <= LONGEST else "", write
 
 
 def shuffled(items: Iterable[T]) -> Sequence[T]:

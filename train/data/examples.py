@@ -237,7 +237,9 @@ def parse_turns(form: str, value: object) -> tuple[list[dict[str, Any]], str | N
 
 def check_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in the normal form. Raises ValueError if it is none."""
-    normal = normalize_message(without_legacy(message))
+    if message.get("function_call") is not None:
+        raise ValueError("function_call is OpenAI's form of 2023; write tool_calls, and the role tool for function")
+    normal = normalize_message(message)
     if normal["role"] not in ROLES:
         raise ValueError(f"role {normal['role']!r}; must be one of {', '.join(ROLES)}")
     weight = normal.get("weight", 0)  # of OpenAI's fine-tuning format
@@ -247,15 +249,6 @@ def check_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(normal.get("content"), list) and not ("content" not in normal and silent):
         text_of("content", normal.get("content"))
     return normal
-
-
-def without_legacy(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert OpenAI's legacy function calls to tool calls: `function_call` of an assistant, the role `function`."""
-    message = dict(message)
-    if message["role"] == "function":
-        message["role"] = "tool"
-    call = message.pop("function_call", None)
-    return message if call is None or message.get("tool_calls") else {**message, "tool_calls": parse_calls(call)}
 
 
 def from_sharegpt(turn: object) -> Mapping[str, Any] | None:
