@@ -2,88 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 # What other servers call it, vLLM's words mostly, fields of its speculative_config included, and what it is here.
-ELSEWHERE = {
-    **dict.fromkeys(
-        (
-            *("num_speculative_tokens", "speculative_num_draft_tokens", "num_draft_tokens", "n_predict"),
-            *("num_spec_tokens", "spec_tokens", "speculative_tokens"),
-        ),
-        "proposer.max_draft_tokens, in a request speculative.max_draft_tokens",
-    ),
-    **dict.fromkeys(
-        ("speculative_config", "speculative_algorithm", "spec_method", "method"), "proposer=<name> and head=<name>"
-    ),
-    **dict.fromkeys(
-        ("speculative_model", "spec_model", "speculative_draft_model_path"), "head.path, or proposer.draft_model"
-    ),
-    **{f"ngram_prompt_lookup_{end}": f"proposer.prompt_lookup_{end}" for end in ("max", "min")},
-    "suffix_decoding_corpus_tokens": "proposer.suffix_decoding_max_cached_requests",
-    **dict.fromkeys(
-        ("draft_tensor_parallel_size", "speculative_draft_tensor_parallel_size"),
-        "engine.tensor_parallel, which is the target's; rank 0 drafts alone",
-    ),
-    **dict.fromkeys(
-        (
-            *("disable_by_batch_size", "speculative_disable_by_batch_size", "num_speculative_tokens_per_batch_size"),
-            *("enable_adaptive_verification", "adaptive_verification", "enable_adaptive_k"),
-        ),
-        "proposer.adaptive=true, which drafts at each batch size as far as that pays",
-    ),
-    **dict.fromkeys(
-        ("acceptance_method", "spec_decoding_acceptance_method", "rejection_sample_method"), "proposer.acceptance"
-    ),
-    "typical_acceptance_sampler_posterior_threshold": "proposer.posterior_threshold",
-    "typical_acceptance_sampler_posterior_alpha": "proposer.posterior_alpha",
-    **dict.fromkeys(
-        ("synthetic_acceptance_rates", "synthetic_acceptance_rate", "synthetic_acceptance_length"),
-        "proposer=synthetic proposer.acceptance=[...]",
-    ),
-    "use_heterogeneous_vocab": "nothing to set: proposer.draft_model compares the tokenizers",
-    "draft_sample_method": "nothing to set: drafts are drawn with the target's noise",
-    **dict.fromkeys(
-        ("speculative_token_tree", "spec_token_tree", "speculative_num_steps", "speculative_eagle_topk"),
-        "proposer.tree=beam:<width>x<depth>, or proposer.max_draft_tokens for a chain",
-    ),
-    "dspark_draft_topk": "proposer.candidates",
-    **dict.fromkeys(
-        (
-            *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
-            *("draft_load_config", "index_share_for_mtp_iteration", "code_revision", "speculative_max_model_len"),
-            *("disable_logprobs", "disable_logprobs_during_spec_decoding", "speculative_disable_mqa_scorer"),
-            *("use_v2_block_manager", "async_scheduling", "per_request_spec_decode_metrics"),
-            *("disable_log_requests", "disable_log_stats", "enable_metrics"),
-        ),
-        "nothing to set",
-    ),
-    **dict.fromkeys(("attention_backend", "moe_backend"), "the environment variable HEADWAY_KERNELS"),
-    **dict.fromkeys(("tensor_parallel_size", "tp"), "engine.tensor_parallel"),
-    "pipeline_parallel_size": "engine.tensor_parallel; layers are not spread over ranks",
-    "data_parallel_size": "server.replicas",
-    **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "engine.memory_share"),
-    **dict.fromkeys(("max_num_seqs", "max_running_requests"), "engine.max_batch"),
-    "max_num_batched_tokens": "engine.max_rows, and engine.prefill_chunk for one prompt",
-    **dict.fromkeys(("enable_chunked_prefill", "chunked_prefill_size"), "engine.prefill_chunk"),
-    **dict.fromkeys(("ctx_size", "n_ctx", "context_length", "max_seq_len"), "engine.max_model_len"),
-    "num_gpu_blocks_override": "engine.max_tokens_in_cache",
-    "kv_cache_dtype": "engine.kv_dtype",
-    "block_size": "engine.page_size",
-    "enable_prefix_caching": "engine.prefix_cache",
-    "enforce_eager": "engine.graphs=off",
-    "quantization": "engine.weights; a quantized checkpoint says itself how it is stored",
-    **dict.fromkeys(("rope_scaling", "hf_overrides"), "rope_scaling in the model's config.json"),
-    **{name: f"model.{name}" for name in ("dtype", "device", "revision")},
-    **{name: f"server.{name}" for name in ("host", "port")},
-    "draft_model": "proposer.draft_model",
-    "served_model_name": "model.name",
-    **dict.fromkeys(("api_key", "api_keys"), "HEADWAY_API_KEY or server.api_keys_file"),
-    **dict.fromkeys(("tool_call_parser", "enable_auto_tool_choice"), "server.tool_parser"),
-    "chat_template": "chat_template.jinja in the model's folder",
-    "tokenizer": "the tokenizer in the model's folder",
-    "trust_remote_code": "nothing: no code of a checkpoint is run",
-}
+_HERE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+ELSEWHERE: dict[str, str] = {name: here for here, names in _HERE.items() for name in names}
 # Keys that may be written without their group, where a command has no key of that name
 SHORT = {
     **{name: f"engine.{name}" for name in ("max_model_len", "memory_share", "seed")},
