@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from abc import ABC
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -110,5 +111,5 @@ def test_to_add_a_head_540_lines_are_to_be_read() -> None:
 def test_the_registry_agrees_with_folder_and_yaml(name: str) -> None:
     folder = Path(*HEADS[name].__module__.split(".")[:-1])
     assert folder == Path("models/heads") / name.replace("-", "_")
-    assert module_of(name).kind.__module__ == ".".join([*folder.parts, "head"])
+    assert module_of(name) is import_module(".".join([*folder.parts, "head"])).HEAD
     assert f"name: {name}\n" in (ROOT / "conf" / "head" / f"{name}.yaml").read_text(encoding="utf-8")

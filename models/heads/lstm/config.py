@@ -40,12 +40,16 @@ class LstmConfig(SpeculatorShape):
         return self.method == LSTM
 
     @property
-    def hidden_size(self) -> int:
-        return self.inner_dim[-1]
+    def sequences(self) -> bool:
+        return not self.has_gates
 
     @property
-    def width(self) -> int:
-        return self.inner_dim[0]
+    def tie_gates(self) -> bool:
+        return self.tie_lstm_embs
+
+    @property
+    def widths(self) -> Sequence[int]:
+        return self.inner_dim
 
     def to_json(self, facts: Facts) -> dict[str, Any]:
         return {

@@ -23,8 +23,8 @@ from models.formats.checkpoint import (
 )
 from models.heads.config import HeadShape
 from models.heads.lstm.config import LSTM, METHODS, RNN, LstmConfig, dotted
-from models.heads.lstm.head import GATES
 from models.heads.mlp.formats import ARCTIC, drop_copies, is_arctic
+from models.heads.mlp.head import GATES
 
 MOST_WIDTHS = 8
 TIED = {f"{gate}_emb.0.weight": f"{GATES[0]}_emb.0.weight" for gate in GATES[1:]}

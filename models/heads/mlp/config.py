@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,10 +16,11 @@ TOP_K, CANDIDATES = (5, 4, 3, 2), 5  # written for IBM's engine with a new head;
 
 
 class SpeculatorShape(HeadShape):
-    """What the shapes of recurrent heads without layers share. `width`: of the sum of projected state and embedding.
+    """What the shapes of recurrent heads without layers share. `widths`: of the sum of state and embedding, and of the
+    layers after it.
 
     `tie_weights`: all depths share their weights (depth 0 has its own projection). `scale_input`: the target's hidden
-    state is normed first.
+    state is normed first. `sequences`: a checkpoint has a sequence of modules where it could have one alone.
     """
 
     aux_layers: ClassVar[tuple[int, ...]] = (LAST,)
@@ -26,7 +28,18 @@ class SpeculatorShape(HeadShape):
     n_predict: int
     tie_weights: bool
     scale_input: bool
-    width: int
+    widths: Sequence[int]
+    emb_layers: int
+    proj_layers: int
+    has_gates = sequences = tie_gates = False
+
+    @property
+    def width(self) -> int:
+        return self.widths[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.widths[-1]
 
     @property
     def draft_vocab_size(self) -> int:
@@ -69,14 +82,11 @@ class MlpConfig(SpeculatorShape):
     scale_input: bool
     top_k_tokens_per_head: tuple[int, ...] = field(compare=False)
     n_candidates: int = field(compare=False)
+    emb_layers = proj_layers = 1
 
     @property
-    def hidden_size(self) -> int:
-        return self.inner_dim
-
-    @property
-    def width(self) -> int:
-        return self.inner_dim
+    def widths(self) -> Sequence[int]:
+        return (self.inner_dim,)
 
     def to_json(self, facts: Facts) -> dict[str, Any]:
         return {
