@@ -196,6 +196,16 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
 
 
+@pytest.mark.parametrize("page", MANUALS)
+def test_rows_of_a_table_have_the_cells_of_its_header(page: str) -> None:
+    text = re.sub(r"```.*?```", "", MANUALS[page], flags=re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n)+", text + "\n", re.MULTILINE)
+    assert [table for table in tables if not re.match(r".*\n\|[-| ]+\|\n", table)] == []  # a row that stands alone
+    for table in tables:
+        cells = {row: len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in table.splitlines()}
+        assert len(set(cells.values())) == 1, cells
+
+
 PATH = re.compile(r"`([\w.<>*/-]*[\w>*]\.(?:py|c|h|sh|slurm|yaml)|(?:[\w<>-]+/)+)`")
 
 
