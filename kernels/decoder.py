@@ -115,11 +115,13 @@ class NativeDecoder:
         self._call, self._attention_scratch = lib.decoder, lib.attention_scratch
         self._parts, self.final_norm = list(layers), final_norm
         self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
-        self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
+        self.layers, self.dtype, self._stream = len(layers), layers[0].post_norm.dtype, layers[0].output.out_dtype
         self._layers = (Layer * self.layers)()
         self._convolutions = list[tuple[ctypes.Structure, ctypes.Structure]]()
         for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
             assert layer.token_norm is None or layer.input_norm is not None
+            assert {layer.output.out_dtype, layer.down.out_dtype} == {self._stream}
+            assert self._stream is self.dtype or not (layer.token_norm is not None or layer.convolutions)
             for name in ("input_norm", "post_norm", "token_norm", "attended_norm", "mlp_norm"):
                 setattr(entry, name, address(getattr(layer, name)))
             entry.residual_normed = layer.residual_normed
@@ -157,6 +159,7 @@ class NativeDecoder:
             count=len(layers),
             hidden_size=len(first.post_norm),
             inner_size=first.down.in_features,
+            stream=KINDS[self._stream],
             kind=KINDS[self.dtype],
             centered=first.centered,
             gelu=first.gelu,
@@ -177,15 +180,16 @@ class NativeDecoder:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
 
-        rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several tables. tokens `[R, H]`: the token embeddings,
-        for a layer with a `token_norm`. `block`: the rows of each block, for layers with convolutions. Returns the
-        stream after the final norm, if there is one, and the streams before the layers `entering`, `[R, H]` each.
+        x has the dtype of the output projections' sums. rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several
+        tables. tokens `[R, H]`: the token embeddings, for a layer with a `token_norm`. `block`: the rows of each block,
+        for layers with convolutions. Returns the stream after the final norm, if there is one, and the streams before
+        the layers `entering`, `[R, H]` each.
         """
-        assert x.is_contiguous()
+        assert (x.is_contiguous(), x.dtype) == (True, self._stream)
         assert tokens is None or tokens.is_contiguous()
         assert block or not self._convolutions
         cos, sin = (table.contiguous() for table in rotary)
-        hidden = x if self.final_norm is None else torch.empty_like(x)
+        hidden = x if self.final_norm is None else torch.empty_like(x, dtype=self.dtype)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
         a.tokens, a.block, a.reach = address(tokens), block, reach
@@ -203,7 +207,7 @@ class NativeDecoder:
         """
         a, threads = DecoderArguments.from_buffer_copy(self._arguments), self.threads(rows)
         sizes = [
-            *(rows * width * self.dtype.itemsize for width in self._widths),
+            *(rows * width * self._stream.itemsize for width in self._widths),
             threads * self._attention_scratch(attention.longest) * 4,
             threads * scratch_rows(rows) * self._scratch * 4,
         ]

@@ -26,54 +26,65 @@ VECTORS = 64  # numbers that torch computes at once at most; a rest has other bi
 SERIAL = 2**14  # numbers that torch computes in one thread; more it divides anywhere, and a part's end gets other bits
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, centered: bool = False, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Divide x `[..., H]` by its root mean square (arXiv 1910.07467) and scale it; fp32 statistics, as in HF's Llama.
 
-    With `centered` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
+    With `centered` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded. `out_dtype`:
+    as of `norm_dtype` by default. Of x in fp32 only the output is rounded.
     """
-    size = x.shape[-1]
-    if (native := _native(size, x, weight)) is None:
-        return _norm_without_c(x, weight, eps, centered=centered)
-    rows, out = _rows(x), torch.empty(x.shape, dtype=x.dtype)
-    pointers = (rows.data_ptr(), weight.data_ptr(), out.data_ptr())
-    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype], centered)
+    size, out_dtype = x.shape[-1], out_dtype or norm_dtype(x, weight)
+    mixed = x.dtype is torch.float32 and weight.dtype is torch.bfloat16  # which C reads as well
+    if (native := _native(size, x, x if mixed else weight)) is None:
+        return _norm_without_c(x, weight, eps, centered, out_dtype)
+    rows, out = _rows(x), torch.empty(x.shape, dtype=out_dtype)
+    pointers, kinds = zip(*((tensor.data_ptr(), KINDS[tensor.dtype]) for tensor in (rows, weight, out)), strict=True)
+    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, *kinds, centered)
     return out
 
 
-def _norm_without_c(x: Tensor, weight: Tensor, eps: float, *, centered: bool) -> Tensor:
-    if _in_triton(x, weight):
+def _norm_without_c(x: Tensor, weight: Tensor, eps: float, centered: bool, out_dtype: torch.dtype) -> Tensor:
+    if _in_triton(x):
         from kernels.triton import elementwise as gpu
 
-        return gpu.rms_norm(_rows(x), weight, eps, centered=centered).view(x.shape)
+        return gpu.rms_norm(_rows(x), weight, eps, centered=centered, out_dtype=out_dtype).view(x.shape)
     if centered:
         wide = torch.promote_types(x.dtype, torch.float32)
-        return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)  # autocast leaves the weight in fp32
+        return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(out_dtype)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out_dtype)
+
+
+def norm_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of a norm's output: the weight's of a residual stream in fp32, else x's, as under autocast."""
+    return weight.dtype if x.dtype is torch.float32 else x.dtype
 
 
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `rms_norm` of x + delta, both `[..., H]`, and the sum, in one pass."""
-    if _in_triton(x, delta, weight):
+    if _in_triton(x, delta):
         from kernels.triton import elementwise as gpu
 
-        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, centered=centered)
+        options = {"centered": centered, "out_dtype": norm_dtype(x, weight)}
+        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, **options)
         return normed.view(x.shape), total.view(x.shape)
     total = x + delta
     return rms_norm(total, weight, eps, centered=centered), total
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Subtract the mean of x `[..., H]`, divide by its deviation (arXiv 1607.06450), scale and shift; all in fp32.
 
-    On a CPU torch's own kernel norms each row by itself.
+    On a CPU torch's own kernel norms each row by itself. `out_dtype` as of `rms_norm`.
     """
-    if _in_triton(x, weight, bias):
+    out_dtype = out_dtype or norm_dtype(x, weight)
+    if _in_triton(x):
         from kernels.triton import elementwise as gpu
 
-        return gpu.layer_norm(_rows(x), weight, bias, eps).view(x.shape)
-    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+        return gpu.layer_norm(_rows(x), weight, bias, eps, out_dtype=out_dtype).view(x.shape)
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps).to(out_dtype)
 
 
 def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:

@@ -49,8 +49,8 @@ class PackedLinear:
     A GgmlMatrix stays in its blocks (kernels/ggml.py); `reads_ggml` must be true of its parts. So does a
     GroupedMatrix (kernels/groups.py), of whose parts `why_unread` must be None.
 
-    `out_dtype` fp32: the outputs are the sums themselves, without a rounding, as of an LM head; by default they have
-    the dtype of the rows. Not with `add` and `gated`.
+    `out_dtype` fp32: the outputs are the sums themselves, without a rounding, as of an LM head, or of what is added to
+    a residual stream in fp32; by default they have the dtype of the rows. Not with `gated`.
 
     `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantize.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
@@ -203,7 +203,7 @@ class PackedLinear:
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual `[..., N]` + this layer's output for x `[..., K]`."""
-        if not self._triton or residual.dtype != x.dtype:
+        if not self._triton or residual.dtype is not self.out_dtype:
             return residual + self(x)
         before = residual.reshape(-1, self.out_features)
         return self._rows_triton(x.reshape(-1, self.in_features), residual=before).view(residual.shape)

@@ -61,7 +61,8 @@ class Linear(nn.Linear):
         if self.weight.dtype.itemsize < self.out_dtype.itemsize:
             rows = input.reshape(-1, self.in_features)
             return wide_linear(rows, self.weight, self.bias).view(*input.shape[:-1], self.out_features)
-        return F.linear(input, self.weight, self.bias).to(self.out_dtype)  # of what autocast has rounded, if it has
+        out = F.linear(input, self.weight, self.bias)
+        return out.to(torch.promote_types(out.dtype, self.out_dtype))  # of what autocast has rounded, if it has
 
     @property
     def fusible(self) -> PackedLinear | None:
@@ -145,7 +146,13 @@ def copy_packed(source: nn.Module, destination: nn.Module) -> None:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learnt scale, which with `centered` is 1 + weight (kernels/elementwise.py)."""
+    """Root-mean-square norm with a learnt scale, which with `centered` is 1 + weight (kernels/elementwise.py).
+
+    Its output has the dtype of the weight, as the input of a product; with `inside` it stays in the residual stream, in
+    the dtype of the input.
+    """
+
+    inside = False
 
     def __init__(self, size: int, eps: float, *, centered: bool = False) -> None:
         super().__init__()
@@ -157,7 +164,8 @@ class RMSNorm(nn.Module):
         return 1 + self.weight if self.centered else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, centered=self.centered)
+        out_dtype = x.dtype if self.inside else None
+        return rms_norm(x, self.weight, self.eps, centered=self.centered, out_dtype=out_dtype)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + delta, and the sum: the residual stream after and before the norm."""
@@ -172,7 +180,7 @@ class LayerNorm(RMSNorm):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps, out_dtype=x.dtype if self.inside else None)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         total = x + delta

@@ -129,7 +129,8 @@ def plan_memory(
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:
     """Return a generous bound on what a forward of `rows` rows holds at once: a layer's activations and fp32 logits."""
     widest = max(2 * target.intermediate_size, target.attention_width)
-    return rows * (4 * target.hidden_size * dtype.itemsize + 2 * widest * dtype.itemsize + 2 * 4 * target.vocab_size)
+    hidden = target.hidden_size * (4 * dtype.itemsize + 2 * 4)  # the residual stream is fp32
+    return rows * (hidden + 2 * widest * dtype.itemsize + 2 * 4 * target.vocab_size)
 
 
 def weight_bytes(*modules: nn.Module) -> int:

@@ -7,6 +7,10 @@
  * In the last layer every row's keys and values are written, since other rows attend to them, but the outputs of only
  * some rows may be needed: after the keys and values are written, the other rows are dropped.
  *
+ * The residual stream, `x`, is of the kind `stream`: fp32 in a target of bf16, to which the output projections add their sums
+ * unrounded and which a norm rounds once, to the input of the next product. The inputs without a norm, the token norm and
+ * convolutions are of heads, whose stream has the kind of the products.
+ *
  * It calls the kernels that otherwise run separately (linear.c, attention.c, rows.c) and rounds where they do, so its
  * bits are the same. There is a barrier wherever a thread reads what other threads wrote.
  */
@@ -27,13 +31,27 @@ static void *at(const part *p, void *base, int64_t elements) {
     return (char *)base + elements * (p->a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
 }
 
+/* The same in tensors of the residual stream's kind. */
+static void *in_stream(const part *p, void *base, int64_t elements) {
+    return (char *)base + elements * (p->a->stream == FLOAT32 ? sizeof(float) : sizeof(bf16));
+}
+
 static void barrier(const part *p) {
     if (p->a->threads > 1) GOMP_barrier();
 }
 
+/* Norm contiguous rows of `size` numbers of `x_kind`. */
+static void norm_rows(
+    const part *p, const void *x, int64_t x_kind, const void *weight, void *out, int64_t out_kind, int64_t rows, int64_t size
+) {
+    const decoder_args *a = p->a;
+    rms_norm(x, weight, out, rows, size, size, a->eps, x_kind, a->kind, out_kind, a->centered);
+}
+
+/* Norm the residual stream. */
 static void norm(const part *p, const void *weight, void *out) {
     int64_t size = p->a->hidden_size, to = p->first * size;
-    rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind, p->a->centered);
+    norm_rows(p, in_stream(p, p->a->x, to), p->a->stream, weight, at(p, out, to), p->a->kind, p->end - p->first, size);
     barrier(p);
 }
 
@@ -48,8 +66,8 @@ static const void *enter(const part *p, const decoder_layer *layer) {
     }
     for (int64_t row = p->first; row < p->end; row++) {
         void *x = at(p, a->x, row * size), *left = at(p, a->normed, 2 * row * size), *right = at(p, left, size);
-        rms_norm(at(p, (void *)a->tokens, row * size), layer->token_norm, left, 1, size, size, a->eps, a->kind, a->centered);
-        rms_norm(x, layer->input_norm, right, 1, size, size, a->eps, a->kind, a->centered);
+        norm_rows(p, at(p, (void *)a->tokens, row * size), a->kind, layer->token_norm, left, a->kind, 1, size);
+        norm_rows(p, x, a->kind, layer->input_norm, right, a->kind, 1, size);
         if (layer->residual_normed) memcpy(x, right, (char *)right - (char *)left);
     }
     barrier(p);
@@ -73,9 +91,9 @@ static void add(const part *p, const linear_args *weights, const void *x, const 
     }
     apply(p, weights, x, 0, a->normed);
     int64_t size = a->hidden_size, rows = p->end - p->first;
-    void *delta = at(p, a->normed, p->first * size);
-    rms_norm(delta, weight, delta, rows, size, size, a->eps, a->kind, a->centered);
-    add_rows(at(p, a->x, p->first * size), delta, rows * size, a->kind);
+    void *delta = in_stream(p, a->normed, p->first * size);
+    norm_rows(p, delta, a->stream, weight, delta, a->stream, rows, size);
+    add_rows(in_stream(p, a->x, p->first * size), delta, rows * size, a->stream);
     barrier(p);
 }
 
@@ -123,8 +141,8 @@ static void write_rows(const part *p, const decoder_layer *layer, void *cache) {
     for (int64_t row = p->first; row < p->end; row++) {
         void *q = at(p, a->qkv, row * own.q_stride), *k = at(p, q, own.heads * dim);
         if (layer->q_norm) {
-            rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind, a->centered);
-            rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind, a->centered);
+            norm_rows(p, q, a->kind, layer->q_norm, q, a->kind, own.heads, dim);
+            norm_rows(p, k, a->kind, layer->k_norm, k, a->kind, own.kv_heads, dim);
         }
         int64_t angle = (layer->rotary * a->rows + row) * dim;
         rotate(q, at(p, (void *)a->cos, angle), at(p, (void *)a->sin, angle), q, 1, own.q_stride, rotated, dim, a->kind);
@@ -143,7 +161,7 @@ static void attend(const part *p, const attention_args *rows, const decoder_laye
 static part keep_rows(const part *p) {
     const decoder_args *a = p->a;
     const attention_args *kept = a->kept;
-    int64_t row = (char *)at(p, a->x, a->hidden_size) - (char *)a->x, queries = kept->heads * kept->dim;
+    int64_t row = (char *)in_stream(p, a->x, a->hidden_size) - (char *)a->x, queries = kept->heads * kept->dim;
     int64_t stride = queries + 2 * kept->kv_heads * kept->dim, bytes = (char *)at(p, a->x, queries) - (char *)a->x;
     if (p->self == 0)
         for (int64_t i = 0; i < kept->rows; i++) {
@@ -165,10 +183,10 @@ static void work(void *data) {
     const decoder_args *a = data;
     part own = part_of(a, this_thread(a->threads), a->rows), *p = &own;
     const attention_args *rows = a->attention;
-    int64_t from = p->first * a->hidden_size, row = (char *)at(p, a->x, a->hidden_size) - (char *)a->x;
+    int64_t from = p->first * a->hidden_size, row = (char *)in_stream(p, a->x, a->hidden_size) - (char *)a->x;
     for (int64_t i = 0; i < a->count; i++) {
         const decoder_layer *layer = a->layers + i;
-        if (a->entering[i]) memcpy(at(p, a->entering[i], from), at(p, a->x, from), (p->end - p->first) * row);
+        if (a->entering[i]) memcpy(in_stream(p, a->entering[i], from), in_stream(p, a->x, from), (p->end - p->first) * row);
         apply(p, layer->qkv, convolved(p, layer->attention_conv, enter(p, layer)), 0, a->qkv);
         write_rows(p, layer, a->caches[i]);
         if (a->kept && i == a->count - 1) {

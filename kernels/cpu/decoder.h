@@ -26,21 +26,21 @@ typedef struct {
 typedef struct {
     const decoder_layer *layers;
     void *const *caches;             /* [layers], as in attention.h */
-    void *const *entering;           /* [layers] receives the residual stream before a layer, [rows, hidden]; or null */
+    void *const *entering;           /* [layers] receives the residual stream before a layer, [rows, hidden] of `stream`; or null */
     const attention_args *attention; /* addresses of the rows; the rest is filled in here */
     const attention_args *kept;      /* the same for the rows whose outputs are needed; null: of all rows */
     const int64_t *keep;             /* [kept->rows], ascending: indices of these rows */
     const void *tokens;              /* [rows, hidden] embeddings, if a layer has a token_norm */
     const void *final_norm;          /* [hidden]; null: none */
     const void *cos, *sin;           /* [tables, rows, dim] */
-    void *x;                         /* [rows, hidden]: embeddings, on return the stream after the last layer */
+    void *x;                         /* [rows, hidden] of `stream`: embeddings, on return the stream after the last layer */
     void *hidden;                    /* [rows, hidden] after the final norm; x and hidden return only the kept rows */
     void *normed; /* [rows, hidden], or [rows, 2 * hidden] if a layer has a token_norm */
     void *deltas, *mixed; /* [rows, 4 * hidden / group], [rows, hidden]; of convolutions */
     void *qkv, *attended, *inner, *gated; /* [rows, (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
     float *scores;                   /* attention's scratch */
     uint32_t *scratch;               /* as in linear.h, for the widest of the layers */
-    int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
+    int64_t count, rows, hidden_size, inner_size, stream, kind /* of all else */, slots, threads;
     int64_t centered, gelu; /* as in rows.c */
     int64_t block; /* rows of a block, for convolutions */
     int64_t reach; /* positions that windows reach further back */

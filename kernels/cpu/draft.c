@@ -68,12 +68,12 @@ static void enter(const draft_args *a) {
         else
             blocks_gather(a->blocks, a->ids + r, 1, token);
         if (a->zero_first && !a->positions[r]) memset(token, 0, row);
-        if (a->token_norm) rms_norm(token, a->token_norm, token, 1, size, size, d->eps, d->kind, d->centered);
+        if (a->token_norm) rms_norm(token, a->token_norm, token, 1, size, size, d->eps, d->kind, d->kind, d->kind, d->centered);
         if (!a->joined) continue;
         const char *x = (const char *)d->x + r * row;
         char *state = a->state_first ? first : first + row;
         if (a->state_norm)
-            rms_norm(x, a->state_norm, state, 1, size, size, d->eps, d->kind, d->centered);
+            rms_norm(x, a->state_norm, state, 1, size, size, d->eps, d->kind, d->kind, d->kind, d->centered);
         else
             memcpy(state, x, row);
     }
@@ -108,7 +108,7 @@ void draft_read(const draft_args *a) {
 static void choices(const draft_args *a) {
     const decoder_args *d = a->decoder;
     int64_t size = d->hidden_size, outputs = a->lm_head->outputs, kind = a->lm_head->out_kind;
-    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind, d->centered);
+    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind, d->kind, d->kind, d->centered);
     apply(a, a->lm_head, a->norm ? a->normed : d->x, a->logits, a->chains, a->threads);
     if (a->count)
         choose_best(

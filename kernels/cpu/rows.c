@@ -10,35 +10,38 @@
         call_bf16;
 
 INLINE void rms_norm_rows(
-    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int kind, int centered
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int x_kind, int kind,
+    int out_kind, int centered
 ) {
     for (int64_t row = 0; row < rows; row++) {
         ptrdiff_t from = row * stride, to = row * size;
         vec squares = splat(0.0f);
         for (int64_t i = 0; i < size; i += LANES) {
-            vec v = load(x, from + i, kind);
+            vec v = load(x, from + i, x_kind);
             squares += v * v;
         }
         vec scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)size + eps));
         for (int64_t i = 0; i < size; i += LANES) {
-            vec normed = load(x, from + i, kind) * scale, w = load(weight, i, kind);
-            store(out, to + i, centered ? normed * (1.0f + w) : rounded(normed, kind) * w, kind);
+            vec normed = load(x, from + i, x_kind) * scale, w = load(weight, i, kind);
+            store(out, to + i, centered ? normed * (1.0f + w) : rounded(normed, x_kind) * w, out_kind);
         }
     }
 }
 
-/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. centered: the scale is 1 + weight, and only
- * the product is rounded. */
+#define NORM(x_kind, kind, out_kind) \
+    (centered ? rms_norm_rows(x, weight, out, rows, stride, size, eps, x_kind, kind, out_kind, 1) \
+              : rms_norm_rows(x, weight, out, rows, stride, size, eps, x_kind, kind, out_kind, 0))
+
+/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous; the weight is of `kind`, which is x's unless
+ * x is fp32. centered: the scale is 1 + weight, and only the product is rounded. */
 void rms_norm(
-    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centered
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t x_kind,
+    int64_t kind, int64_t out_kind, int64_t centered
 ) {
-    if (centered) {
-        BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32, 1),
-                rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16, 1))
-    } else {
-        BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32, 0),
-                rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16, 0))
-    }
+    if (kind == FLOAT32) NORM(FLOAT32, FLOAT32, FLOAT32);
+    else if (x_kind == BFLOAT16) NORM(BFLOAT16, BFLOAT16, BFLOAT16);
+    else if (out_kind == BFLOAT16) NORM(FLOAT32, BFLOAT16, BFLOAT16);
+    else NORM(FLOAT32, BFLOAT16, FLOAT32);
 }
 
 INLINE void add_elements(void *x, const void *delta, int64_t count, int kind) {

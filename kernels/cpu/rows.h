@@ -5,7 +5,8 @@
 
 /* `out` may be `x` if the rows of x are contiguous too. */
 void rms_norm(
-    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centered
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t x_kind,
+    int64_t kind, int64_t out_kind, int64_t centered
 );
 void add_rows(void *x, const void *delta, int64_t count, int64_t kind);
 void two_taps(

@@ -1,7 +1,8 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 """Row-wise operations on a GPU: one program per row, or part of one, with block sizes that depend on the sizes alone.
 
-Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where torch would round them.
+Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where torch would round them. A norm's output
+has x's dtype by default, and another one of a residual stream in fp32.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ GATE_BLOCK = 1024
 
 
 @triton.jit
-def store_norm(value, scale, out, i, inside, size, eps, CENTERED: tl.constexpr = False):
-    """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, times `scale` at `out`."""
-    dtype = out.dtype.element_ty
+def store_norm(value, dtype: tl.constexpr, scale, out, i, inside, size, eps, CENTERED: tl.constexpr = False):
+    """Store the norm of value `[SIZE]`, in fp32 of `dtype` and 0 past `size`, times `scale` at `out`."""
     root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
     scale = scale.to(tl.float32)
     if CENTERED:
         scaled = (value / root) * (1.0 + scale)
     else:
         scaled = (value / root).to(dtype).to(tl.float32) * scale
-    tl.store(out + i, scaled.to(dtype), mask=inside)
+    tl.store(out + i, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -55,10 +55,10 @@ def rms_norm_kernel(
     value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(out.dtype.element_ty)
+        value = value.to(total.dtype.element_ty)
         tl.store(total + row * size + i, value, mask=inside)
         value = value.to(tl.float32)
-    store_norm(value, scale, out + row * size, i, inside, size, eps, CENTERED)
+    store_norm(value, x.dtype.element_ty, scale, out + row * size, i, inside, size, eps, CENTERED)
 
 
 @triton.jit
@@ -73,10 +73,10 @@ def layer_norm_kernel(x, weight, bias, out, x_stride, size, eps, SIZE: tl.conste
     tl.store(out + row * size + i, shifted.to(out.dtype.element_ty), mask=inside)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
     rows, size = x.shape
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    out = x.new_empty(rows, size, dtype=out_dtype)
     layer_norm_kernel[(rows,)](
         x,
         weight,
@@ -107,26 +107,34 @@ def norm_beside_kernel(
     follow(PDL)
     if first:
         value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, scale, destination, i, inside, size, eps)
+        store_norm(value, x.dtype.element_ty, scale, destination, i, inside, size, eps)
     else:
         value = tl.load(y + row * y_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, scale, destination + size, i, inside, size, eps)
+        store_norm(value, y.dtype.element_ty, scale, destination + size, i, inside, size, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, centered: bool = False, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
     rows, size = x.shape
-    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    out = x.new_empty(rows, size, dtype=out_dtype)
     _norm(x, x, weight, out, out, eps, add=False, centered=centered)
     return out
 
 
 def add_rms_norm(
-    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centered: bool = False
+    x: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    centered: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x and delta `[R, H]` -> the norm of their sum, and the sum."""
     rows, size = x.shape
-    out, total = torch.empty(2, rows, size, dtype=x.dtype, device=x.device)
+    out, total = x.new_empty(rows, size, dtype=out_dtype), x.new_empty(rows, size)
     _norm(x, delta, weight, out, total, eps, add=True, centered=centered)
     return out, total
 

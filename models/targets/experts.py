@@ -44,7 +44,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         weights, chosen = self.route(rows)
-        out = torch.zeros_like(rows)
+        out = torch.zeros_like(rows, dtype=(x if residual is None else residual).dtype)
         trains = torch.is_grad_enabled() and self.gate.weight.requires_grad  # then each has a gradient, if of zeros
         for expert in range(self.config.count) if trains else chosen.unique().tolist():  # ascending
             row, rank = (chosen == expert).nonzero(as_tuple=True)

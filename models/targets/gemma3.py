@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.decoder import LayerParts
@@ -55,6 +54,7 @@ class Gemma3Layer(DecoderLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.pre_feedforward_layernorm = RMSNorm(size, eps, centered=True)
         self.post_feedforward_layernorm = RMSNorm(size, eps, centered=True)
+        self.post_attention_layernorm.inside = self.post_feedforward_layernorm.inside = True
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, attention))
@@ -109,11 +109,6 @@ class Gemma3Target(LlamaTarget):
     @staticmethod
     def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
         return Gemma3Layer(config, index)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the first layer's input; the factor is rounded to the dtype, as in HF."""
-        x = self.embed_tokens(ids)
-        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
 
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:

@@ -24,15 +24,17 @@ from models.weights import merged_parts
 
 
 class TargetOutput(NamedTuple):
-    last_hidden: Tensor  # [..., H] before the final norm
     hidden: Tensor  # [..., H] after the final norm: the input of the LM head
-    aux: tuple[Tensor, ...]  # [..., H] each, in the order of `aux_layers`
+    aux: tuple[Tensor, ...]  # [..., H] each, in the order of `aux_layers`, in the model's dtype
 
 
 class LlamaTarget(nn.Module):
     """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
 
     The id num_layers, or UNNORMED, is the stream entering the final norm, as in vLLM; LAST is that after it, as in HF.
+
+    In 16 bits the residual stream is fp32: the output projections add their sums unrounded, and a norm rounds once, to
+    the input of the next product. What heads read of it is rounded too, to the model's dtype.
     """
 
     path: str = ""  # as the user gave it: a folder or a hub id
@@ -51,6 +53,9 @@ class LlamaTarget(nn.Module):
         rotated = config.rotary_dim or config.head_dim
         self.rotaries = [RotaryEmbedding(rope, rotated, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
+        for name, module in self.layers.named_modules():
+            if isinstance(module, Linear) and name.endswith(("o_proj", "down_proj")):
+                module.out_dtype = torch.float32
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.lm_head = make_lm_head(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -79,7 +84,8 @@ class LlamaTarget(nn.Module):
             if not UNNORMED <= layer <= end:
                 raise ValueError(f"aux_layers: id {layer} is outside {UNNORMED}..{end}")
         x, streams = self.enter(ids, positions), dict[int, Tensor]()
-        rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
+        dtype, scale = self.norm.weight.dtype, self.config.stream_scale
+        rotary = [tables.rows(positions, dtype) for tables in self.rotaries]
         decode = self._fused_decoder.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
         if decode:
             entering = [index for index in range(end) if index in aux_layers]
@@ -93,10 +99,10 @@ class LlamaTarget(nn.Module):
                 x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
         streams[UNNORMED] = streams[end] = x
-        if self.config.stream_scale != 1:
-            streams = {index: x * self.config.stream_scale for index, x in streams.items()}
-        streams[LAST] = hidden
-        return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
+        read = {layer: streams[layer] for layer in aux_layers if layer != LAST}
+        features = {layer: (x if scale == 1 else x * scale).to(dtype) for layer, x in read.items()}
+        features[LAST] = hidden
+        return TargetOutput(hidden, tuple(features[layer] for layer in aux_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
@@ -136,8 +142,9 @@ class LlamaTarget(nn.Module):
         return self.embed(ids)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the scaled embedding `[..., H]`."""
+        """Return the scaled embedding `[..., H]`, in fp32 at least."""
         x, factor = self.embed_tokens(ids), self.config.embedding_scale
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         return x if factor == 1 else x * factor
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
@@ -30,12 +31,14 @@ class PostNormLayer(LearnedLayer):
     def __init__(self, config: TargetConfig, layer: int) -> None:
         super().__init__(config, layer)
         self.is_last = layer == config.num_layers - 1
+        self.input_layernorm.inside = self.post_attention_layernorm.inside = True
         if self.is_last:
             del self.post_attention_layernorm
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = self.input_layernorm(self.self_attn(x, rotary, attention, x))
-        x = self.mlp(x, x)
+        dtype = self.input_layernorm.weight.dtype
+        x = self.input_layernorm(self.self_attn(x.to(dtype), rotary, attention, x))
+        x = self.mlp(x.to(dtype), x)
         return x if self.is_last else self.post_attention_layernorm(x)
 
     @property
@@ -64,6 +67,7 @@ class OPTTarget(LearnedTarget):
         if (size := config.embedding_size) is not None:
             self.embed_tokens, self.lm_head = Embedding(config.vocab_size, size), make_lm_head(size, config.vocab_size)
             self.project_in = Linear(size, config.hidden_size, bias=False)
+            self.project_in.out_dtype = torch.float32
             self.project_out = Linear(config.hidden_size, size, bias=False)
             if config.tie_word_embeddings:
                 self.lm_head.weight = cast(nn.Parameter, self.embed_tokens.weight)
@@ -110,8 +114,7 @@ class OPTTarget(LearnedTarget):
         return lm_head, (table.float() @ into.T).to(table.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
-        x = super().embed(ids)
-        return x if self.project_in is None else self.project_in(x)
+        return super().embed(ids) if self.project_in is None else self.project_in(self.embed_tokens(ids))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return super().logits(hidden if self.project_out is None else self.project_out(hidden))

@@ -15,7 +15,6 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
@@ -58,8 +57,8 @@ class GatheredLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self._exact is None:
-            return F.linear(input, self.weight, self.bias)
-        return PackedLinear(self.weight, self.bias, exact=self._exact)(input)
+            return self._unpacked(input)
+        return PackedLinear(self.weight, self.bias, exact=self._exact, out_dtype=self.out_dtype)(input)
 
 
 class ShardedLayers(nn.Module):
@@ -131,7 +130,7 @@ def _gather_linears(layer: nn.Module) -> None:
             if isinstance(child, Linear):
                 with torch.device("meta"):
                     gathered = GatheredLinear(child.in_features, child.out_features, bias=child.bias is not None)
-                gathered._parameters = child._parameters
+                gathered._parameters, gathered.out_dtype = child._parameters, child.out_dtype
                 setattr(module, name, gathered)
 
 

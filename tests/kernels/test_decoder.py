@@ -16,7 +16,7 @@ from kernels.ggml import GgmlMatrix, GgmlRows
 from kernels.groups import GroupedMatrix
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
-from models.config import LAST, ExpertsConfig, RopeConfig, TargetConfig
+from models.config import UNNORMED, ExpertsConfig, RopeConfig, TargetConfig
 from models.decoder import FusedDecoder
 from models.heads import HEADS
 from models.heads.borrowing import borrow
@@ -30,6 +30,7 @@ from tests.kernels.grouped import make_groups
 from tests.pairwise import parametrize_pairs
 
 PAGE, LENGTH, LAYERS = 16, 90, 3
+READ = [0, 2, UNNORMED]
 GROUPS = (
     ("int4", 16, torch.float16, True, True),
     ("int8", 32, torch.bfloat16, False, False),
@@ -99,8 +100,8 @@ def forward(shard, start, count, tokens, *, request=0, tree_mask=None, depths=No
     table = 1 + request + 2 * torch.arange(LENGTH // PAGE + 5)[None]
     rows = AttentionRows.blocks(table, [start], [count], page_size=PAGE, tree_mask=tree_mask)
     positions = rows.places if depths is None else rows.committed + depths
-    out = shard.forward(tokens, positions, rows, [0, 2, LAST])
-    return [out.last_hidden, out.hidden, *out.aux]
+    out = shard.forward(tokens, positions, rows, READ)
+    return [out.hidden, *out.aux]
 
 
 def tokens_of(config):
@@ -199,10 +200,8 @@ def test_it_matches_a_dense_forward_in_float64(name, dtype, tolerance):
     config = CONFIGS[name]
     shard, tokens = serve(config, dtype), tokens_of(config)
     wide = make(config).to(dtype).double()
-    expected = wide(tokens[None], torch.arange(LENGTH)[None], CausalAttention(), aux_layers=[0, 2, LAST])
-    for actual, reference in zip(
-        forward(shard, 0, LENGTH, tokens), [expected.last_hidden, expected.hidden, *expected.aux], strict=True
-    ):
+    expected = wide(tokens[None], torch.arange(LENGTH)[None], CausalAttention(), aux_layers=READ)
+    for actual, reference in zip(forward(shard, 0, LENGTH, tokens), [expected.hidden, *expected.aux], strict=True):
         assert ((actual.double() - reference[0]).norm() / reference.norm()) < tolerance
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -57,6 +58,35 @@ def test_a_centered_norm_scales_by_one_more_and_rounds_once(in_c, dtype):
     close(actual, expected, dtype)
     if dtype is torch.bfloat16:  # correctly rounded, except next to the middle of two values
         assert (actual == expected.to(dtype)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("centered", [False, True])
+@torch.no_grad()
+def test_the_norm_of_a_stream_in_fp32_rounds_once(in_c, centered):
+    x, weight = torch.randn(5, 256) * 3, torch.randn(256).bfloat16()
+    expected = F.rms_norm(x.double(), (256,), centered + weight.double(), 1e-5)
+    options = {"eps": 1e-5, "centered": centered}
+    inside = elementwise.rms_norm(x, weight, **options, out_dtype=torch.float32)
+    close(inside, expected, torch.float32)
+    actual = elementwise.rms_norm(x, weight, **options)
+    assert torch.equal(actual, inside.bfloat16())
+    assert torch.equal(elementwise.rms_norm(x[2:3], weight, **options), actual[2:3])
+
+
+@pytest.mark.parametrize("norm", ["rms", "centered", "layer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_the_norm_of_a_stream_in_torch(norm, dtype):
+    x, weight, bias = torch.randn(5, 100) * 3, torch.randn(100).to(dtype), torch.randn(100).to(dtype)
+    if norm == "layer":
+        operation = partial(elementwise.layer_norm, x, weight, bias, 1e-5)
+        expected = F.layer_norm(x.double(), (100,), weight.double(), bias.double(), 1e-5)
+    else:
+        operation = partial(elementwise.rms_norm, x, weight, 1e-5, centered=norm == "centered")
+        expected = F.rms_norm(x.double(), (100,), (norm == "centered") + weight.double(), 1e-5)
+    inside = operation(out_dtype=torch.float32)
+    close(inside, expected, torch.float32)
+    assert torch.equal(operation(), inside.to(dtype))
 
 
 @torch.no_grad()

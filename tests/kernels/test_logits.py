@@ -74,6 +74,8 @@ def test_logits_are_sums_that_nothing_has_rounded(kernels, form, dtype, sizes, e
     if layer.native is not None:  # the same sums: the other layer rounds them
         assert layer(x).dtype is dtype
         assert torch.equal(layer(x), logits.to(dtype))
+    residual = torch.randn(70, outputs)
+    assert torch.equal(lm_head.add(residual, x), residual + logits)  # as a residual stream in fp32
     if exact:
         assert_row_invariant(lm_head, dtype, CPU)
 

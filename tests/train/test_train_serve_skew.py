@@ -24,7 +24,7 @@ from infer.speculation.proposers.draft_loops.base import Chains
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.tree import Budget
 from models.attention import CausalAttention, WriteKeys
-from models.config import LAST
+from models.config import LAST, UNNORMED
 from models.heads import HEADS
 from models.heads.base import Head, MaskHead
 from models.heads.block import Attend, BlockHead
@@ -170,7 +170,7 @@ def test_item_02_the_last_feature_is_post_norm(engine: Engine, tiny_target: Llam
     following = alignment.shift_left(batch.ids, 1)
     assert torch.equal(engine.target.logits(features.hidden).argmax(-1)[served], following[served])
     positions = torch.arange(batch.ids.shape[1]).expand_as(batch.ids)
-    raw = engine.target(batch.ids, positions, CausalAttention()).last_hidden
+    (raw,) = engine.target(batch.ids, positions, CausalAttention(), aux_layers=(UNNORMED,)).aux
     assert torch.equal(engine.target.norm(raw), features.hidden)
     assert not torch.allclose(raw, features.hidden, atol=0.1)
 

@@ -13,6 +13,7 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.checkpoint import open_tensors
+from models.config import LAST, UNNORMED
 from models.heads import HEADS
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
@@ -172,6 +173,33 @@ def make_family_folder(tmp_path_factory):
 def test_logits_and_hidden_states_equal_transformers(make_family_folder, name):
     ids = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
     assert_equals_reference(make_family_folder(name), ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_in_16_bits_only_operands_of_products_are_rounded(make_family_folder, name, dtype):
+    """The residual stream is fp32, in the layers of a trainer and in packed ones; features have the model's dtype."""
+    ids = torch.randint(0, 384, (1, 60), generator=torch.Generator().manual_seed(3))
+    streams = []
+
+    def run(target):
+        out = target(ids, torch.arange(60)[None], CausalAttention(), aux_layers=(UNNORMED, 2, LAST))
+        return [target.logits(out.hidden), *out.aux]
+
+    wanted = run(load_target(str(make_family_folder(name)), dtype=dtype).float())
+    target = load_target(str(make_family_folder(name)), dtype=dtype)
+    for layer in target.layers:
+        layer.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    for _ in range(2):
+        logits, *features = run(target)
+        for actual, true in zip((logits, *features), wanted, strict=True):
+            errors = (actual.float() - true).norm(dim=-1) / true.norm(dim=-1)
+            assert errors.median() < 16 * torch.finfo(dtype).eps  # a few rows may have other experts
+        assert {feature.dtype for feature in features} == {dtype}
+        pack(target)
+    assert {stream.dtype for stream in streams} == {torch.float32}
+    assert all((stream != stream.to(dtype)).float().mean() > 0.9 for stream in (*streams[1:4], *streams[5:]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

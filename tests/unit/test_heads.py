@@ -170,9 +170,9 @@ def test_the_last_hidden_state_is_what_the_lm_head_reads(tiny_target):
     ids, positions = torch.arange(9)[None], torch.arange(9)[None]
     with torch.no_grad():
         out = tiny_target(ids, positions, CausalAttention(), aux_layers=(LAST, 3, 8, UNNORMED))
+        assert torch.equal(tiny_target.norm(out.aux[2]), out.hidden)
     assert out.aux[0] is out.hidden
-    assert out.aux[2] is out.last_hidden
-    assert out.aux[3] is out.last_hidden
+    assert out.aux[2] is out.aux[3]
     with pytest.raises(ValueError, match=r"aux_layers: id 9 is outside -2\.\.8"):
         tiny_target(ids, positions, CausalAttention(), aux_layers=(9,))
 

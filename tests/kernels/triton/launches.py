@@ -84,7 +84,7 @@ def multiply(rows, dtype=BF16, outputs=4096, **epilogue):
 
 
 def multiply_and_add(rows, launch=multiply, outputs=4096, **options):
-    launch(rows, outputs=outputs, residual=empty(rows, outputs), **options)
+    launch(rows, outputs=outputs, residual=empty(rows, outputs, dtype=FP32), out_dtype=FP32, **options)
 
 
 def multiply_blocks(rows, name, outputs=4096, inputs=14336, dtype=BF16, storage=None, **epilogue):
@@ -113,6 +113,10 @@ def norms(rows, width):
     elementwise.rms_norm(x, weight, 1e-5)
     elementwise.add_rms_norm(x, x, weight, 1e-5)
     elementwise.layer_norm(x, weight, weight, 1e-5)
+    stream = empty(rows, width, dtype=FP32)[:, :4096]
+    elementwise.rms_norm(stream, weight, 1e-5, out_dtype=BF16)
+    elementwise.add_rms_norm(stream, stream, weight, 1e-5, out_dtype=BF16)
+    elementwise.layer_norm(stream, weight, weight, 1e-5, out_dtype=BF16)
     elementwise.norm_beside(x, x, weight, weight, 1e-5)
     ids = empty(rows, dtype=torch.int64)
     elementwise.embed_norm_gelu(x, ids, empty(128256, 4096), 0.3, weight, weight, 1e-6)

@@ -67,6 +67,25 @@ def test_layer_norm_and_activations(dtype, shape):
         assert torch.equal(elementwise.activate(x[:1], activation), active[:1])
 
 
+@pytest.mark.parametrize("narrow", [BF16, FP16])
+@torch.no_grad()
+def test_norms_of_a_stream_in_fp32_round_once(narrow):
+    """Triton's interpreter truncates to bf16, so of that the unrounded norm is compared."""
+    x, delta, weight = random(3, 100, dtype=FP32) * 3, random(3, 100, dtype=FP32, seed=1), random(100, dtype=narrow)
+    for centered in (False, True):
+        expected = F.rms_norm((x + delta).double(), (100,), centered + weight.double(), 1e-5)
+        normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-5, centered=centered)
+        assert torch.equal(total, x + delta)
+        inside = elementwise.rms_norm(total, weight, 1e-5, centered=centered, out_dtype=FP32)
+        assert close(inside, expected, FP32)
+        assert close(normed, expected, narrow)
+        assert torch.equal(elementwise.rms_norm(total, weight, 1e-5, centered=centered), normed)
+        assert narrow is BF16 or torch.equal(normed, inside.to(narrow))
+    expected = F.layer_norm(x.double(), (100,), weight.double(), weight.double(), 1e-5)
+    assert close(elementwise.layer_norm(x, weight, weight, 1e-5, out_dtype=FP32), expected, FP32)
+    assert close(elementwise.layer_norm(x, weight, weight, 1e-5), expected, narrow)
+
+
 @torch.no_grad()
 def test_centered_norms(dtype):
     x, delta, weight = (random(3, 100, dtype=dtype), random(3, 100, dtype=dtype, seed=1), random(100, dtype=dtype))
