@@ -14,6 +14,7 @@ from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
 from infer.sampling.token_counts import TokenCounts
+from infer.speculation.control.history import History
 from infer.speculation.tree import NOTHING, Budget, DraftTree
 from kernels.attention import LayerShape
 
@@ -191,6 +192,7 @@ class Drafter:
     context: int = 0  # most tokens of the request
     state: DrafterState = DrafterState.FULL
     kept: Any = field(default_factory=ProposerState)  # made by the proposer
+    history: History = field(default_factory=History)
     idle: int = 0  # steps without drafts in a row, while the request is tracked
 
     @property

@@ -12,6 +12,7 @@ from infer.request import Drafter, Proposer, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
+from infer.speculation.control.history import UNSEEN, History
 from infer.speculation.tree import MAX_NODES, Budget, DraftTree, VerifiedDraft
 
 
@@ -45,18 +46,22 @@ def propose(proposer: Proposer, requests: Sequence[Request], budgets: Sequence[B
     return proposer.propose(requests, [request.drafter.kept for request in requests], budgets)
 
 
-def chains(count: int, depth: int) -> list[Candidate]:
-    return [Candidate(str(index), "head", Budget(depth, depth)) for index in range(count)]
+def chains(depth: int, histories: Sequence[History] = (UNSEEN,)) -> list[Candidate]:
+    """Return a candidate for a chain per request, which are named by their number."""
+    limit = Budget(depth, depth)
+    return [Candidate(str(index), "head", limit, history=history) for index, history in enumerate(histories)]
 
 
-def with_rates(rates: list[float]) -> AcceptanceModel:
-    """Return an acceptance model with much evidence that request i's drafts are right at `rates[i]` at every depth."""
-    acceptance, rng = AcceptanceModel(), random.Random(0)
-    for index, rate in enumerate(rates):
+def with_rates(rates: list[float]) -> tuple[AcceptanceModel, list[History]]:
+    """Return an acceptance model and requests' histories with much evidence that drafts of the i-th are right at
+    `rates[i]` at every depth.
+    """
+    acceptance, histories, rng = AcceptanceModel(), [History() for _ in rates], random.Random(0)
+    for history, rate in zip(histories, rates, strict=True):
         for _ in range(300):
             right = next((place for place in range(4) if rng.random() > rate), 4)
-            acceptance.record(str(index), "head", chain(4, right), 0.0)
-    return acceptance
+            acceptance.record(history, "head", chain(4, right), 0.0)
+    return acceptance, histories
 
 
 def checked_tree(token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:

@@ -53,7 +53,7 @@ def replay(graphs: StepGraphs, requests: Sequence[Request], budget: Budget) -> C
     So do overlapped steps; but no root advances, and each replay computes the same.
     """
     with torch.inference_mode():
-        states = [None if graphs.proposer is None else request.drafter.kept for request in requests]
+        states = [request.drafter.kept if budget.nodes else None for request in requests]
         graphs.load(requests, states, [len(request.tokens) - 1 for request in requests], [budget] * len(requests))
         in_flight = graphs.launch()
 

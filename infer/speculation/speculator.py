@@ -98,7 +98,8 @@ class Speculator:
         drafter = request.drafter
         warm_up = 0 if drafter.ready(request) else 1 + drafter.proposer.needs.warm_up
         sampled = request.params.temperature > 0
-        return Candidate(request.request_id, drafter.name, drafter.budget(request), sampled, warm_up)
+        facts = drafter.name, drafter.budget(request), sampled, warm_up
+        return Candidate(request.request_id, *facts, history=drafter.history)
 
     def _candidates(self, decoding: Sequence[Request], load: int) -> list[Candidate]:
         """Return those of these requests that may be drafted for.
@@ -193,7 +194,6 @@ class Speculator:
         except Exception:
             log.exception("%s: proposer %s could not take note of its end", request.request_id, request.drafter.name)
         request.drafter = Drafter(state=request.drafter.state)
-        self.planner.forget(request.request_id)
 
     @contextmanager
     def _or_give_up(self, request: Request) -> Iterator[None]:
@@ -240,5 +240,5 @@ class Speculator:
 
     def verified(self, request: Request, draft: VerifiedDraft) -> None:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
-        name, sampled = request.drafter.name, request.params.temperature > 0
-        self.planner.record_draft(request.request_id, name, sampled, draft)
+        drafter, sampled = request.drafter, request.params.temperature > 0
+        self.planner.record_draft(drafter.history, drafter.name, sampled, draft)

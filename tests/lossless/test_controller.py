@@ -15,6 +15,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
+from infer.speculation.control.history import History
 from infer.speculation.control.planner import Controller, Planner
 from infer.speculation.proposers.head import KEPT_ROWS, MIN_SEEN
 from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
@@ -93,8 +94,8 @@ class AtAnyPrice(Planner):
         self.confidence.prices = Prices(*(self.rng.random() ** 3 for _ in range(3)))
         return False
 
-    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
-        self.confidence.update(request_id, draft.depth, len(draft.path))
+    def record_draft(self, history: History, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
+        self.confidence.update(history, sampled, draft.depth, len(draft.path))
         self.depths.add(draft.depth)
 
 
@@ -298,8 +299,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     controller.costs = CostModel(replace(table, steps=flat, drafts=free))  # drafting pays
     timer.tick = 0.1  # scoring a chain is a small part of such long steps
     for _ in range(100):
-        controller.acceptance.record("another", "head", chain(4, 4), 4.0)
-    controller.forget("another")
+        controller.acceptance.record(History(), "head", chain(4, 4), 4.0)
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     brier, by_history = engine.stats.forecast.errors
     assert 0 < brier < 1

@@ -20,7 +20,7 @@ import torch
 from infer.engine import Engine
 from infer.request import Request
 from infer.sampling.params import SamplingParams
-from infer.speculation.control.acceptance_model import Evidence, Rates
+from infer.speculation.control.history import Evidence, Rates
 from infer.speculation.proposers.suffix_decoding.automaton import Edge, SuffixAutomaton
 from infer.speculation.proposers.suffix_decoding.drafts import CopyRates
 from infer.speculation.proposers.suffix_decoding.responses import Generation, digest

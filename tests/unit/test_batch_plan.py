@@ -14,6 +14,7 @@ from infer.speculation import control
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, best_plan
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
+from infer.speculation.control.history import History
 from infer.speculation.tree import NOTHING, Budget, VerifiedDraft, candidate_budgets
 from tests.drafts import chain, chains, make_costs, with_rates
 
@@ -97,15 +98,15 @@ def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
 )
 def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft):
     depth, batch, margin = 3, len(rates), 0.03
-    costs, acceptance = make_costs(row, draft), with_rates(rates)
-    chances = [acceptance.chances(str(index), "head", Budget(depth, depth)) for index in range(batch)]
+    costs, (acceptance, histories) = make_costs(row, draft), with_rates(rates)
+    chances = [acceptance.chances(history, "head", Budget(depth, depth)) for history in histories]
 
     def speed(depths: tuple[int, ...]) -> float:
         tokens = batch + sum(sum(probs[:planned]) for probs, planned in zip(chances, depths, strict=True))
         drafting = costs.draft("head", sum(map(bool, depths)), max(depths))
         return tokens / (costs.verify(batch, batch + sum(depths)) + drafting)
 
-    plan = best_plan(batch, chains(batch, depth), costs, acceptance, margin)
+    plan = best_plan(batch, chains(depth, histories), costs, acceptance, margin)
     planned = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
     best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
     assert plan.speed == pytest.approx(speed(planned), rel=1e-6)
@@ -114,12 +115,12 @@ def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft)
 
 
 def test_cheap_rows_are_drafted_and_dear_ones_are_not():
-    acceptance = with_rates([0.9, 0.1])
-    cheap = best_plan(2, chains(2, 4), make_costs(row=0.5, draft=0.1), acceptance, 0.0)
+    acceptance, histories = with_rates([0.9, 0.1])
+    cheap = best_plan(2, chains(4, histories), make_costs(row=0.5, draft=0.1), acceptance, 0.0)
     assert cheap.budgets["0"].depth == 4
     assert cheap.budgets.get("1", NOTHING).depth < 4
-    assert best_plan(2, chains(2, 4), make_costs(row=20.0, draft=0.1), acceptance, 0.0).budgets == {}
-    assert best_plan(2, chains(2, 4), make_costs(row=0.1, draft=50.0), acceptance, 0.0).budgets == {}
+    assert best_plan(2, chains(4, histories), make_costs(row=20.0, draft=0.1), acceptance, 0.0).budgets == {}
+    assert best_plan(2, chains(4, histories), make_costs(row=0.1, draft=50.0), acceptance, 0.0).budgets == {}
 
 
 RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
@@ -136,9 +137,10 @@ def drawn(rng: random.Random, ranks: list[float], nodes: int) -> VerifiedDraft:
 
 def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
     """A node gains the acceptance rate observed at its rank and costs a row."""
-    acceptance, rng, candidate = AcceptanceModel(), random.Random(0), Candidate("0", "head", Budget(16, 4))
+    acceptance, rng, history = AcceptanceModel(), random.Random(0), History()
+    candidate = Candidate("0", "head", Budget(16, 4), history=history)
     for _ in range(1000):
-        acceptance.record("0", "head", drawn(rng, RANKS, 16), 0.0)
+        acceptance.record(history, "head", drawn(rng, RANKS, 16), 0.0)
     sizes = []
     for row in (0.01, 1.0, 3.0, 30.0):
         costs = make_costs(row=row, draft=0.1)
@@ -154,71 +156,69 @@ def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
 
 def test_copies_are_drafted_to_their_end_though_most_drafts_are_short_and_wrong():
     """Three of four drafts are short and wrong, the fourth is long and right: a deep row is almost always right."""
-    acceptance, budget = AcceptanceModel(), Budget(16, 16)
+    acceptance, budget, history = AcceptanceModel(), Budget(16, 16), History()
     acceptance.self_limiting = frozenset({"suffix"})
     for number in range(200):
         short = number % 4 > 0
         draft = VerifiedDraft(budget, 2, 2, ()) if short else VerifiedDraft(budget, 16, 16, range(1, 17))
-        acceptance.record("0", "suffix", draft, 0.0)
-    chances = acceptance.chances("0", "suffix", budget)
+        acceptance.record(history, "suffix", draft, 0.0)
+    chances = acceptance.chances(history, "suffix", budget)
     assert chances[0] < 0.4
     assert min(chances[4:]) > 0.7
-    plan = best_plan(1, [Candidate("0", "suffix", budget)], make_costs(row=2.0, draft=0.0), acceptance, 0.02)
+    candidate = Candidate("0", "suffix", budget, history=history)
+    plan = best_plan(1, [candidate], make_costs(row=2.0, draft=0.0), acceptance, 0.02)
     assert plan.budgets == {"0": budget}
 
 
 def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
     """This occurs in a fixed tree, whose nodes are ordered by level."""
-    acceptance, rng = AcceptanceModel(), random.Random(0)
+    acceptance, rng, history = AcceptanceModel(), random.Random(0), History()
+    candidate = Candidate("0", "head", Budget(16, 4), history=history)
     for _ in range(1000):
-        acceptance.record("0", "head", drawn(rng, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
+        acceptance.record(history, "head", drawn(rng, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
     for row, nodes in ((0.5, 6), (9.0, 0)):
-        plan = best_plan(1, [Candidate("0", "head", Budget(16, 4))], make_costs(row=row, draft=0.1), acceptance, 0.03)
+        plan = best_plan(1, [candidate], make_costs(row=row, draft=0.1), acceptance, 0.03)
         assert plan.budgets.get("0", NOTHING).nodes == nodes
 
 
 def test_nodes_that_a_smaller_tree_leaves_out_are_tried_again_when_the_text_changes():
-    acceptance, rng, steps = AcceptanceModel(), random.Random(0), []
-    candidate, costs = Candidate("0", "head", Budget(16, 4)), make_costs(row=0.3, draft=0.1)
+    acceptance, rng, steps, history = AcceptanceModel(), random.Random(0), [], History()
+    candidate, costs = Candidate("0", "head", Budget(16, 4), history=history), make_costs(row=0.3, draft=0.1)
     for ranks in ([0.5, 0.2] + [0.0] * 14, [0.9, 0.8, 0.6] + [0.4] * 4 + [0.25] * 9):
         for _ in range(1500):
             nodes = best_plan(1, [candidate], costs, acceptance, 0.03).budgets.get("0", NOTHING).nodes
             steps.append(nodes)
-            acceptance.record("0", "head", drawn(rng, ranks, nodes or 16), 0.0)
+            acceptance.record(history, "head", drawn(rng, ranks, nodes or 16), 0.0)
     assert sum(steps[1000:1500]) < 6 * 500
     assert sum(steps[2500:]) > 10 * 500
 
 
 def test_what_is_not_known_of_a_trees_ranks_falls_off_by_zipfs_law():
-    acceptance, budget = AcceptanceModel({"head": [0.9, 0.8, 0.7, 0.6]}), Budget(16, 4)
-    gains = acceptance.gains("0", "head", budget)
+    acceptance, budget, history = AcceptanceModel({"head": [0.9, 0.8, 0.7, 0.6]}), Budget(16, 4), History()
+    gains = acceptance.gains(history, "head", budget)
     harmonic = [0.9 * sum(1 / rank for rank in range(1, each.nodes + 1)) for each in candidate_budgets(budget)]
     assert list(gains.values()) == pytest.approx(harmonic)
     for _ in range(2000):
-        acceptance.record("0", "head", tree([1, 2, 5]), 0.0)
-    assert acceptance.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
-    assert list(acceptance.gains("0", "head", budget).values())[:2] == pytest.approx([2.0, 3.0], abs=0.1)
-    before = acceptance.gains("another", "head", budget)
-    acceptance.forget("0")
-    assert acceptance.gains("0", "head", budget) == before
+        acceptance.record(history, "head", tree([1, 2, 5]), 0.0)
+    assert acceptance.expected(history, "head", tree([])) == pytest.approx(3.0, abs=0.1)
+    assert list(acceptance.gains(history, "head", budget).values())[:2] == pytest.approx([2.0, 3.0], abs=0.1)
 
 
 def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
-    acceptance = AcceptanceModel({"head": [0.9, 0.8]})
-    assert acceptance.chances("a", "head", Budget(3, 3)) == pytest.approx([0.9, 0.72, 0.576])
-    sampled = acceptance.chances("a", "head", Budget(3, 3), sampled=True)
+    acceptance, a, b = AcceptanceModel({"head": [0.9, 0.8]}), History(), History()
+    assert acceptance.chances(a, "head", Budget(3, 3)) == pytest.approx([0.9, 0.72, 0.576])
+    sampled = acceptance.chances(a, "head", Budget(3, 3), sampled=True)
     assert sampled == pytest.approx([0.5, 0.25, 0.125])  # training was greedy
     for _ in range(300):
-        acceptance.record("a", "head", chain(3, 0), 0.0)
-    assert acceptance.chances("a", "head", Budget(1, 1))[0] < 0.1
-    assert acceptance.chances("b", "head", Budget(1, 1))[0] < 0.2
-    assert acceptance.chances("b", "head", Budget(1, 1), sampled=True)[0] == 0.5
+        acceptance.record(a, "head", chain(3, 0), 0.0)
+    assert acceptance.chances(a, "head", Budget(1, 1))[0] < 0.1
+    assert acceptance.chances(b, "head", Budget(1, 1))[0] < 0.2
+    assert acceptance.chances(b, "head", Budget(1, 1), sampled=True)[0] == 0.5
     for _ in range(60):
-        acceptance.record("b", "head", chain(3, 3), 0.0)
-    assert acceptance.chances("b", "head", Budget(3, 3))[2] > 0.5
-    assert acceptance.chances("a", "head", Budget(1, 1))[0] < 0.2
-    acceptance.forget("b")
-    assert acceptance.chances("b", "head", Budget(1, 1))[0] < 0.8
+        acceptance.record(b, "head", chain(3, 3), 0.0)
+    assert acceptance.chances(b, "head", Budget(3, 3))[2] > 0.5
+    assert acceptance.chances(a, "head", Budget(1, 1))[0] < 0.2
+    assert acceptance.chances(History(), "head", Budget(1, 1))[0] < 0.8
 
 
 @pytest.mark.parametrize(("misses", "drafts"), [(8, True), (60, False)])
@@ -226,16 +226,17 @@ def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
     acceptance, rng = AcceptanceModel(), random.Random(0)
 
     def others(count: int) -> None:  # right at a rate of 0.45, as drafts for sampled requests are
-        for index in range(count):
+        for _ in range(count):
             right = next((place for place in range(4) if rng.random() > 0.45), 4)
-            acceptance.record(f"other {index}", "head", chain(4, right), 0.0)
+            acceptance.record(History(), "head", chain(4, right), 0.0)
 
+    history = History()
     others(1000)
     for _ in range(misses):
-        acceptance.record("0", "head", chain(4, 0), 0.0)
+        acceptance.record(history, "head", chain(4, 0), 0.0)
         others(20)  # keeps the drafter's overall acceptance rate constant
     costs = make_costs(row=0.2, draft=0.2, fixed=2.8)
-    assert bool(best_plan(1, chains(1, 4), costs, acceptance, 0.03).budgets) == drafts
+    assert bool(best_plan(1, chains(4, [history]), costs, acceptance, 0.03).budgets) == drafts
 
 
 def test_the_planner_and_what_it_rests_on_stay_small():

@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
-from infer.request import Request, SamplingParams
+from infer.request import Drafter, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
+from infer.speculation.control.history import History
 from infer.speculation.control.planner import PLAN_STEPS, Controller
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.tree import Budget
@@ -21,8 +22,8 @@ from tests.drafts import chain, chains, make_costs, with_rates
 DEPTH = 4
 
 
-def make_request(name: str = "0", **params) -> Request:
-    return Request(name, [1], SamplingParams(**params), 0, [1], frozenset())
+def make_request(history: History | None = None, **params) -> Request:
+    return Request("0", [1], SamplingParams(**params), 0, [1], drafter=Drafter(history=history or History()))
 
 
 def decide(confidence: Confidence, requests: list[Request], log_probs: list[list[float]]) -> list[list[tuple]]:
@@ -54,30 +55,33 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
         stated = [rng.choice([0.9, 0.3]) for _ in range(DEPTH)]
         draft(confidence, request, [math.log(value) for value in stated])
         right = next((place for place in range(DEPTH) if rng.random() > truth[stated[place]]), DEPTH)
-        expected = confidence.update("0", DEPTH, right)
+        history = request.drafter.history
+        expected = confidence.update(history, temperature > 0, DEPTH, right)
         assert expected is not None
-        confidence._acceptance.record("0", "head", chain(DEPTH, right), expected)
+        confidence._acceptance.record(history, "head", chain(DEPTH, right), expected)
         if step >= 1000:
             predicted, emitted = predicted + expected, emitted + right
     assert predicted == pytest.approx(emitted, rel=0.05)
     for stated, right in truth.items():
         draft(confidence, request, [math.log(stated)])
-        assert expected_of(confidence) == pytest.approx(right, abs=0.1)
+        assert expected_of(request) == pytest.approx(right, abs=0.1)
     assert confidence.errors is not None
     learnt_error, plain_error = confidence.errors
     assert learnt_error < 0.85 * plain_error
     other = make_request(temperature=1.0 - temperature)
     draft(confidence, other, [math.log(0.3)])
-    assert expected_of(confidence) > 0.3  # its kind, greedy or sampled, has no evidence yet
+    assert expected_of(other) > 0.3  # its kind, greedy or sampled, has no evidence yet
 
 
-def expected_of(confidence: Confidence) -> float:
-    """Return how many tokens of the chain that was scored last for request 0 are expected to be emitted."""
-    return sum(score.emitted for score in confidence._scores["0"][1])
+def expected_of(request: Request) -> float:
+    """Return how many tokens of the chain that was scored last for the request are expected to be emitted."""
+    assert request.drafter.history.scores is not None
+    return sum(score.emitted for score in request.drafter.history.scores)
 
 
 def test_a_token_is_kept_and_followed_if_it_is_worth_it():
-    confidence, request = Confidence(with_rates([0.8])), make_request()
+    acceptance, histories = with_rates([0.8])
+    confidence, request = Confidence(acceptance), make_request(*histories)
     sure, unsure = math.log(0.99), math.log(0.01)
     assert draft(confidence, request, [unsure] * 3) == [(True, True)] * 3  # without prices
     confidence.prices = Prices(row=0.3, step=0.0, level=0.0)
@@ -89,7 +93,8 @@ def test_a_token_is_kept_and_followed_if_it_is_worth_it():
 
 
 def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
-    confidence, batch = Confidence(with_rates([0.8] * 4)), [make_request(str(index)) for index in range(4)]
+    acceptance, histories = with_rates([0.8] * 4)
+    confidence, batch = Confidence(acceptance), [make_request(history) for history in histories]
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
     levels = [[-0.01] * 4, [0.0] * 4]
     assert [continues for _, continues in decide(confidence, batch, levels)[0]] == [True] * 4
@@ -100,11 +105,11 @@ def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
 def test_what_must_not_be_judged_is_left_alone():
     confidence = Confidence(AcceptanceModel())
     confidence.prices = Prices(row=2.0, step=2.0, level=2.0)
-    block, other = make_request("0", temperature=1.0, acceptance="block"), make_request("1", proposer="combined")
+    block, other = make_request(temperature=1.0, acceptance="block"), make_request(proposer="combined")
     for request in (block, other):
         assert draft(confidence, request, [-9.0, -9.0]) == [(True, True)] * 2
-        assert confidence.update(request.request_id, 2, 0) is None
-    priced = make_request("2")
+        assert confidence.update(request.drafter.history, request is block, 2, 0) is None
+    priced = make_request()
     assert draft(confidence, priced, [-9.0, -9.0])[0] == (True, False)
     assert decide(confidence, [block, priced], [[-9.0] * 2] * 2)[1] == [(True, True), (False, False)]
     confidence.scoring = False
@@ -112,10 +117,10 @@ def test_what_must_not_be_judged_is_left_alone():
 
 
 def test_the_controller_opens_chains_at_the_prices_of_its_plan():
-    acceptance = with_rates([0.9, 0.1])
+    acceptance, histories = with_rates([0.9, 0.1])
     confidence = Confidence(acceptance)
     controller = Controller(make_costs(row=0.5, draft=0.3), acceptance, confidence)
-    candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
+    candidates = [*chains(DEPTH, histories), Candidate("2", "ngram", Budget(4, 4))]
     names = tuple(candidate.request_id for candidate in candidates)
     for step in range(1 + PLAN_STEPS):
         if controller.next_step(names):
@@ -128,18 +133,18 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert prices.row == pytest.approx(0.5 * speed)
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
-    draft(confidence, make_request("0"), [-0.1] * 3)
-    controller.record_draft("0", "head", False, chain(3, 3))
+    draft(confidence, make_request(histories[0]), [-0.1] * 3)
+    controller.record_draft(histories[0], "head", False, chain(3, 3))
     assert confidence.errors is not None
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors
-    controller.forget("0")
-    assert confidence._scores == {}
+    assert histories[0].scores is None
 
 
 def test_a_level_that_no_chain_needs_ends_the_draft():
     """A chain that has ended does not count, whatever its values are."""
-    confidence, batch = Confidence(with_rates([0.8] * 2)), [make_request("0"), make_request("1")]
+    acceptance, histories = with_rates([0.8] * 2)
+    confidence, batch = Confidence(acceptance), [make_request(history) for history in histories]
     confidence.prices = Prices(row=0.3, step=0.0, level=0.3)
     depths = [DEPTH, 2]
     exits = EarlyExit(exit_rows(confidence, batch, depths, DEPTH), depths)
@@ -155,10 +160,13 @@ def test_a_level_that_no_chain_needs_ends_the_draft():
 def test_a_device_decides_as_the_host(monkeypatch, priced, switch):
     """Chains of several depths, one of them not scored."""
     monkeypatch.setenv(SWITCH, switch)
-    rng, batch = random.Random(5), [make_request(str(index), temperature=index % 2) for index in range(6)]
-    batch[2] = make_request("2", acceptance="block", temperature=1.0)
+    acceptance, histories = with_rates([0.9, 0.7, 0.8, 0.6])
+    histories += [History(), History()]
+    rng = random.Random(5)
+    batch = [make_request(history, temperature=index % 2) for index, history in enumerate(histories)]
+    batch[2] = make_request(acceptance="block", temperature=1.0)
     depths, seen = [4, 3, 4, 1, 2, 4], set()
-    confidence = Confidence(with_rates([0.9, 0.7, 0.8, 0.6]))
+    confidence = Confidence(acceptance)
     for _ in range(60):
         confidence.prices = Prices(*(rng.random() ** 3 for _ in range(3))) if priced else None
         rows = exit_rows(confidence, batch, depths, DEPTH)
@@ -213,7 +221,7 @@ def test_a_parallel_heads_chain_ends_where_the_next_row_does_not_pay():
 
 
 def test_lengths_of_a_batch_are_those_of_its_chains():
-    rng, requests = random.Random(3), [make_request(str(row)) for row in range(5)]
+    rng, requests = random.Random(3), [make_request() for _ in range(5)]
     confidence = Confidence(AcceptanceModel())
     confidence.prices = Prices(row=0.2, step=0.0, level=0.0)
     depths, values = [0, 1, 2, 3, 4], [[math.log(rng.uniform(0.3, 1.0)) for _ in range(DEPTH)] for _ in range(5)]

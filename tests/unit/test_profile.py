@@ -41,7 +41,8 @@ class KnownMachine:
         for prompt in prompts:
             room -= len(prompt) + params.max_tokens
             if room >= 0:
-                requests.append(SimpleNamespace(computed=len(prompt), tokens=prompt))
+                drafter = SimpleNamespace(kept=None)
+                requests.append(SimpleNamespace(computed=len(prompt), tokens=prompt, drafter=drafter))
         self.requests = requests
         yield requests
 
@@ -67,7 +68,7 @@ class CapturedSteps:
     def __init__(self, machine: KnownMachine, longest: int) -> None:
         self.machine, self.longest = machine, longest
 
-    def load(self, requests, limits, budgets) -> None:
+    def load(self, requests, states, limits, budgets) -> None:
         assert len(requests) <= 2
         self.requests, self.budget = requests, budgets[0]
 

@@ -12,52 +12,17 @@ measured. Greedy and sampled drafts have separate evidence, since sampled tokens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
 
+from infer.speculation.control.history import Evidence, History, Rates
 from infer.speculation.tree import Budget, VerifiedDraft, candidate_budgets
 
 # Conditional acceptance rate of a drafter without evidence: as likely right as wrong.
 UNKNOWN = 0.5
-# Drafts that a prior counts like; with a quarter, chance alone ends drafting: two misses in a row.
-PRIOR_WEIGHT = 16.0
 # Decay of evidence per draft: a request's content changes within some 30 drafts; a drafter's rate is that of some 200,
 # of many requests. With 100 for either, useless drafts cost up to 5 % (tests/judge_controller.py).
 REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.995
-
-
-class Evidence(NamedTuple):
-    """What evidence is kept apart by."""
-
-    drafter: str
-    sampled: bool
-    chain: bool  # by depth, else by rank
-
-
-@dataclass
-class Rates:
-    """By depth of a chain or rank of a tree from 0, decayed counts of drafts that tried it, and that were right there.
-
-    Evidence on depths and ranks that a draft left out decays too.
-    """
-
-    decay: float
-    tried: list[float] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)
-
-    def record(self, tried: int, path: Sequence[int]) -> None:
-        """Record a draft whose first `tried` nodes are evidence; those in `path`, counted from 1, were accepted."""
-        missing = [0.0] * (tried - len(self.tried))
-        self.tried = [self.decay * count + (place < tried) for place, count in enumerate(self.tried + missing)]
-        self.right = [self.decay * count for count in self.right + missing]
-        for node in path:
-            self.right[node - 1] += 1.0
-
-    def rate(self, place: int, prior: float) -> float:
-        tried, right = (self.tried[place], self.right[place]) if place < len(self.tried) else (0.0, 0.0)
-        return (right + PRIOR_WEIGHT * prior) / (tried + PRIOR_WEIGHT)
 
 
 class AcceptanceModel:
@@ -71,43 +36,39 @@ class AcceptanceModel:
         self._priors = dict(priors or {})
         self.self_limiting: frozenset[str] = frozenset()
         self._drafters: dict[Evidence, Rates] = {}
-        self._requests: dict[str, dict[Evidence, Rates]] = {}
         self._expected = self._emitted = 0.0
 
     def _evidence(self, drafter: str, sampled: bool, budget: Budget) -> Evidence:
         return Evidence(drafter, sampled, budget.is_chain and drafter not in self.self_limiting)
 
     def record(
-        self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, sampled: bool = False
+        self, history: History, drafter: str, draft: VerifiedDraft, expected: float, sampled: bool = False
     ) -> None:
-        """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
+        """Record the outcome of a request's draft, of which `expected` tokens had been expected to be accepted."""
         key, accepted = self._evidence(drafter, sampled, draft.budget), len(draft.path)
         tried, path = draft.nodes, draft.path
         if key.chain:
             tried, path = min(draft.depth, accepted + 1), range(1, accepted + 1)
         self._drafters.setdefault(key, Rates(DRAFTER_DECAY)).record(tried, path)
-        self._requests.setdefault(request_id, {}).setdefault(key, Rates(REQUEST_DECAY)).record(tried, path)
+        history.rates.setdefault(key, Rates(REQUEST_DECAY)).record(tried, path)
         self._expected = DRAFTER_DECAY * self._expected + expected
         self._emitted = DRAFTER_DECAY * self._emitted + accepted
 
-    def gains(self, request_id: str, drafter: str, allowed: Budget, sampled: bool = False) -> dict[Budget, float]:
-        """Return the expected number of accepted tokens by each of the `candidate_budgets` of what is allowed.
-
-        Of a request that is unknown, "" for instance: by what is known of the drafter.
-        """
-        sums = [*accumulate(self.chances(request_id, drafter, allowed, sampled))]
+    def gains(self, history: History, drafter: str, allowed: Budget, sampled: bool = False) -> dict[Budget, float]:
+        """Return the expected number of accepted tokens by each of the `candidate_budgets` of what is allowed."""
+        sums = [*accumulate(self.chances(history, drafter, allowed, sampled))]
         return {budget: sums[budget.nodes - 1] for budget in candidate_budgets(allowed)}
 
-    def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, sampled: bool = False) -> float:
+    def expected(self, history: History, drafter: str, draft: VerifiedDraft, sampled: bool = False) -> float:
         """Return how many tokens of this draft are expected to be accepted."""
         nodes = draft.depth if draft.budget.is_chain else draft.nodes
-        return sum(self.chances(request_id, drafter, draft.budget, sampled)[:nodes])
+        return sum(self.chances(history, drafter, draft.budget, sampled)[:nodes])
 
-    def chances(self, request_id: str, drafter: str, budget: Budget, sampled: bool = False) -> list[float]:
+    def chances(self, history: History, drafter: str, budget: Budget, sampled: bool = False) -> list[float]:
         """Return the probability that each node of a draft under this budget is accepted."""
         key = self._evidence(drafter, sampled, budget)
         measured = (() if sampled else self._priors.get(drafter, ())) or (UNKNOWN,)
-        of_drafter, of_request = self._drafters.get(key), self._requests.get(request_id, {}).get(key)
+        of_drafter, of_request = self._drafters.get(key), history.rates.get(key)
         rates: list[float] = []
         for place in range(budget.nodes):
             if key.chain:
@@ -120,9 +81,6 @@ class AcceptanceModel:
         if of_request is not None:
             rates = [of_request.rate(place, rate) for place, rate in enumerate(rates)]
         return [*accumulate(rates, mul)] if key.chain else rates
-
-    def forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
 
     @property
     def bias(self) -> float:

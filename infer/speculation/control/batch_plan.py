@@ -12,6 +12,7 @@ import numpy as np
 
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel
+from infer.speculation.control.history import UNSEEN, History
 from infer.speculation.tree import NOTHING, Budget
 
 
@@ -24,6 +25,7 @@ class Candidate(NamedTuple):
     sampled: bool = False
     warm_up: int = 0  # tokens that its drafter must see before it drafts; 0: it can draft now
     worth_tracking: bool = True  # if it cannot draft now: enough tokens are left for a start to pay
+    history: History = UNSEEN
 
     @property
     def ready(self) -> bool:
@@ -91,9 +93,10 @@ def split_into_pieces(candidates: Sequence[Candidate], acceptance: AcceptanceMod
     Nodes that gain more per row than those before them are merged with these, without which they cannot be drafted.
     """
     pieces: list[Piece] = []
-    for name, drafter, allowed, sampled, *_ in candidates:
+    for candidate in candidates:
+        name, drafter, allowed, sampled, *_ = candidate
         merged, nodes, tokens = list[Piece](), 0, 0.0
-        for budget, gain in acceptance.gains(name, drafter, allowed, sampled).items():
+        for budget, gain in acceptance.gains(candidate.history, drafter, allowed, sampled).items():
             piece = Piece(name, drafter, budget.nodes - nodes, gain - tokens, budget)
             nodes, tokens = budget.nodes, gain
             while merged and piece.gain * merged[-1].rows > merged[-1].gain * piece.rows:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from infer.request import Request
 from infer.speculation.control.acceptance_model import DRAFTER_DECAY, AcceptanceModel
+from infer.speculation.control.history import History, Score
 from infer.speculation.tree import Budget
 
 LEARNS = 0.05  # step size of the gradient descent; with it the Brier score fell from 0.206 to 0.141
@@ -34,15 +35,6 @@ class Prices(NamedTuple):
 
 
 FREE = Prices(-1.0, 0.0, -1.0)  # at which every chain is drafted to its full budget
-
-
-class Score(NamedTuple):
-    """The probabilities of one drafted token."""
-
-    features: tuple[float, float, float]  # logit h, logit c, 1
-    right: float  # that it is right, once it is reached
-    emitted: float  # that it is emitted
-    by_history: float  # the same, whatever the drafter's probabilities
 
 
 def logit(chance: float) -> float:
@@ -66,7 +58,6 @@ class Confidence:
         self._acceptance = acceptance
         # a, b and d, for greedy and for sampled requests; at first, the geometric mean of both odds
         self._weights = {False: (0.5, 0.5, 0.0), True: (0.5, 0.5, 0.0)}
-        self._scores: dict[str, tuple[bool, list[Score]]] = {}  # of the chain last drafted for a request; is it sampled
         self._tokens = self._error = self._plain_error = 0.0
 
     def _histories(self, request: Request, depth: int) -> tuple[Sequence[float], list[float]] | None:
@@ -79,7 +70,7 @@ class Confidence:
         if not self.scoring or params.proposer not in (None, self.drafter) or params.acceptance == "block":
             return None
         budget, sampled = Budget(depth, depth), params.temperature > 0
-        history = self._acceptance.chances(request.request_id, self.drafter, budget, sampled)
+        history = self._acceptance.chances(request.drafter.history, self.drafter, budget, sampled)
         return history, [after / before if before else 0.0 for before, after in pairwise((1.0, *history))]
 
     def terms(self, request: Request, depth: int, deepest: int) -> list[float] | None:
@@ -98,8 +89,8 @@ class Confidence:
 
     def record(self, request: Request, depth: int, log_probabilities: Sequence[float]) -> None:
         """Score the tokens of a chain of at most `depth`, from their log-probabilities, to learn from in `update`."""
-        self._scores.pop(request.request_id, None)
-        histories, sampled = self._histories(request, depth), request.params.temperature > 0
+        history, sampled = request.drafter.history, request.params.temperature > 0
+        histories, history.scores = self._histories(request, depth), None
         if histories is None:
             return
         scores, emitted = list[Score](), 1.0
@@ -109,16 +100,16 @@ class Confidence:
             right = sigmoid(sum(weighted))
             emitted *= right
             scores.append(Score(features, right, emitted, by_history))
-        self._scores[request.request_id] = sampled, scores
+        history.scores = scores
 
-    def update(self, request_id: str, depth: int, accepted: int) -> float | None:
-        """Learn that `accepted` of the chain's first `depth` tokens were right.
+    def update(self, history: History, sampled: bool, depth: int, accepted: int) -> float | None:
+        """Learn that `accepted` of the first `depth` tokens of the request's chain were right.
 
         Returns how many had been expected, None if the chain was not scored.
         """
-        if request_id not in self._scores:
+        scores, history.scores = history.scores, None
+        if scores is None:
             return None
-        sampled, scores = self._scores.pop(request_id)
         for place, (features, right, chance, by_history) in enumerate(scores[:depth]):
             emitted = place < accepted
             self._tokens = DRAFTER_DECAY * self._tokens + 1
@@ -128,9 +119,6 @@ class Confidence:
                 step, (a, b, d) = LEARNS * (emitted - right), self._weights[sampled]
                 self._weights[sampled] = a + step * features[0], b + step * features[1], d + step
         return sum(score.emitted for score in scores[:depth])
-
-    def forget(self, request_id: str) -> None:
-        self._scores.pop(request_id, None)
 
     @property
     def errors(self) -> tuple[float, float] | None:

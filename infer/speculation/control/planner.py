@@ -15,6 +15,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, Plan, best_plan
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import SETTLES_S, CostModel
+from infer.speculation.control.history import UNSEEN, History
 from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 
 PLAN_STEPS = 16  # that a plan stays in force; twice as many adapt too late: 0.96 to 0.98 of the speed at T = 0
@@ -66,7 +67,7 @@ class Planner:
         """Return the request's budget in the next step, within what is allowed."""
         return allowed
 
-    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
+    def record_draft(self, history: History, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
         """Record the outcome of a request's draft in this step, which may be empty."""
 
     def record_step(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
@@ -74,9 +75,6 @@ class Planner:
 
         `drafting`: its seconds in the proposers, None if they cannot be told from the rest; `seconds`: in all.
         """
-
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request that has ended."""
 
 
 class NoDrafts(Planner):
@@ -188,7 +186,7 @@ class Controller(Planner):
         key = drafter, allowed, sampled, batch
         plain = self.costs.plain(batch)
         if key not in self._speedups:  # all are assumed to be drafted for alike
-            gains = self.acceptance.gains("", drafter, allowed, sampled)
+            gains = self.acceptance.gains(UNSEEN, drafter, allowed, sampled)
             self._speedups[key] = plain * max(
                 (1 + gain) / (self.costs.verify(batch, batch * (1 + n)) + self.costs.draft(drafter, batch, depth))
                 for (n, depth), gain in gains.items()
@@ -254,16 +252,16 @@ class Controller(Planner):
 
     # ---- what came of it -------------------------------------------------------------------------------------------
 
-    def record_draft(self, request_id: str, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
+    def record_draft(self, history: History, drafter: str, sampled: bool, draft: VerifiedDraft) -> None:
         if not draft.depth:
             return
         accepted, expected = len(draft.path), None
         self._depths.setdefault(drafter, []).append(draft.depth)
         if self.confidence is not None:
-            expected = self.confidence.update(request_id, draft.depth, accepted)
+            expected = self.confidence.update(history, sampled, draft.depth, accepted)
         if expected is None:
-            expected = self.acceptance.expected(request_id, drafter, draft, sampled)
-        self.acceptance.record(request_id, drafter, draft, expected, sampled)
+            expected = self.acceptance.expected(history, drafter, draft, sampled)
+        self.acceptance.record(history, drafter, draft, expected, sampled)
         if self._probe is not None and self._probe.candidate is not None:
             self._credit_s += accepted * self.costs.plain(len(self._planned)) / len(self._planned)
             self._end_probe()
@@ -288,11 +286,6 @@ class Controller(Planner):
     def _end_probe(self) -> None:
         """End the probe and plan anew, since it may have shown that another plan pays."""
         self._probe, self._steps_left = None, 0
-
-    def forget(self, request_id: str) -> None:
-        self.acceptance.forget(request_id)
-        if self.confidence is not None:
-            self.confidence.forget(request_id)
 
     @property
     def forecast(self) -> Forecast | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from infer.request import Needs, Proposer, ProposerState, Request
 from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.history import History
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
 from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
@@ -30,6 +31,7 @@ class CombinedState(ProposerState):
     """What the sources keep of one request, and its last drafts of those that cannot tell how likely they are."""
 
     of: dict[Proposer, Any]
+    history: History = field(default_factory=History)  # of the drafts that are measured
     # to be measured: the name of their rates, their budget, tokens before them
     drafts: list[tuple[str, Budget, int, Drafted]] = field(default_factory=list)
 
@@ -75,7 +77,8 @@ class CombinedProposer(Proposer):
         drafts: list[list[Drafted]] = [[] for _ in requests]
         trees: list[DraftTree] = []  # those of which nodes are merged
         for source in self._ordered:
-            limits = [self._worthwhile(source, *each) for each in zip(requests, budgets, drafts, strict=True)]
+            parts = zip(requests, states, budgets, drafts, strict=True)
+            limits = [self._worthwhile(source, *each) for each in parts]
             drafting = [index for index, limit in enumerate(limits) if limit.nodes]
             if not drafting:
                 continue
@@ -110,7 +113,7 @@ class CombinedProposer(Proposer):
         if source.self_limiting:
             return Drafted.of(tree, row, state.of[source].chances)
         name = source.name if source.needs.tracking or not others else CONTRADICTING
-        draft = Drafted.of(tree, row, self._measured(name, request, limit))
+        draft = Drafted.of(tree, row, self._measured(name, request, state, limit))
         state.drafts.append((name, limit, len(request.tokens), draft))
         return draft
 
@@ -120,25 +123,27 @@ class CombinedProposer(Proposer):
         depth = min(limit.depth, budget.depth)
         return Budget(depth, depth) if limit.is_chain else Budget(min(limit.nodes, budget.nodes), depth)
 
-    def _worthwhile(self, source: Proposer, request: Request, budget: Budget, drafts: Sequence[Drafted]) -> Budget:
+    def _worthwhile(
+        self, source: Proposer, request: Request, state: CombinedState, budget: Budget, drafts: Sequence[Drafted]
+    ) -> Budget:
         """Return the source's budget beside what others have drafted."""
         allowed = self._within(source, budget)
         if not source.needs.tracking:
             if not drafts or source.self_limiting:
                 return allowed
-            right = self._measured(CONTRADICTING, request, allowed)[0]
+            right = self._measured(CONTRADICTING, request, state, allowed)[0]
             return allowed if right * (1 - max(draft.chances[1] for draft in drafts)) >= LEAST else NOTHING
         sure = [draft.chances for draft in drafts if len(draft.chances) > budget.nodes]
         if any(chances[budget.nodes] >= 1 - chances[1] for chances in sure):
             return NOTHING  # none of its nodes could be among the likeliest
         if not allowed.is_chain:
             return allowed
-        depth = sum(chance >= LEVEL for chance in self._measured(source.name, request, allowed))
+        depth = sum(chance >= LEVEL for chance in self._measured(source.name, request, state, allowed))
         return Budget(max(1, depth), max(1, depth))
 
-    def _measured(self, name: str, request: Request, budget: Budget) -> Sequence[float]:
+    def _measured(self, name: str, request: Request, state: CombinedState, budget: Budget) -> Sequence[float]:
         """Return how often each node of drafts with these rates was right."""
-        return self._acceptance.of(request).chances(request.request_id, name, budget, request.params.temperature > 0)
+        return self._acceptance.of(request).chances(state.history, name, budget, request.params.temperature > 0)
 
     def _record(self, request: Request, state: CombinedState) -> None:
         """Record which tokens of the request's last drafts were right, whether they were verified or not."""
@@ -149,7 +154,7 @@ class CombinedProposer(Proposer):
                 continue
             deepest = min(nodes if budget.is_chain else budget.depth, len(emitted))
             outcome = VerifiedDraft(budget, nodes, deepest, accepted(draft, emitted))
-            self._acceptance.of(request).record(request.request_id, name, outcome, 0.0, request.params.temperature > 0)
+            self._acceptance.of(request).record(state.history, name, outcome, 0.0, request.params.temperature > 0)
 
     def commit(self, requests: Sequence[Request], states: Sequence[CombinedState], features: Sequence[Tensor]) -> None:
         for source in self.sources:
