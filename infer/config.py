@@ -21,7 +21,7 @@ from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
 
 if TYPE_CHECKING:
-    from kernels.quantize import TargetFormat
+    from kernels.weights.quantize import TargetFormat
 
 QUANTIZED = ("int8", "fp8", "int4")
 BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # of GGUF files: 32 weights, a scale and maybe an offset in fp16

@@ -28,11 +28,11 @@ from kernels.cpu.library import library
 from kernels.cpu.segments import FORMATS, SCALES, WIDE, Segment, dense_segment, panels, quantized_segment
 from kernels.dispatch import KINDS, address, threads, uses_triton
 from kernels.elementwise import Gate, gate_mul
-from kernels.ggml import GGML_FORMATS, GgmlMatrix, ggml_segments, in_blocks
-from kernels.ggml_tiles import GgmlTiles, pack_tiles
-from kernels.group_tiles import pack_group_tiles
-from kernels.groups import GroupedMatrix, grouped_segments, in_groups
-from kernels.quantize import NARROW_FORMATS, WeightFormat, quantize, widen
+from kernels.weights.ggml import GGML_FORMATS, GgmlMatrix, ggml_segments, in_blocks
+from kernels.weights.ggml_tiles import GgmlTiles, pack_tiles
+from kernels.weights.group_tiles import pack_group_tiles
+from kernels.weights.groups import GroupedMatrix, grouped_segments, in_groups
+from kernels.weights.quantize import NARROW_FORMATS, WeightFormat, quantize, widen
 
 ROW_BLOCK = 64
 WIDENED = 2**24  # weights that are widened to fp32 at a time
@@ -46,13 +46,13 @@ LinearArguments = structure("linear_args")  # of linear.h
 class PackedLinear:
     """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
-    A GgmlMatrix stays in its blocks (kernels/ggml.py); `reads_ggml` must be true of its parts. So does a
-    GroupedMatrix (kernels/groups.py), of whose parts `why_unread` must be None.
+    A GgmlMatrix stays in its blocks (weights/ggml.py); `reads_ggml` must be true of its parts. So does a
+    GroupedMatrix (weights/groups.py), of whose parts `why_unread` must be None.
 
     `out_dtype` fp32: the outputs are the sums themselves, without a rounding, as of an LM head, or of what is added to
     a residual stream in fp32; by default they have the dtype of the rows. Not with `gated`.
 
-    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantize.py), q8_0 to q4_0 in ggml's
+    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (weights/quantize.py), q8_0 to q4_0 in ggml's
     blocks. Where no kernel reads these (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are
     dequantized again, which saves no memory; without oneDNN's products of 16 bits it takes that of fp32.
     Raises ValueError if no group or block size divides K, and for a damaged block.

@@ -18,12 +18,12 @@ from kernels.attention import runs_in_c as takes_head
 from kernels.capabilities import multiply, onednn_multiplies, prepack
 from kernels.decoder import LayerParts, fuse_layers
 from kernels.draft import DraftParts, fuse_draft
-from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, dequantize_ggml, reads_ggml
-from kernels.groups import GroupedMatrix, GroupedRows, why_unread
 from kernels.linear import PackedLinear
-from kernels.quantize import NARROW_FORMATS, TargetFormat, quantize, widen
 from kernels.rows import AttentionRows
 from kernels.slower import TILES, cure, name_of
+from kernels.weights.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, dequantize_ggml, reads_ggml
+from kernels.weights.groups import GroupedMatrix, GroupedRows, why_unread
+from kernels.weights.quantize import NARROW_FORMATS, TargetFormat, quantize, widen
 
 CPU = torch.device("cpu")
 OUTPUTS, INPUTS, ROWS = 1024, 1024, 5  # of a layer that is tried

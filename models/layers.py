@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.elementwise import Activation, Gate, activate, add_rms_norm, gate_mul, layer_norm, rms_norm
-from kernels.ggml import GgmlMatrix
-from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear, wide_linear
-from kernels.quantize import WeightFormat
+from kernels.weights.ggml import GgmlMatrix
+from kernels.weights.groups import GroupedMatrix
+from kernels.weights.quantize import WeightFormat
 from models.config import RopeConfig
 
 

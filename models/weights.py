@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kernels.ggml import GgmlRows
-from kernels.groups import GroupedRows
+from kernels.weights.ggml import GgmlRows
+from kernels.weights.groups import GroupedRows
 from models.config import read_json
 
 log = logging.getLogger(__name__)

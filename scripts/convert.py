@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from kernels.ggml import GGML_FORMATS
+from kernels.weights.ggml import GGML_FORMATS
 from models.checkpoint import fingerprint
 from models.config import read_json
 from models.formats.conversion import (

@@ -18,8 +18,8 @@ from infer.options.paths import short
 from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.control.cost_model import CostTable
-from kernels.ggml import reads_ggml
 from kernels.linear import reads_narrow
+from kernels.weights.ggml import reads_ggml
 from models.checkpoint import stored_formats
 from models.heads.config import HeadConfig
 from models.tokenizer import Tokenizer

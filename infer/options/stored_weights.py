@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig
-from kernels.ggml import FORMATS, IN_GROUPS, reads_ggml
 from kernels.linear import reads_narrow
-from kernels.quantize import WeightFormat
 from kernels.triton.device import limits
+from kernels.weights.ggml import FORMATS, IN_GROUPS, reads_ggml
+from kernels.weights.quantize import WeightFormat
 from models.checkpoint import ggml_formats, read_config, stored_formats
 from models.gguf import is_gguf
 from models.quantized import read_scheme

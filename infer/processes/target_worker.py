@@ -13,9 +13,9 @@ from torch import Tensor
 from infer.kvcache.tensors import KVLayers, kv_dtype
 from infer.options.devices import free_bytes
 from kernels.attention import LayerShape
-from kernels.quantize import WeightFormat
 from kernels.rows import AttentionRows
 from kernels.slower import say_slower, slower_attention, slower_layers
+from kernels.weights.quantize import WeightFormat
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget, TargetOutput
 

@@ -13,7 +13,7 @@ from kernels.cpu.declarations import structure
 from kernels.cpu.library import library
 from kernels.cpu.memory import zeros
 from kernels.dispatch import address, threads
-from kernels.quantize import NarrowFormat
+from kernels.weights.quantize import NarrowFormat
 
 # of the words, as in widen.h, and of the scales, as in scales.h
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "uint4": 4, "int5": 5, "uint5": 6, "int6": 7}

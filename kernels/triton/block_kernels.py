@@ -22,9 +22,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.ggml_tiles import PANEL, WIDTH
 from kernels.triton.dependent import follow, prefetch
 from kernels.triton.linear import finish, lines, load_tile
+from kernels.weights.ggml_tiles import PANEL, WIDTH
 
 AHEAD = tl.constexpr(8)  # tiles along K that a program fetches into L2 while the kernel ahead of it ends
 LANES, INPUTS = tl.constexpr(PANEL), tl.constexpr(WIDTH)  # of a tile

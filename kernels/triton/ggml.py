@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false
-"""Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (kernels/ggml_tiles.py), and their rows.
+"""Linear layers on a GPU whose weights are in blocks or groups of 4 to 8 bits (weights/ggml_tiles.py), and their rows.
 
 Chooses tiles, and whether the parts of K are programs of their own, and launches the kernels of block_kernels.py.
 """
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernels.elementwise import Gate
-from kernels.ggml_tiles import WIDTH, GgmlTiles, Storage
 from kernels.triton import INTERPRETED
 from kernels.triton.block_kernels import add_parts_kernel, block_rows_kernel, ggml_linear_kernel
 from kernels.triton.dependent import launched, overlaps
@@ -22,6 +21,7 @@ from kernels.triton.device import Limits, limits
 from kernels.triton.elementwise import gate_mul
 from kernels.triton.launch import Variant
 from kernels.triton.linear import Tile
+from kernels.weights.ggml_tiles import WIDTH, GgmlTiles, Storage
 
 PARTS = 4  # of K; it affects the bits
 ADDED_LINES, ADDED_ROWS = 32, 16  # of a program that adds parts

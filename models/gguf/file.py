@@ -23,8 +23,8 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ggml import FORMATS, GgmlRows
-from kernels.groups import GroupedRows
+from kernels.weights.ggml import FORMATS, GgmlRows
+from kernels.weights.groups import GroupedRows
 from models.quantized.mxfp4_layout import grouped
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)

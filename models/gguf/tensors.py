@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kernels.ggml import GgmlRows
-from kernels.groups import GroupedRows
+from kernels.weights.ggml import GgmlRows
+from kernels.weights.groups import GroupedRows
 from models.gguf.config import ARCHITECTURE, LONGROPE, ROPE_FREQS
 from models.gguf.file import GgufFile, Part
 from models.weights import NamedTensors, Rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.quantize import WeightFormat
+from kernels.weights.quantize import WeightFormat
 from models.layers import Linear, PackedEmbedding, make_lm_head
 from models.targets.llama import LlamaTarget
 

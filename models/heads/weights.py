@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.quantize import WeightFormat
+from kernels.weights.quantize import WeightFormat
 from models import layers
 from models.heads import HEADS
 from models.heads.base import Head

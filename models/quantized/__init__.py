@@ -1,6 +1,6 @@
 """Published checkpoints whose linear layers are quantized.
 
-Serving reads their integers as they are (kernels/groups.py). In feature extraction and training, with tensor
+Serving reads their integers as they are (kernels/weights/groups.py). In feature extraction and training, with tensor
 parallelism, and where no kernel reads them, they are widened at load to the dtype that the target runs in; memory is
 that of the dtype. Nothing is guessed: an unknown method, format or key of `quantization_config` is an error that names
 it.

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.groups import GroupedRows
+from kernels.weights.groups import GroupedRows
 from models.fields import Fields
 from models.quantized.scheme import INTEGERS, WORD, Scheme, centered, centered_zeros, column_groups, need, unpack
 

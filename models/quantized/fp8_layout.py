@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.groups import GroupedRows
+from kernels.weights.groups import GroupedRows
 from models.fields import Fields
 from models.quantized.scheme import Scheme, need
 

@@ -17,7 +17,7 @@ from functools import partial
 
 from torch import Tensor
 
-from kernels.groups import GroupedRows
+from kernels.weights.groups import GroupedRows
 from models.fields import Fields
 from models.quantized import scheme
 

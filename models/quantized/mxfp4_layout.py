@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from kernels.groups import GroupedRows
+from kernels.weights.groups import GroupedRows
 from models.fields import Fields
 from models.quantized.scheme import Scheme, need, unpack
 

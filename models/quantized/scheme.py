@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.groups import GroupedRows
-from kernels.quantize import NarrowFormat
+from kernels.weights.groups import GroupedRows
+from kernels.weights.quantize import NarrowFormat
 
 SECTION = "quantization_config"
 WORD = 32

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import groups
-from kernels.groups import GroupedRows
+from kernels.weights import groups
+from kernels.weights.groups import GroupedRows
 from models.quantized.scheme import SECTION, Scheme
 from models.stacked_experts import open_weights
 from models.weights import LazyTensors, NamedTensors, Rows

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.ggml import GgmlMatrix
-from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
+from kernels.weights.ggml import GgmlMatrix
+from kernels.weights.groups import GroupedMatrix
 from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
 from models.checks import home_path
 from models.config import TargetConfig
@@ -174,7 +174,7 @@ def load_target(
     keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
     these; the others stay on the meta device. A quantized checkpoint is widened (models/quantized/). With `native`, the
     matrices that it stores in blocks or groups stay so, ready for serving: kernels must read them
-    (kernels.ggml.reads_ggml, kernels.groups.why_unread). `context`: the most tokens of a text, as in
+    (kernels.weights.ggml.reads_ggml, kernels.weights.groups.why_unread). `context`: the most tokens of a text, as in
     `TargetConfig.within`.
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)

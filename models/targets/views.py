@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ggml import GgmlRows
-from kernels.groups import GroupedRows
+from kernels.weights.ggml import GgmlRows
+from kernels.weights.groups import GroupedRows
 from models.sharding import Part
 from models.targets.llama import LlamaTarget
 from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
-from kernels.quantize import WeightFormat
+from kernels.weights.quantize import WeightFormat
 from models.layers import Linear
 
 ALIGN = 64  # elements: tensors are aligned as if allocated separately; otherwise kernels might take other code paths

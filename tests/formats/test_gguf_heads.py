@@ -19,7 +19,7 @@ from infer.generate import run as generate
 from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.options.model_names import read_head_config
-from kernels.ggml import GGML_FORMATS
+from kernels.weights.ggml import GGML_FORMATS
 from models.config import RopeConfig
 from models.formats.conversion import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads.files import check_exported, load_head

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.groups import GroupedRows
-from kernels.quantize import NarrowFormat
+from kernels.weights.groups import GroupedRows
+from kernels.weights.quantize import NarrowFormat
 
 
 def make_groups(

@@ -15,9 +15,9 @@ from gguf import quants
 from kernels.cpu import library as building
 from kernels.cpu.level import level
 from kernels.cpu.library import SWITCH, library
-from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GGML_FORMATS, GgmlMatrix, GgmlRows, reads_ggml
-from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
+from kernels.weights.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GGML_FORMATS, GgmlMatrix, GgmlRows, reads_ggml
+from kernels.weights.groups import GroupedMatrix
 from tests.gguf_writing import random_blocks
 from tests.kernels.grouped import make_groups
 

@@ -8,12 +8,13 @@ import subprocess
 import pytest
 import torch
 
-from kernels import attention, decoder, draft, ggml, linear, vocabulary, walk
+from kernels import attention, decoder, draft, linear, vocabulary, walk
 from kernels.cpu import segments
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import compiler, flags, library
 from kernels.dispatch import KINDS, LANES
-from kernels.ggml import FORMATS
+from kernels.weights import ggml
+from kernels.weights.ggml import FORMATS
 
 STRUCTURES = {
     "attention_args": (attention.AttentionArguments, "attention.h"),

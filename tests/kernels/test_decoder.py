@@ -12,9 +12,9 @@ from infer.kvcache.tensors import KVLayers, PooledAttention
 from infer.processes.target_worker import Shard
 from kernels.attention import LayerShape
 from kernels.cpu.library import library
-from kernels.ggml import GgmlMatrix, GgmlRows
-from kernels.groups import GroupedMatrix
 from kernels.rows import AttentionRows
+from kernels.weights.ggml import GgmlMatrix, GgmlRows
+from kernels.weights.groups import GroupedMatrix
 from models.attention import CausalAttention
 from models.config import UNNORMED, ExpertsConfig, RopeConfig, TargetConfig
 from models.decoder import FusedDecoder

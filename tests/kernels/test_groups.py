@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.cpu.library import library
-from kernels.groups import GroupedMatrix, GroupedRows, why_unread
 from kernels.linear import PackedLinear
+from kernels.weights.groups import GroupedMatrix, GroupedRows, why_unread
 from tests.kernels.grouped import make_groups
 from tests.kernels.test_blocks import threads
 

@@ -7,10 +7,10 @@ import torch
 
 from kernels.cpu.level import level
 from kernels.cpu.library import library
-from kernels.ggml import FORMATS, GgmlMatrix, GgmlRows
-from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear
-from kernels.quantize import quantize, widen
+from kernels.weights.ggml import FORMATS, GgmlMatrix, GgmlRows
+from kernels.weights.groups import GroupedMatrix
+from kernels.weights.quantize import quantize, widen
 from tests.kernels.grouped import make_groups
 from tests.kernels.test_blocks import error, make, states, threads
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from kernels.cpu.library import library
 from kernels.linear import PackedLinear, assert_row_invariant
-from kernels.quantize import quantize, widen
+from kernels.weights.quantize import quantize, widen
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])

@@ -9,10 +9,10 @@ from gguf import quants
 
 from kernels.cpu.library import SWITCH, library
 from kernels.dispatch import KINDS
-from kernels.ggml import GgmlMatrix, GgmlRows
-from kernels.groups import GroupedMatrix
 from kernels.linear import PackedLinear, assert_row_invariant
-from kernels.quantize import quantize, widen
+from kernels.weights.ggml import GgmlMatrix, GgmlRows
+from kernels.weights.groups import GroupedMatrix
+from kernels.weights.quantize import quantize, widen
 from models.layers import make_lm_head
 from tests.gguf_writing import random_blocks
 from tests.kernels.grouped import make_groups

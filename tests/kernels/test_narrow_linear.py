@@ -10,7 +10,7 @@ from kernels.cpu.library import SWITCH, library
 from kernels.cpu.segments import quantized_segment
 from kernels.dispatch import uses_triton
 from kernels.linear import NativeLinear, PackedLinear, assert_row_invariant
-from kernels.quantize import group_size, quantize, widen
+from kernels.weights.quantize import group_size, quantize, widen
 from tests.kernels.narrow import ERROR
 from tests.pairwise import parametrize_pairs
 

@@ -30,9 +30,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 def run_sweep() -> None:
     """Check every combination in this process; print what computed it, as JSON. The body of the test below."""
-    from kernels.groups import GroupedMatrix, why_unread
     from kernels.linear import assert_row_invariant
-    from kernels.quantize import quantize, widen
+    from kernels.weights.groups import GroupedMatrix, why_unread
+    from kernels.weights.quantize import quantize, widen
     from tests.kernels.grouped import make_groups
 
     generator, cpu, kernels = torch.Generator().manual_seed(0), torch.device("cpu"), dict[str, str]()

@@ -10,7 +10,7 @@ import torch
 
 from infer.kvcache.memory import weight_bytes
 from infer.options.cli import compose
-from kernels.quantize import NarrowFormat, quantize, widen
+from kernels.weights.quantize import NarrowFormat, quantize, widen
 from models.config import LAST
 from models.layers import Linear, pack
 from models.targets import load_target

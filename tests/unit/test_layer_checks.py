@@ -10,8 +10,8 @@ import pytest
 
 from kernels.cpu.level import level
 from kernels.cpu.library import library
-from kernels.ggml import FORMATS
 from kernels.trials import Trial
+from kernels.weights.ggml import FORMATS
 from scripts.doctor import check_layer
 from tests.forking import Run
 

@@ -16,9 +16,9 @@ from infer.kvcache.memory import weight_bytes
 from infer.options.stored_weights import check_weights, reads_native
 from infer.request import SamplingParams
 from kernels.cpu.library import library
-from kernels.ggml import GGML_BLOCK_BYTES
 from kernels.linear import PackedLinear
 from kernels.triton.device import Limits
+from kernels.weights.ggml import GGML_BLOCK_BYTES
 from models.attention import CausalAttention
 from models.gguf.file import GgufFile
 from models.heads import HEADS

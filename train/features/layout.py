@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.quantize import quantize
+from kernels.weights.quantize import quantize
 from models.config import LAST
 from models.targets.llama import LlamaTarget
 from train.config import OfflineFeaturesConfig

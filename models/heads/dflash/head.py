@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.elementwise import rotate
-from kernels.quantize import WeightFormat
+from kernels.weights.quantize import WeightFormat
 from models.attention import Attention, WriteKeys
 from models.decoder import DecoderLayer, FusedDecoder
 from models.heads.base import Readout

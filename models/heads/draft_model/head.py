@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.quantize import WeightFormat
 from kernels.shape import FORBIDDEN
+from kernels.weights.quantize import WeightFormat
 from models.attention import Attention
 from models.heads.base import Head, MaskHead, Readout, RecurrentHead
 from models.heads.draft_model.config import DraftModelConfig

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kernels.dispatch import uses_triton
 from kernels.elementwise import uniform
-from kernels.quantize import WeightFormat
 from kernels.residual import residual_silu
+from kernels.weights.quantize import WeightFormat
 from models.attention import Attention
 from models.heads.base import MaskHead, Readout
 from models.heads.medusa.config import MedusaConfig

@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 
-from kernels.ggml_tiles import Storage, empty_tiles
 from kernels.operands import (
     LEADING,
     NO_LIMITS,
@@ -46,6 +45,7 @@ from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
 from kernels.triton.ttt_attention import TttAttention
+from kernels.weights.ggml_tiles import Storage, empty_tiles
 
 META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ggml_tiles import WIDTH
 from kernels.linear import PackedLinear
 from kernels.triton import ggml, linear
 from kernels.triton.linear import Tile
+from kernels.weights.ggml_tiles import WIDTH
 from tests.device import BF16, DEVICE, describe, orders, sized
 from tests.kernels.timing import timing
 from tests.kernels.triton.test_linear import LAYERS as SHAPES

@@ -19,7 +19,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.ggml_tiles import empty_tiles
 from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from kernels.triton import launch
@@ -29,6 +28,7 @@ from kernels.triton.ggml import ggml_linear
 from kernels.triton.linear import linear
 from kernels.triton.residual import residual_silu
 from kernels.triton.rotary import rotate_and_write
+from kernels.weights.ggml_tiles import empty_tiles
 
 RECORDED: list[list[Any]] = []
 BY_TRITON: list[str] = []

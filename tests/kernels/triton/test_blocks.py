@@ -9,11 +9,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
-from kernels.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, reads_ggml
-from kernels.ggml_tiles import dequantize, empty_tiles
 from kernels.linear import PackedLinear
 from kernels.triton import SWITCH
 from kernels.triton.ggml import block_tile_for, layout_of
+from kernels.weights.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, reads_ggml
+from kernels.weights.ggml_tiles import dequantize, empty_tiles
 from models.attention import CausalAttention
 from models.layers import PackedEmbedding
 from models.targets import load_target
@@ -94,7 +94,7 @@ def test_parts_and_epilogues_have_the_bits_of_separate_operations(in_triton, dty
 
 def test_parts_of_one_format_are_joined_and_rows_reordered(in_triton, monkeypatch):
     """Packed in several chunks, whose ends are not those of the parts."""
-    monkeypatch.setattr("kernels.ggml_tiles.CHUNK", 64 * 64)
+    monkeypatch.setattr("kernels.weights.ggml_tiles.CHUNK", 64 * 64)
     order = torch.randperm(90, generator=torch.Generator().manual_seed(1))[:50]
     (first, weight), (second, other) = make("Q5_0", 90, 64), make("Q5_0", 133, 64, seed=1)
     linear = pack([GgmlRows("Q5_0", first.data, order), second], torch.float32)

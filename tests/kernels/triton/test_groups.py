@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kernels.elementwise import silu_mul
-from kernels.groups import GroupedMatrix, GroupedRows, why_unread
 from kernels.linear import PackedLinear
 from kernels.triton import SWITCH
+from kernels.weights.groups import GroupedMatrix, GroupedRows, why_unread
 from models.attention import CausalAttention
 from models.targets import load_target
 from tests.kernels.grouped import make_groups
@@ -69,7 +69,7 @@ def test_rows_in_fp32(in_triton, name):
 @torch.no_grad()
 def test_parts_that_are_stored_alike_are_joined_and_others_have_launches_of_their_own(in_triton, monkeypatch):
     """Packed in several chunks, whose ends are not those of the parts."""
-    monkeypatch.setattr("kernels.group_tiles.CHUNK", 64 * 64)
+    monkeypatch.setattr("kernels.weights.group_tiles.CHUNK", 64 * 64)
     name, dtype, x = "int4, bf16, zeros", torch.float16, states(5, 256, torch.float16)
     first, second, other = make(name, 90), make(name, 70, seed=1), make("int8, bf16", 24)
     joined, several = pack([first, second], dtype), pack([first, other, second], dtype)

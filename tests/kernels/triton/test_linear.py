@@ -7,8 +7,8 @@ import torch
 
 from kernels.elementwise import add_rms_norm, gelu_mul, silu_mul
 from kernels.linear import PackedLinear
-from kernels.quantize import quantize, widen
 from kernels.triton import device
+from kernels.weights.quantize import quantize, widen
 from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.kernels.narrow import ERROR
 

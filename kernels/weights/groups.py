@@ -18,8 +18,8 @@ from torch import Tensor
 from kernels.cpu.library import library
 from kernels.cpu.segments import Segment, packed, panels
 from kernels.dispatch import KINDS, LANES, uses_triton
-from kernels.ggml_tiles import WIDTH
-from kernels.quantize import NarrowFormat, StoredMatrix, quantize
+from kernels.weights.ggml_tiles import WIDTH
+from kernels.weights.quantize import NarrowFormat, StoredMatrix, quantize
 
 SCALES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bf16"}  # as in cpu/segments.py
 NAN = 0x7F  # of float8_e4m3fn, without its sign
@@ -71,7 +71,7 @@ class GroupedMatrix(StoredMatrix[GroupedRows]):
 
 
 def in_groups(weight: Tensor, weight_format: NarrowFormat) -> GroupedMatrix:
-    """Quantize a weight `[N, K]` (kernels/quantize.py); a group of int8 and fp8 is a row."""
+    """Quantize a weight `[N, K]` (quantize.py); a group of int8 and fp8 is a row."""
     stored, scale = quantize(weight, weight_format)
     rows = GroupedRows(weight_format, weight.shape[1], scale.view(len(weight), -1), None, lambda: (stored, None))
     return GroupedMatrix([rows], weight.dtype, weight.device)

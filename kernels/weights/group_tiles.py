@@ -1,4 +1,4 @@
-"""Packs matrices in groups (kernels/groups.py) for Triton, into the tiles of ggml_tiles.py."""
+"""Packs matrices in groups (groups.py) for Triton, into the tiles of ggml_tiles.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ggml_tiles import CHUNK, PANEL, WIDTH, GgmlTiles, Storage, empty_tiles, store_integers, store_scales
-from kernels.groups import GroupedMatrix, GroupedRows, sound_integers
+from kernels.weights.ggml_tiles import (
+    CHUNK,
+    PANEL,
+    WIDTH,
+    GgmlTiles,
+    Storage,
+    empty_tiles,
+    store_integers,
+    store_scales,
+)
+from kernels.weights.groups import GroupedMatrix, GroupedRows, sound_integers
 
 KINDS = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}  # of scales
 

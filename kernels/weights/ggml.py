@@ -3,7 +3,7 @@
 A weight is scale * q, or scale * q + offset, with q an integer of the block: the number that the format defines, which
 the package `gguf` rounds once, to fp32. Nothing is quantized again. A kernel reads a matrix as a linear layer or by
 rows (`PackedLinear`, `weight_rows`); both read the same memory, which holds as many bits per weight as the file, in
-another order (kernels/cpu/ggml.c; kernels/ggml_tiles.py for GPUs). Where `reads_ggml` returns False, the caller
+another order (kernels/cpu/ggml.c; ggml_tiles.py for GPUs). Where `reads_ggml` returns False, the caller
 dequantizes the matrix.
 
 A head's weights can be quantized into such blocks, with the rounding of ggml's reference, which is the package's.
@@ -25,10 +25,10 @@ from kernels.cpu.library import library
 from kernels.cpu.memory import zeros
 from kernels.cpu.segments import PANEL, Segment
 from kernels.dispatch import KINDS, address, threads, uses_triton
-from kernels.quantize import GgmlFormat, StoredMatrix
+from kernels.weights.quantize import GgmlFormat, StoredMatrix
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # in the order of blocks.c
-IN_GROUPS = ("MXFP4",)  # formats that kernels read as integers in groups (kernels/groups.py), under the same conditions
+IN_GROUPS = ("MXFP4",)  # formats that kernels read as integers in groups (groups.py), under the same conditions
 BLOCK = {name: (256 if name.endswith("_K") else 32) for name in FORMATS}  # weights of a block
 GGML_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 GGML_FORMATS: tuple[GgmlFormat, ...] = get_args(GgmlFormat)

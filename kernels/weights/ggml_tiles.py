@@ -1,5 +1,5 @@
-"""Matrices in blocks (kernels/ggml.py) as Triton kernels read them: the bits of the file in another order. Those in
-groups (kernels/groups.py) are packed into the same tiles by group_tiles.py.
+"""Matrices in blocks (ggml.py) as Triton kernels read them: the bits of the file in another order. Those in
+groups (groups.py) are packed into the same tiles by group_tiles.py.
 
 Outputs are in panels of 64, and a panel's weights in tiles of 128 along K (larger ones would take too many registers).
 An output has W words of 32 bits in a tile, 16 of them or 32 for Q8_0. Word j holds the 4 low bits of the weights j,
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ggml import BLOCK, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, damage
+from kernels.weights.ggml import BLOCK, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, damage
 
 PANEL, WIDTH = 64, 128  # outputs and inputs of a tile
 SUPER = 256  # weights of a block of the formats with K in their name

@@ -2,7 +2,7 @@
 
 Scales are per output feature (int8, fp8) or, for int4, which is too coarse for one scale per row, per group of
 neighbouring weights in a row. ggml's blocks of 32 weights, the other formats of WeightFormat, are quantized in
-kernels/ggml.py.
+ggml.py.
 """
 
 from __future__ import annotations
