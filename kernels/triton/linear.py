@@ -134,10 +134,18 @@ def finish(
     if BIASED:
         total = total + tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     value = total.to(dtype)
-    if ADDED:
-        if not EARLY:
-            before = load_tile(residual, residual_stride, m, n, in_m, in_n)
+    if ADDED and EARLY:
         value = (before.to(tl.float32) + value.to(tl.float32)).to(dtype)
+    elif ADDED:  # by halves: of fp32 registers do not hold another tile
+        values = tl.split(value.reshape(BLOCK_N, 2, BLOCK_M // 2).permute(0, 2, 1))
+        rows = tl.split(m.reshape(2, BLOCK_M // 2).permute(1, 0))
+        inside = tl.split(in_m.reshape(2, BLOCK_M // 2).permute(1, 0))
+        for half in tl.static_range(2):
+            before = load_tile(residual, residual_stride, rows[half], n, inside[half], in_n).to(tl.float32)
+            destination = out + rows[half].to(tl.int64)[None, :] * out_stride + n[:, None]
+            added = (before + values[half].to(tl.float32)).to(dtype)
+            tl.store(destination, added, mask=in_n[:, None] & inside[half][None, :])
+        return
     if GATED:
         pairs = value.to(tl.float32).reshape(BLOCK_N // (2 * PAIR), 2, PAIR, BLOCK_M).permute(0, 2, 3, 1)
         gate, up = tl.split(pairs)

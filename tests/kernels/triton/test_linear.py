@@ -35,6 +35,20 @@ def test_bits_do_not_depend_on_the_tile(in_triton, monkeypatch, weight_format):
     assert torch.equal(linear(x), expected)
 
 
+@pytest.mark.parametrize("weight_format", ["same", "int4", "q8_0"])
+@pytest.mark.parametrize("rows", [1, 70, 150])
+@torch.no_grad()
+def test_a_residual_stream_in_fp32_gets_the_sums_unrounded(in_triton, monkeypatch, rows, weight_format):
+    """In the bits of the separate operations, by every kind of tile."""
+    _, _, linear = make(160, 192, torch.float16, weight_format=weight_format, out_dtype=torch.float32)
+    x, residual = torch.randn(rows, 160, device=DEVICE).half(), torch.randn(rows, 200, device=DEVICE)[:, 8:]
+    expected = residual + linear(x)
+    assert torch.equal(linear.add(residual, x), expected)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(device, "without_gpu", device.HOPPER._replace(multiprocessors=1))
+        assert torch.equal(linear.add(residual, x), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("weight_format", ERROR)
 def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
