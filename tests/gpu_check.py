@@ -145,7 +145,8 @@ def card(lines: Sequence[dict[str, Any]]) -> tuple[str, dict[str, list[str]]]:
     planned = {label for line in lines for label in line.get("planned", ())}
     results = [result for line in ended.values() for result in line.get("results", ())]
     compared = [result["ok"] for place, result in results if place == "kernels/correctness"]
-    text = [f"{place}: {json.dumps(result)}" for place, result in results if place != "kernels/correctness"]
+    said = (f"{place}: {json.dumps(result)}" for place, result in results if place != "kernels/correctness")
+    text = [*dict.fromkeys(said)]  # what all of a process are compared with stands in each of their lines
     text.append(f"kernels: {sum(compared)} of {len(compared)} comparisons hold")
     left = {test: line["why"] for test, line in ended.items() if line["outcome"] == "skipped"}
     left |= dict.fromkeys(sorted(planned - set(ended)), "its process had ended")
