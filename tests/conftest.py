@@ -62,7 +62,7 @@ def probe_nothing() -> Iterator[None]:
     """Skip the start-up checks of exactness in Triton's interpreter, where they take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            patch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)
+            patch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)
         yield
 
 

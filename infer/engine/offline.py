@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from infer.engine.core import EngineCore
+from infer.engine.serving import Serving
 from infer.request import Completion, Request, SamplingParams, StepOutput
 from infer.sampling.params import MAX_SEED
 from models.tokenizer import Tokenizer
 
 
 def generate(
-    engine: EngineCore,
+    engine: Serving,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,12 @@ class StepsAhead(Protocol):
     def timed(self) -> tuple[int, int, None, float] | None:
         """Requests, rows, None and seconds of the last round read, if it could be timed."""
 
+    def drop(self, request: Request) -> None: ...
+
+    def drain(self) -> list[StepOutput]: ...
+
+    def graphs_of(self, drafter: str) -> Any: ...
+
     def step(self) -> list[StepOutput] | None:
         """Return None, with nothing done, if the host must run the step."""
         ...
@@ -59,27 +65,27 @@ class StepRunner:
         clock: Callable[[], float] = time.monotonic,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.runner, self._pool, self._scheduler, self._speculator = runner, runner.pool, scheduler, speculator
-        self._stats, self._threads, self._context, self._rates = stats, threads, context, rates
-        self._clock, self._timer = clock, timer
+        self.runner, self.pool, self.scheduler, self.speculator = runner, runner.pool, scheduler, speculator
+        self.stats, self.context, self.timer = stats, context, timer
+        self._threads, self._rates, self._clock = threads, rates, clock
         self.overlap: StepsAhead | None = None
         self.rows = 0  # rows verified by the last decode
         self.activity = ("nothing", 0, 0)  # phase, requests, target rows
 
     def step(self) -> list[StepOutput]:
         """Run one step: draft and verify every decoding request, and prefill a chunk of each scheduled prompt."""
-        begin = self._timer()  # a step's cost includes planning
-        decoding, load = self._scheduler.decoding, self._scheduler.load
+        begin = self.timer()  # a step's cost includes planning
+        decoding, load = self.scheduler.decoding, self.scheduler.load
         self.activity = ("scheduling", load, 0)
-        planned = self._speculator.plan(decoding, load)
+        planned = self.speculator.plan(decoding, load)
         if self.overlap is not None and (outputs := self._step_ahead(self.overlap, len(decoding))) is not None:
             return outputs
-        admissible = self._scheduler.admissible()
-        budgets = self._speculator.track(decoding, planned, admissible, load)
-        step = self._scheduler.schedule(decoding, budgets, admissible)
+        admissible = self.scheduler.admissible()
+        budgets = self.speculator.track(decoding, planned, admissible, load)
+        step = self.scheduler.schedule(decoding, budgets, admissible)
         if step.admitted or step.preempted:
-            self._speculator.sync(step.admitted, step.preempted)
-        outputs, drafting, rows = list[StepOutput](), self._speculator.seconds, step.rows
+            self.speculator.sync(step.admitted, step.preempted)
+        outputs, drafting, rows = list[StepOutput](), self.speculator.seconds, step.rows
         with cpu_threads(self._threads.plan.count(rows)):
             if step.decodes:
                 self.activity = ("decode", len(step.decodes), rows - sum(step.chunks))
@@ -88,8 +94,8 @@ class StepRunner:
                 self.activity = ("prefill", len(step.prefills), sum(step.chunks))
                 outputs += self.prefill(step.prefills, step.chunks)
         if step.decodes and not step.prefills:
-            drafting = self._speculator.seconds - drafting
-            self._observe(len(step.decodes), self.rows, drafting, self._timer() - begin)
+            drafting = self.speculator.seconds - drafting
+            self._observe(len(step.decodes), self.rows, drafting, self.timer() - begin)
         return outputs
 
     def _step_ahead(self, overlap: StepsAhead, decoding: int) -> list[StepOutput] | None:
@@ -101,17 +107,17 @@ class StepRunner:
         return outputs
 
     def _observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        steps = self._stats.steps
+        steps = self.stats.steps
         if rows == batch:
             steps.plain, steps.plain_s = steps.plain + 1, steps.plain_s + seconds
         else:
             steps.drafted, steps.drafted_s = steps.drafted + 1, steps.drafted_s + seconds
             steps.drafting_s, steps.drafted_rows = steps.drafting_s + (drafting or 0.0), steps.drafted_rows + rows
         self._threads.record_step(rows, seconds)
-        self._speculator.planner.record_step(batch, rows, drafting, seconds)
+        self.speculator.planner.record_step(batch, rows, drafting, seconds)
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
-        tree = without_forbidden(self._speculator.propose(requests, budgets), requests)
+        tree = without_forbidden(self.speculator.propose(requests, budgets), requests)
         self.publish(requests)  # of the last step: a head reads what a verify has committed with its next draft
         lengths, depths = tree.length.tolist(), tree.depths()
         self.rows = sum(lengths)
@@ -136,10 +142,10 @@ class StepRunner:
         `tokens` are the draft's accepted tokens and the bonus token; only the last one's KV is not committed.
         """
         request.computed += len(tokens)
-        self._speculator.verified(request, draft)
+        self.speculator.verified(request, draft)
         emitted, accepted = self._emit(request, tokens), len(draft.path)
         taken = min(accepted, len(emitted))
-        for stats in (request.stats, self._stats.speculation):
+        for stats in (request.stats, self.stats.speculation):
             stats.record(drafted=draft.nodes, depth=draft.depth, accepted=taken, emitted=len(emitted))
         return self.output(request, emitted, [index < accepted for index in range(len(emitted))])
 
@@ -148,21 +154,21 @@ class StepRunner:
 
         Writes KV only beyond the committed positions.
         """
-        batch = HostBatch(requests, tree, self._pool, self._rates)
-        return self.runner.decode(tree, batch, self._speculator.wants_features(requests)), batch.choices
+        batch = HostBatch(requests, tree, self.pool, self._rates)
+        return self.runner.decode(tree, batch, self.speculator.wants_features(requests)), batch.choices
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
         for request in requests:
             if request.queued_s is None:
                 request.queued_s = self._clock() - request.added
-        first, device = list(itertools.accumulate(chunks, initial=0)), self._pool.device
+        first, device = list(itertools.accumulate(chunks, initial=0)), self.pool.device
         pairs = zip(requests, chunks, strict=True)
         complete = [b for b, (request, chunk) in enumerate(pairs) if request.computed + chunk == len(request.tokens)]
         prefilled, ones, last = [requests[b] for b in complete], [1] * len(complete), None
         if complete:
             last = upload([first[b + 1] - 1 for b in complete], device)
             parameters = row_parameters(prefilled, ones, device)
-        rows = self.runner.prefill(requests, chunks, self._speculator.wants_features(requests))
+        rows = self.runner.prefill(requests, chunks, self.speculator.wants_features(requests))
         self._score_prompts(requests, chunks, rows.hidden)
         for request, chunk in zip(requests, chunks, strict=True):
             request.computed += chunk
@@ -172,8 +178,8 @@ class StepRunner:
             choices = choose_rows(prefilled, ones, parameters, logits, rows.positions[last])
             for request, token in zip(prefilled, choices.token.tolist(), strict=True):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
-                    self._stats.prompt_tokens += len(request.prompt_ids)
-                    self._stats.cached_tokens += request.cached
+                    self.stats.prompt_tokens += len(request.prompt_ids)
+                    self.stats.cached_tokens += request.cached
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
                 outputs.append(self.output(request, tokens, [False] * len(tokens)))
@@ -191,13 +197,13 @@ class StepRunner:
     def commit(self, requests: Sequence[Request], features: Sequence[Tensor]) -> None:
         """Commit new positions of each request, with `features[b]` `[n, F]` of them."""
         for request, rows in zip(requests, features, strict=True):
-            self._pool.keep_features(request, rows)
-        self._speculator.commit(requests, features)
+            self.pool.keep_features(request, rows)
+        self.speculator.commit(requests, features)
 
     def publish(self, requests: Sequence[Request]) -> None:
         """Publish to the prefix cache the positions that are verified and were read by the proposer too."""
         for request in requests:
-            self._pool.publish(request, request.drafter.synced(request))
+            self.pool.publish(request, request.drafter.synced(request))
 
     def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
         """Compute log-probabilities of the prompt tokens that follow this chunk's rows, for requests that want them."""
@@ -209,7 +215,7 @@ class StepRunner:
                 continue
             logits = self.runner.shard.logits(piece[scored : len(following)])
             with isolated(request):
-                tokens = upload(following[scored:], self._pool.device)
+                tokens = upload(following[scored:], self.pool.device)
                 request.prompt_logprobs += token_logprobs([logits], tokens, [top] * len(tokens))
 
     def _score(
@@ -230,13 +236,13 @@ class StepRunner:
         if request.is_late(self._clock()):
             request.finish_reason = "deadline"
             return []
-        room = min(request.remaining, self._context - len(request.tokens))
+        room = min(request.remaining, self.context - len(request.tokens))
         emitted, reason, request.stop_reason = cut(tokens, request, room=room)
         if request.failed:  # just now or earlier in this step
             request.finish_reason = "error"
             return []
         request.tokens += emitted
-        self._stats.generation_tokens += len(emitted)
+        self.stats.generation_tokens += len(emitted)
         request.finish_reason = reason
         return emitted
 

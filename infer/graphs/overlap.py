@@ -13,16 +13,12 @@ of a finished request are reused only by a step, which begins after the round ha
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from infer.engine.scheduler import Scheduler
 from infer.engine.step import StepRunner
 from infer.graphs.step_graph import Launched, Outcome, StepGraphs
-from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
-from infer.speculation.speculator import Speculator
 from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 
 
@@ -63,21 +59,11 @@ def final_length(request: Request, context: int) -> int:
 class Overlap:
     """Runs an engine's steps one round ahead of what was read, by `graphs` that each serve one drafter, or none."""
 
-    def __init__(
-        self,
-        graphs: Sequence[StepGraphs],
-        pool: KVPool,
-        scheduler: Scheduler,
-        speculator: Speculator,
-        steps: StepRunner,
-        *,
-        context: int,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, graphs: Sequence[StepGraphs], steps: StepRunner) -> None:
         self._by_drafter = {g.drafter: g for g in graphs}
         self._graphs: StepGraphs  # of the round in flight
-        self._pool, self._scheduler = pool, scheduler
-        self._speculator, self._steps, self._context, self._timer = speculator, steps, context, timer
+        self._steps, self._pool, self._scheduler = steps, steps.pool, steps.scheduler
+        self._speculator, self._context, self._timer = steps.speculator, steps.context, steps.timer
         self._rows: list[Request | None] = []  # by row of the graph state; None once the request has finished
         self._budgets: list[Budget] = []  # likewise; of the next round
         self._in_flight: Launched | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from infer.graphs.overlap import Overlap
+from infer.engine.step import StepsAhead
 from infer.graphs.step_graph import StepGraphs
 from infer.request import Request
 from infer.speculation.control.cost_model import Curve
@@ -33,7 +33,7 @@ class Replays:
         return Curve((float(len(requests)),), (plain,)), Curve((1.0,), (max(0.0, whole - plain),))
 
 
-def replays_of(overlap: Overlap | None, drafters: Mapping[str, Budget], positions: int) -> Replays | None:
+def replays_of(overlap: StepsAhead | None, drafters: Mapping[str, Budget], positions: int) -> Replays | None:
     """Return the replays of an engine's only drafter for requests of so many positions at most.
 
     None if there are several drafters, or if a kind of step is not captured.

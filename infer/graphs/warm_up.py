@@ -17,10 +17,8 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from infer.engine.core import EngineCore
-from infer.engine.stats import EngineStats
+from infer.engine.serving import Serving
 from infer.kvcache.memory import EngineSizes
-from infer.kvcache.pool import KVPool
 from infer.sampling.params import MAX_LOGPROBS, SamplingParams
 from infer.speculation.tree import Budget
 from kernels.dispatch import uses_triton
@@ -58,16 +56,17 @@ class WarmUp:
     def __init__(self) -> None:
         self._done = set[tuple[str, type]]()
 
-    def run(self, engine: EngineCore, pool: KVPool, stats: EngineStats, limit: Budget) -> None:
+    def run(self, engine: Serving, limit: Budget) -> None:
         """Run while the engine is idle and without graphs; `limit`: its largest draft.
 
-        Leaves nothing in cache and `stats`. Kernels that cannot be compiled are logged, and the engine starts
+        Leaves nothing in cache and statistics. Kernels that cannot be compiled are logged, and the engine starts
         nevertheless: most requests need others.
         """
         key = engine.proposer_name, type(engine.head)
         if not compiles(engine.device) or key in self._done:
             return
         self._done.add(key)
+        pool, stats = engine.steps.pool, engine.steps.stats
         began, saved = time.perf_counter(), copy.deepcopy(stats)
         works = list(works_of(engine.sizes, engine.context, engine.config.max_batch, limit))
         bar = tqdm(works, desc="compiling kernels", unit="kind", disable=None, leave=False)
@@ -133,7 +132,7 @@ def divided(rows: int, most: int) -> list[int]:
     return [rows // count + (index < rows % count) for index in range(count)]
 
 
-def serve(engine: EngineCore, work: Work) -> None:
+def serve(engine: Serving, work: Work) -> None:
     """Run the requests for a few steps and abort them. A request that the engine cannot hold is left out."""
     vocabulary, names, steps = engine.target.config.vocab_size, list[str](), work.decodes
     params = replace(work.params, cache_salt=work.name)  # or another kind's cached pages would take the place of rows

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from infer.engine.core import EngineCore
 from infer.engine.runner import DecodeBatch, Decoded, HostBatch, Rows, Runner
+from infer.engine.serving import Serving
 from infer.request import Request
 from infer.speculation.tree import DraftTree
 from kernels.rows import AttentionRows
@@ -49,7 +49,7 @@ class Recorder(Protocol):
 
 
 @contextmanager
-def recording(engine: EngineCore, recorder: Recorder) -> Iterator[None]:
+def recording(engine: Serving, recorder: Recorder) -> Iterator[None]:
     """Show `recorder` what the target computes within the block. Only while the engine is idle, without CUDA graphs."""
     steps, runner = engine.steps, engine.steps.runner
     busy = engine.has_work or steps.overlap or runner.graphs

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from infer.config import ProposerConfig
+from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.request import DrafterState, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
@@ -428,9 +429,9 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
 def test_reading_again_fills_a_drafters_layers(make_engine, prompts):
     """`prefill_drafter`, which is timed, makes the drafter fill its layers for the whole prompt."""
     engine = make_engine(proposer="head")
-    profiled = engine.profiled()
+    profiled = ProfiledEngine(engine)
     with profiled.decoding([prompts[5]], replace(GREEDY, max_tokens=8)) as (request,):
-        caches = engine._pool.layers.caches[engine._head._first_layer :]
+        caches = engine._pool.layers.caches[engine._head.first_layer :]
         for cache in caches:
             cache.zero_()
         profiled.prefill_drafter([request])

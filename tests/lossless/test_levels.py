@@ -218,7 +218,7 @@ def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder,
         proposer.module.step = lambda *args, states=states, run=run: states.append(args) or run(*args)
         engine.generate(prompts_of(4), SamplingParams(max_tokens=2, ignore_eos=True))
         assert bool(states) is not native
-        caches.append([cache.clone() for cache in proposer._pool.layers.caches[proposer._first_layer :]])
+        caches.append([cache.clone() for cache in proposer._pool.layers.caches[proposer.first_layer :]])
     assert any(cache.any() for cache in caches[0])
     assert all(map(torch.equal, *caches))
 

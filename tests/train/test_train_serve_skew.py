@@ -397,7 +397,7 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
     if head.config.max_depth is not None:
         deeper = ProposerConfig(name="head", max_draft_tokens=head.config.max_depth + 1)
         with pytest.raises(ValueError, match=f"drafts {head.config.max_depth} tokens at most"):
-            HeadProposer(head, 8, deeper)
+            HeadProposer(head, deeper)
 
 
 def test_a_head_may_follow_one_that_drafts_less_far(engine: Engine, head_of: Callable[[str], Head]) -> None:

@@ -38,7 +38,7 @@ def test_an_engine_is_made_on_the_gpu_of_its_target(tiny_target_folder, current,
         raise Packs
 
     target = load_target(str(tiny_target_folder))
-    monkeypatch.setattr("infer.engine.core.Shard", shard)
+    monkeypatch.setattr("infer.engine.engine.Shard", shard)
     with FakeTensorMode():
         target.norm.weight = torch.nn.Parameter(torch.empty(target.norm.weight.shape, device=SECOND))
     with pytest.raises(Packs):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from infer.engine.core import EngineCore
+from infer.engine.serving import Serving
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.engine.startup.profiler import Unmeasured, kept_table, measure
 from infer.speculation.control.acceptance_model import AcceptanceModel
@@ -38,8 +38,7 @@ class ControllerState:
 
 
 def make_controller(
-    engine: EngineCore,
-    profiled: ProfiledEngine,
+    engine: Serving,
     limits: Mapping[str, Budget],
     state: ControllerState,
     head: HeadProposer | None,
@@ -50,7 +49,7 @@ def make_controller(
 ) -> Controller:
     """Return a controller for the engine. `limits`: the largest budget of each of its proposers.
 
-    `profiled`: the engine as it is profiled. The first time, profiling takes seconds of `timer`. If it fails, or
+    The first time, profiling takes seconds of `timer`. If it fails, or
     without `profile` if no earlier start has stored a table, the controller starts without drafts and learns what they
     cost. `check`, for profiling in idle time, may raise to end it; nothing is printed then.
     """
@@ -63,7 +62,7 @@ def make_controller(
             raise Unmeasured("put off")
         say("measuring the cost of steps and drafts on this machine ...", file=sys.stderr, flush=True)
         return measure(
-            profiled,
+            ProfiledEngine(engine),
             drafters,
             vocab_size=engine.target.config.vocab_size,
             context=engine.context,
@@ -91,7 +90,7 @@ def make_controller(
     return Controller(state.costs[name], state.acceptance, None if chains is None else state.confidence)
 
 
-def what_costs_depend_on(engine: EngineCore, drafters: Mapping[str, Budget]) -> dict[str, object]:
+def what_costs_depend_on(engine: Serving, drafters: Mapping[str, Budget]) -> dict[str, object]:
     """Return all that decides on the times of steps and drafts, in terms that the next start can compare."""
     target, on_gpu = engine.target, engine.device.type == "cuda"
     return {

@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from infer.engine.core import EngineCore
-from infer.engine.stats import EngineStats
-from infer.engine.step import StepRunner
-from infer.kvcache.pool import KVPool
+from infer.engine.serving import Serving
 from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
 from infer.sampling.params import SamplingParams
@@ -20,12 +17,12 @@ from infer.speculation.tree import Budget, DraftTree
 
 
 class ProfiledEngine:
-    """The part of an engine that the profiler times. It must be idle; `pool`, `steps` and `stats` are parts of it."""
+    """The part of an engine that the profiler times. It must be idle."""
 
-    def __init__(self, engine: EngineCore, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
-        self._engine, self._pool, self._steps, self._stats = engine, pool, steps, stats
-        self._speculator, self._threads = engine.speculator, engine.threads
-        self.overlap, self.step = engine.overlap, engine.step
+    def __init__(self, engine: Serving) -> None:
+        self._engine, self._steps, self._pool, self._stats = engine, engine.steps, engine.steps.pool, engine.steps.stats
+        self._speculator, self._threads = engine.steps.speculator, engine.threads
+        self.overlap, self.step = engine.steps.overlap, engine.step
 
     @contextmanager
     def decoding(

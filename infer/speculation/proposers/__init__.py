@@ -50,15 +50,17 @@ def build_proposers(
     return proposers
 
 
-def pack_head(head: Head, target: LlamaTarget, engine: EngineConfig, drafts: ProposerConfig) -> HeadProposer:
-    """Return the proposer that drafts with a copy of `head`, packed for serving beside the packed `target`."""
+def pack_head(
+    head: Head, target: LlamaTarget, engine: EngineConfig, drafts: ProposerConfig, *, own: bool = False
+) -> HeadProposer:
+    """Return the proposer that drafts with a copy of `head`, or `own` itself, packed beside the packed `target`."""
     weight = target.norm.weight
-    packed = copy.deepcopy(head, {id(target.embed_tokens): target.embed_tokens})
+    packed = head if own else copy.deepcopy(head, {id(target.embed_tokens): target.embed_tokens})
     borrow(packed, target)
     packed.to(device=weight.device, dtype=weight.dtype).eval().requires_grad_(False)
     narrow = drafter_format(engine.head_weights, weight.dtype, weight.device)
     pack(packed, exact=engine.exact, weight_format=narrow)
-    return HeadProposer(packed, target.config.num_layers, drafts)
+    return HeadProposer(packed, drafts)
 
 
 def pack_draft_model(

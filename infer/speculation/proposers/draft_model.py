@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.kvcache.pool import KVPool
 from infer.options.stored_weights import why_widened
 from infer.request import DrafterState, Phase, ProposerState, Request
 from infer.speculation.proposers.head import ModelProposer
@@ -59,10 +58,6 @@ class DraftModelProposer(ModelProposer):
     def __init__(self, head: DraftModelHead, config: ProposerConfig) -> None:
         super().__init__(head, config, "engine.draft_weights")
         self.context = head.config.model.max_position_embeddings
-
-    def attach(self, pool: KVPool, first_layer: int) -> None:
-        """Keep the model's KV in the layers of `pool` from `first_layer` on."""
-        self._attach(pool, first_layer)
 
     def begin(self, request: Request) -> DraftModelState:
         filled = request.computed if request.drafter.state is DrafterState.FULL else 0

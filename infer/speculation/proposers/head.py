@@ -106,6 +106,7 @@ class ModelProposer(Proposer):
             self.needs = Needs(kv_layers=(layer,) * shape.layers)
         self.module, self.loop = head, draft_loop(head)
         self._pool: KVPool | None = None
+        self.first_layer = 0  # its KV layers in the pool begin there
         self.set_drafts(config)
 
     def set_drafts(self, config: ProposerConfig) -> None:
@@ -136,8 +137,9 @@ class ModelProposer(Proposer):
         """Return from how many tokens a depth is drafted."""
         return self.loop.choices(config.candidates)
 
-    def _attach(self, pool: KVPool, first_layer: int) -> None:
-        self._pool = pool
+    def attach(self, pool: KVPool, first_layer: int) -> None:
+        """Keep the model's KV in the layers of `pool` from `first_layer` on."""
+        self._pool, self.first_layer = pool, first_layer
         self.loop.attach(pool.layers, first_layer)
 
     @abstractmethod
@@ -249,16 +251,16 @@ class CapturedDrafts(Protocol):
 
 
 class HeadProposer(ModelProposer):
-    """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on."""
+    """Drafts with `head`, packed for serving."""
 
     name = "head"
     _first_place = 1
 
-    def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
+    def __init__(self, head: Head, config: ProposerConfig) -> None:
         super().__init__(head, config, "engine.head_weights")
         warm_up = MIN_SEEN if self.needs.kv_layers else 0
         self.needs = self.needs._replace(aux_layers=head.config.aux_layers, warm_up=warm_up)
-        self.draft_ids, self._first_layer = self.loop.draft_ids, first_layer
+        self.draft_ids = self.loop.draft_ids
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
         # in which it drafts where they are captured and no draft needs the host
         self.graphs: CapturedDrafts | None = None
@@ -285,7 +287,7 @@ class HeadProposer(ModelProposer):
         It is `before` with the weights of this one, if they fit: what has captured them goes on.
         """
         if not before.fits(self.module):
-            self.attach(pool)
+            self.attach(pool, before.first_layer)
             return self
         copy_packed(self.module, before.module)
         before.loop.refresh()
@@ -300,9 +302,6 @@ class HeadProposer(ModelProposer):
             name = self.module.config.name
             raise ValueError(f"{key}: this {name} head drafts {max_depth} tokens at most, not {depth}")
         super().set_drafts(config)
-
-    def attach(self, pool: KVPool) -> None:
-        self._attach(pool, self._first_layer)
 
     def begin(self, request: Request) -> HeadState:
         """From a start within the text, the head's KV begins at a page boundary; no row attends to what lies before."""

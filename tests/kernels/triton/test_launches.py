@@ -53,7 +53,7 @@ MODELS = (  # kernels of the target and the head
 @pytest.fixture
 def make(make_small_engine, monkeypatch):  # noqa: F811
     monkeypatch.setenv(switch.SWITCH, "triton")
-    monkeypatch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)  # minutes in the interpreter
+    monkeypatch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
 
     def engine_for(kind, **options):
         proposer, shape = DRAFTS[kind]

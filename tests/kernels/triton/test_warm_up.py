@@ -43,7 +43,7 @@ REQUESTS = [
 @pytest.fixture
 def compiling(monkeypatch):
     monkeypatch.setenv(switch.SWITCH, "triton")
-    monkeypatch.setattr("infer.engine.core.probe_exactness", lambda *parts: None)  # minutes in the interpreter
+    monkeypatch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
     monkeypatch.setattr(warm_up, "compiles", lambda device: True)
 
 
