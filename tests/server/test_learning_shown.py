@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, expect
 from tests.server import patient
 from tests.server.harness import MakeServer, Server, repeat_until, wait_until
 from tests.server.test_learning import EAGER, learning_of, status_of
-from tests.server.test_playground import SIZES, browser, open_page  # noqa: F401
+from tests.server.test_playground import PHONE, browser, open_page  # noqa: F401
 
 NAMES = {
     "heads_taken_over_total": "taken_over",
@@ -67,10 +67,9 @@ def test_the_numbers_are_the_same_everywhere(learnt: Server) -> None:
     assert card["learns"] is True
 
 
-@SIZES
-def test_the_page_shows_them_beside_a_line(learnt: Server, browser: Browser, size: tuple[int, int]) -> None:  # noqa: F811
+def test_the_page_shows_them_beside_a_line(learnt: Server, browser: Browser) -> None:  # noqa: F811
     problems, status = list[str](), status_of(learnt)
-    page = open_page(learnt, browser, size, problems)
+    page = open_page(learnt, browser, PHONE, problems)
     line = rf"^Learnt, its process has ended: τ {status.tau:.2f}, {status.taken_over} heads? taken over$"
     expect(page.locator("#learning summary")).to_have_text(re.compile(line))
     page.locator("#learning summary").click()
@@ -83,19 +82,16 @@ def test_the_page_shows_them_beside_a_line(learnt: Server, browser: Browser, siz
     assert re.fullmatch(words, plot.get_attribute("aria-label") or "")
     points = (plot.locator("polyline").get_attribute("points") or "").split(" ")
     assert len(points) == len(status.history)
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= size[0]
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE[0]
     assert problems == []
     page.close()
 
 
-def test_without_learning_nothing_is_said_about_it(server: Server) -> None:
+def test_without_learning_nothing_is_said_about_it(server: Server, browser: Browser) -> None:  # noqa: F811
     assert not [name for name in server.metrics() if "learning" in name]
     response = patient.get(f"{server.url}/learning")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_learning")
     assert "learns" not in patient.get(f"{server.url}/v1/models").json()["data"][0]
-
-
-def test_without_learning_the_page_shows_nothing_of_it(server: Server, browser: Browser) -> None:  # noqa: F811
-    page = open_page(server, browser, (1280, 900), [])
+    page = open_page(server, browser, PHONE, [])
     expect(page.locator("#learning")).to_be_hidden()
     page.close()

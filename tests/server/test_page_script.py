@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,38 @@ except ImportError:
     NODE = shutil.which("node")
 
 
-def js(expression: str, **values: Any) -> Any:
-    """Return the value of a JavaScript expression, with `values` as its variables."""
+# Reads lines that are JSON, a function's text and its arguments, and writes the function's value as a line of JSON.
+SERVE = """
+require("node:readline").createInterface({ input: process.stdin }).on("line", (line) => {
+    const [text, values] = JSON.parse(line);
+    console.log(JSON.stringify(eval(text)(...values)));
+});
+"""
+
+
+@cache
+def node() -> subprocess.Popen[str]:
     if NODE is None:
         pytest.skip("no Node")
-    names = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in values.items())
-    script = f"{source(PURE)}\n{names}console.log(JSON.stringify({expression}));"
-    run = subprocess.run([NODE, "-"], input=script, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    running = subprocess.Popen(
+        [NODE, "-e", f"{source(PURE)}\n{SERVE}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    atexit.register(running.kill)
+    return running
+
+
+def js(expression: str, **values: Any) -> Any:
+    """Return the value of a JavaScript expression, with `values` as its variables; on an error Node ends."""
+    running = node()
+    assert running.stdin is not None
+    assert running.stdout is not None
+    running.stdin.write(json.dumps([f"({', '.join(values)}) => ({expression})", list(values.values())]) + "\n")
+    running.stdin.flush()
+    line = running.stdout.readline()
+    if not line:
+        node.cache_clear()
+        raise AssertionError(f"{expression}: Node ended with {running.wait()}; its own output says why")
+    return json.loads(line)
 
 
 BY_CHARACTER = """[...stream].reduce((so_far, char) => {

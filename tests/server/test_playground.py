@@ -16,7 +16,7 @@ from infer.server.playground import page as the_page
 from tests.server import patient
 from tests.server.harness import MakeServer, Server, slow_down
 
-SIZES = pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+DESKTOP, PHONE = (1280, 900), (390, 844)
 PATIENCE_MS = 240_000  # for expectations and actions; Playwright's defaults are 5 and 30 seconds
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -57,7 +57,7 @@ def open_page(server: Server, browser: Browser, size: tuple[int, int], problems:
     return page
 
 
-def open_chat(server: Server, browser: Browser, size: tuple[int, int] = (1280, 900), **fields: str) -> Page:
+def open_chat(server: Server, browser: Browser, size: tuple[int, int] = DESKTOP, **fields: str) -> Page:
     page = open_page(server, browser, size, [])
     fill_settings(page, temperature="0", max_tokens="40", **fields)
     return page
@@ -86,11 +86,10 @@ def bodies_of(page: Page) -> list[Any]:
     return bodies
 
 
-@SIZES
-def test_a_conversation(server: Server, browser: Browser, size: tuple[int, int]) -> None:
-    """By keyboard alone: requests carry the earlier turns, and a reload keeps the conversation."""
+def test_a_conversation(server: Server, browser: Browser) -> None:
+    """By keyboard alone, on a phone: requests carry the earlier turns, and a reload keeps the conversation."""
     problems: list[str] = []
-    page = open_page(server, browser, size, problems)
+    page = open_page(server, browser, PHONE, problems)
     fill_settings(page, temperature="0", max_tokens="40", seed="7")
     page.locator("#settings").evaluate("settings => { settings.open = false; }")
     page.press("#system-box summary", "Enter")
@@ -130,20 +129,8 @@ def test_a_conversation(server: Server, browser: Browser, size: tuple[int, int])
         "be brief",
         "7",
     ]
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= size[0]
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE[0]
     assert problems == []
-    page.close()
-
-
-def test_tints_can_be_put_out(server: Server, browser: Browser) -> None:
-    page = open_chat(server, browser)
-    send(page, "hello")
-    expect_done(page)
-    assert not (page.locator(".figures").text_content() or "").startswith("τ 1.00")
-    color = "node => getComputedStyle(node).backgroundColor"
-    assert page.locator(".answer .d1").first.evaluate(color) != "rgba(0, 0, 0, 0)"
-    page.uncheck("#tint")
-    assert page.locator(".answer .d1").first.evaluate(color) == "rgba(0, 0, 0, 0)"
     page.close()
 
 
@@ -184,6 +171,19 @@ def test_the_last_exchange_can_be_changed(server: Server, browser: Browser) -> N
     page.close()
 
 
+def check_names_and_tints(page: Page) -> None:
+    """Check that every control has a name, that news are announced, and that tints of drafts can be put out."""
+    named = "controls => controls.filter(c => !c.labels?.length && !c.textContent.trim()).map(c => c.id)"
+    assert page.eval_on_selector_all("input, select, textarea, button", named) == []
+    assert page.locator("#status").get_attribute("aria-live") == "polite"
+    assert page.locator("#announcer").get_attribute("aria-live") == "polite"
+    assert not (page.locator(".figures").text_content() or "").startswith("τ 1.00")
+    color = "node => getComputedStyle(node).backgroundColor"
+    assert page.locator(".answer .d1").first.evaluate(color) != "rgba(0, 0, 0, 0)"
+    page.uncheck("#tint")
+    assert page.locator(".answer .d1").first.evaluate(color) == "rgba(0, 0, 0, 0)"
+
+
 def test_what_goes_wrong_is_shown_at_the_turn(server: Server, browser: Browser) -> None:
     """Server unreachable, connection lost, key missing, output too long: each can be retried, and no prompt is lost."""
     page = open_chat(server, browser)
@@ -213,6 +213,7 @@ def test_what_goes_wrong_is_shown_at_the_turn(server: Server, browser: Browser) 
     retry.click()
     expect_done(page)
     assert "secret" not in page.evaluate("JSON.stringify({ ...sessionStorage })")
+    check_names_and_tints(page)
     fill_settings(page, max_tokens="100000")
     send(page, "and now")
     expect(page.get_by_role("alert")).to_contain_text("prompt and answer together")
@@ -255,7 +256,7 @@ def test_an_answer_can_be_stopped_and_scrolling_is_left_to_the_user(
 
 def test_what_a_model_writes_is_text(server: Server, browser: Browser) -> None:
     problems: list[str] = []
-    page = open_page(server, browser, (390, 844), problems)
+    page = open_page(server, browser, PHONE, problems)
     written = "<img src=x onerror=alert(1)>\n\n```html\n" + "<b>wide</b> " * 60 + "\n```\n- **one** `two`\n" + "w" * 300
     event = json.dumps({"choices": [{"delta": {"content": written}, "finish_reason": "stop"}]})
     body = f"data: {event}\n\ndata: [DONE]\n\n"
@@ -271,11 +272,10 @@ def test_what_a_model_writes_is_text(server: Server, browser: Browser) -> None:
     page.close()
 
 
-@SIZES
-def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, size: tuple[int, int]) -> None:
+def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser) -> None:
     """By keyboard alone: both runs of a pair give the same text, drafts are tinted, counters fit the requests."""
     problems: list[str] = []
-    page = open_page(server, browser, size, problems)
+    page = open_page(server, browser, DESKTOP, problems)
     fill_settings(page, temperature="0", max_tokens="60", seed="7")
     page.focus("input[value=completion]")
     page.keyboard.press("ArrowRight")
@@ -308,7 +308,7 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
     assert off.locator("[data-is=tau]").text_content() == "1.00"
     assert float(on.locator("[data-is=tau]").text_content() or 0) > 1
     assert re.match(r"1: \d+%", on.locator(".bars").get_attribute("aria-label") or "")
-    assert page.evaluate("() => document.documentElement.scrollWidth") <= size[0]
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= DESKTOP[0]
     assert problems == []
     page.close()
 
@@ -322,17 +322,6 @@ EVIDENCE = re.compile(
 )
 
 
-def test_every_control_has_a_name(server: Server, browser: Browser) -> None:
-    page = open_chat(server, browser)
-    send(page, "hello")
-    expect_done(page)
-    named = "controls => controls.filter(c => !c.labels?.length && !c.textContent.trim()).map(c => c.id)"
-    assert page.eval_on_selector_all("input, select, textarea, button", named) == []
-    assert page.locator("#status").get_attribute("aria-live") == "polite"
-    assert page.locator("#announcer").get_attribute("aria-live") == "polite"
-    page.close()
-
-
 def test_a_model_without_a_template_has_a_completion_box(
     make_server: MakeServer, tiny_target_folder: Path, tmp_path: Path, browser: Browser
 ) -> None:
@@ -340,7 +329,7 @@ def test_a_model_without_a_template_has_a_completion_box(
     shutil.copytree(tiny_target_folder, folder)
     (folder / "chat_template.jinja").unlink()
     with make_server(target=folder, proposer="ngram") as server:
-        complete(open_page(server, browser, (1280, 900), []), seed_that_returns_the_carriage(server))
+        complete(open_page(server, browser, DESKTOP, []), seed_that_returns_the_carriage(server))
 
 
 def seed_that_returns_the_carriage(server: Server) -> str:
