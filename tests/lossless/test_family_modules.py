@@ -14,6 +14,7 @@ from models.heads.base import Head
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.lossless.test_controller import Switch
+from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 from tests.train.conftest import write_family
 from train.data.sequences import Sequences
@@ -89,7 +90,7 @@ def test_drafts_change_no_token(served: Served, shape: str) -> None:
     assert len({(cache.shape, cache.dtype) for cache in layers}) == 1
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize_each({"served": list(FAMILIES), "shape": list(SHAPES)}, indirect=["served"])
 def test_pre_empted_requests_take_up_what_they_had(served: Served, shape: str) -> None:
     engine = engine_for(served, shape, max_tokens_in_cache=120)
     completions = engine.generate(served.prompts, params())
@@ -99,7 +100,7 @@ def test_pre_empted_requests_take_up_what_they_had(served: Served, shape: str) -
     check_pool(engine._pool, [])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize_each({"served": list(FAMILIES), "shape": list(SHAPES)[::-1]}, indirect=["served"])
 def test_modules_begin_within_a_text(served: Served, shape: str) -> None:
     engine, long = engine_for(served, shape), SamplingParams(max_tokens=80, ignore_eos=True)
     engine.speculator.planner = planner = Switch()

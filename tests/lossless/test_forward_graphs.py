@@ -134,8 +134,9 @@ def test_a_prompt_beside_requests_that_decode(make_small_engine, make_plain, for
     assert kind is None or forwards[kind] > 0
 
 
-@pytest.mark.parametrize("rule", ["typical", "block"])
-@pytest.mark.parametrize("drafts", ["chain", "tree", "n-gram"])
+@pytest.mark.parametrize(
+    ("drafts", "rule"), [("chain", "typical"), ("chain", "block"), ("tree", "block"), ("n-gram", "typical")]
+)
 def test_lossy_rules(make_small_engine, forwards, drafts, rule):
     """A block rule in an engine that drafts trees drafts a chain, for which the tree's graph is replayed."""
     results = []

@@ -25,6 +25,7 @@ from tests.heads import ONE_OF_EACH, make_head
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch
+from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -73,20 +74,23 @@ def responses(engine):
     return [(c.token_ids, c.logprobs, c.stats) for c in engine.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize(
-    ("proposer", "shape", "head"),
-    [
-        ("none", None, "eagle3, whole vocabulary"),
-        ("head", None, "eagle3, whole vocabulary"),
-        ("head", None, "mlp"),
-        ("head", TREE, "eagle3, whole vocabulary"),
-        ("head", None, "medusa"),
-        ("head", TREE, "p-eagle, one layer"),
-        ("head", None, "dspark"),
-        ("head", TREE, "dflash2"),
-    ],
+@parametrize_each(
+    {
+        "proposer, shape, head": [
+            ("none", None, "eagle3, whole vocabulary"),
+            ("none", None, "eagle3, whole vocabulary"),
+            ("head", None, "eagle3, whole vocabulary"),
+            ("head", None, "mlp"),
+            ("head", None, "medusa"),
+            ("head", TREE, "eagle3, whole vocabulary"),
+            ("head", TREE, "p-eagle, one layer"),
+            ("head", None, "dspark"),
+            ("head", TREE, "dflash2"),
+            ("head", None, "dspark"),
+        ],
+        "dtype, wide": [(torch.float32, False), (torch.bfloat16, True)],
+    }
 )
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, False), (torch.bfloat16, True)], ids=["tight", "wide"])
 def test_graphs_change_nothing(make_small_engine, expected, replays, monkeypatch, dtype, proposer, shape, head, wide):
     """With batch sizes that fit as tightly as possible, and with one that is much too large."""
     if wide:
@@ -105,10 +109,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, monkeypatch
     check_pool(engine._pool, [])
 
 
-@pytest.mark.parametrize(
-    ("head", "head_weights"),
-    [*((head, "int8") for head in ONE_OF_EACH), *((head, "same") for head in ("eagle3", "medusa", "dspark"))],
-)
+@parametrize_each({"head": ONE_OF_EACH, "head_weights": ["int8", "same"]})
 def test_a_head_of_the_same_shape_is_not_captured_again(make_small_engine, monkeypatch, head, head_weights):
     """As in the evaluations of a training run. With the first weights again, drafts are the first ones again."""
     captures, capture = Counter(), Graph.__init__

@@ -12,6 +12,7 @@ from models.heads.weights import initialize
 from models.targets import load_target
 from tests.heads import make_head
 from tests.lossless.plain import GREEDY, SAMPLED, answer_all, ids
+from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 
 DRAFTS = {
@@ -25,8 +26,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("drafts", DRAFTS)
+@parametrize_each({"drafts": list(DRAFTS), "dtype": [torch.float32, torch.bfloat16]})
 def test_an_update_within_requests_changes_no_token(make_small_engine, dtype, drafts):
     """Requests decode, wait, share cached pages and are pre-empted while the weights change every third step."""
     head, shape = DRAFTS[drafts]

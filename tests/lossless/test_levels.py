@@ -17,7 +17,7 @@ from kernels.operands import Drafting
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
-from tests.pairwise import parametrize_pairs
+from tests.pairwise import parametrize_each
 
 KINDS = {
     "eagle3": ("eagle3", {"draft_vocab_size": 208}),
@@ -177,7 +177,7 @@ def check(engine):
     assert engine.speculator.failures == 0
 
 
-@parametrize_pairs({"kind": list(KINDS), "dtype": [torch.float32, torch.bfloat16], "weights": ["same", "int8", "q8_0"]})
+@parametrize_each({"kind": list(KINDS), "weights": ["same", "int8", "q8_0"], "dtype": [torch.float32, torch.bfloat16]})
 def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     engine = serve(folder, kind, dtype, weights)
     check(engine)
@@ -198,7 +198,7 @@ def test_in_one_call_a_level_it_grows_the_same_trees(folder, kind, shape, dtype,
     check(engine)
 
 
-@parametrize_pairs(
+@parametrize_each(
     {
         "kind": list(KINDS),
         "dtype": [torch.float32, torch.bfloat16],

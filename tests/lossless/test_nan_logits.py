@@ -14,6 +14,7 @@ from infer.request import SamplingParams
 from infer.sampling.emission import NAN
 from tests.lossless.random_requests import VOCAB_SIZE
 from tests.lossless.test_isolation import nothing_is_held, run
+from tests.pairwise import parametrize_each
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=5)
@@ -40,12 +41,12 @@ def plain(make_plain):
     return {name: make_plain(small=True)(*request).token_ids for name, request in REQUESTS.items()}
 
 
-@pytest.fixture(params=WAYS)
-def engine(request, make_small_engine):
-    return make_small_engine(max_batch=8, **WAYS[request.param])
+@pytest.fixture
+def engine(way, make_small_engine):
+    return make_small_engine(max_batch=8, **WAYS[way])
 
 
-@pytest.mark.parametrize("doomed", REQUESTS)
+@parametrize_each({"way": list(WAYS), "doomed": list(REQUESTS)})
 def test_the_request_ends_where_its_logits_are_nan(engine, plain, doomed):
     others = {token for name in REQUESTS if name != doomed for token in (*plain[name], *REQUESTS[name][0])}
     own = plain[doomed]
@@ -59,6 +60,7 @@ def test_the_request_ends_where_its_logits_are_nan(engine, plain, doomed):
     nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_at_the_first_token_too(engine, plain):
     engine.target.embed_tokens.weight.data[3] = math.nan
     answers, ends = run(engine, {"doomed": ([7, 3], GREEDY), "greedy": REQUESTS["greedy"]})
@@ -66,6 +68,7 @@ def test_at_the_first_token_too(engine, plain):
     assert 3 in plain["greedy"] or answers["greedy"].token_ids == plain["greedy"]
 
 
+@pytest.mark.parametrize("way", WAYS)
 def test_drafts_that_are_rejected_end_nothing_and_leave_nothing(engine, plain):
     """Every token that no request has is such a draft. Its keys and values stay behind in pages that are read."""
     used = {token for name, (prompt, _) in REQUESTS.items() for token in (*plain[name], *prompt)}

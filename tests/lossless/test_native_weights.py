@@ -20,6 +20,7 @@ from models.targets import load_target
 from tests.gguf_writing import write_gguf
 from tests.heads import make_head
 from tests.lossless.plain import GREEDY, ids
+from tests.pairwise import parametrize_each
 from tests.unit.quantized_writers import gptq, gptq_config, write
 
 KINDS = {"Q4_1": (Kind.Q4_1,), "Q4_K_M": (Kind.Q4_K, Kind.Q6_K, Kind.Q5_0)}
@@ -77,9 +78,7 @@ def make_engine(checkpoint, dtype, proposer="none", shape=None, **config):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activations", ["same", "auto"])
-@pytest.mark.parametrize("name", FORMATS)
+@parametrize_each({"name": list(FORMATS), "activations": ["same", "auto"], "dtype": [torch.float32, torch.bfloat16]})
 def test_drafts_change_no_token(checkpoints, name, activations, dtype):
     checkpoint = checkpoints(name)
     oracle = make_engine(checkpoint, dtype, max_batch=1, prefix_cache=False, activations=activations)

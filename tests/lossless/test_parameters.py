@@ -110,8 +110,13 @@ def controlled(engine: Engine) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "adaptive"),
+    [
+        *((name, False) for name in ENGINES),
+        *((name, True) for name in ("suffix", "head chain", "head tree", "combined")),
+    ],
+)
 def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, name, adaptive):
     engine = make_small_engine(max_batch=24, **ENGINES[name])
     engine = controlled(engine) if adaptive else engine

@@ -7,9 +7,10 @@ import torch
 
 from infer.request import SamplingParams
 from tests.heads import WINDOWED
+from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 
-TOKENS = 24
+TOKENS = 16
 PAGE = 8
 ENGINES = {
     "none": {"proposer": "none"},
@@ -73,7 +74,7 @@ def count_prefilled(engine):
     ("name", "dtype"),
     [
         *((name, torch.float32) for name in ENGINES),
-        *((name, torch.bfloat16) for name in ("none", "head chain", "head tree", "p-eagle head chain", "combined")),
+        *((name, torch.bfloat16) for name in ("head tree", "combined")),
     ],
 )
 def test_hits_and_misses_answer_alike(make_engine, expected, name, dtype):
@@ -113,8 +114,12 @@ def test_pre_empted_requests_take_up_what_they_had(make_engine, expected):
     check_pool(engine._pool, [])
 
 
-@pytest.mark.parametrize("name", ["none", "head chain", "head tree", "draft model", "draft model tree"])
-@pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 37])
+@parametrize_each(
+    {
+        "name": ["none", "head chain", "head tree", "draft model", "draft model tree"],
+        "length": [PAGE + 1, 1, PAGE, 37],
+    }
+)
 def test_answers_to_one_prompt_share_it(make_engine, name, length):
     prompt = make_prompts()[10][:length]
     engine = make_engine(page_size=PAGE, max_batch=8, **ENGINES[name])

@@ -13,12 +13,11 @@ from models.targets import load_target
 from tests.heads import ONE_OF_EACH
 from tests.lossless.oracles import WrongThenRight
 from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.pairwise import parametrize_pairs
 from tests.pools import check_pool
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("proposer", ["none", "ngram", "head"])
-@pytest.mark.parametrize("batch", [1, 8])
+@parametrize_pairs({"proposer": ["none", "ngram", "head"], "batch": [8, 1], "dtype": [torch.float32, torch.bfloat16]})
 def test_on_and_off_in_any_batch(make_engine, prompts, expected, dtype, proposer, batch):
     engine = make_engine(dtype, proposer, max_batch=batch)
     for params in (GREEDY, SAMPLED):
@@ -37,12 +36,9 @@ def test_on_and_off_in_any_batch(make_engine, prompts, expected, dtype, proposer
 
 @pytest.mark.parametrize(
     ("head", "dtype", "params"),
-    [  # every pair of two
-        (head, dtype, params)
-        for index, head in enumerate(ONE_OF_EACH)
-        for dtype, params in zip(
-            (torch.float32, torch.bfloat16), (SAMPLED, GREEDY) if index % 2 else (GREEDY, SAMPLED), strict=True
-        )
+    [
+        *((head, torch.float32, (GREEDY, SAMPLED)[index % 2]) for index, head in enumerate(ONE_OF_EACH)),
+        *((head, torch.bfloat16, (SAMPLED, GREEDY)[index % 2]) for index, head in enumerate(ONE_OF_EACH[1::3])),
     ],
 )
 def test_every_head(make_engine, prompts, expected, head, dtype, params):
@@ -114,8 +110,7 @@ def test_seeds_tell_requests_apart_and_are_returned(make_engine, prompts):
     assert engine.generate([prompts[5]], seeded)[0].token_ids == first.token_ids
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(("dtype", "params"), [(torch.float32, SAMPLED), (torch.bfloat16, GREEDY)])
 def test_every_length_of_accepted_run(make_engine, prompts, expected, dtype, params):
     responses = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=9, max_batch=5)

@@ -56,19 +56,11 @@ def generate_twice(engine):
     return [(a.token_ids, a.logprobs, a.prompt_logprobs) for a in completions]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def dtype(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_target_folder, dtype):
-    """Outputs of plain decoding in this process."""
-    return generate_twice(load(tiny_target_folder, dtype, 1, "none"))
-
-
-@pytest.mark.parametrize("shape", [{}, {"tree": "beam:4x3"}], ids=["chain", "tree"])
-def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, expected, shape):
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", {"tree": "beam:4x3"}), ("bfloat16", {})], ids=["tree", "chain"]
+)
+def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, shape):
+    expected = generate_twice(load(tiny_target_folder, dtype, 1, "none"))
     head = HeadConfig(name="eagle3", path=str(tiny_head_folder))
     engine = load(tiny_target_folder, dtype, 2, "head", head, **shape)
     try:

@@ -13,6 +13,7 @@ from kernels.cpu.library import SWITCH, library
 from tests.heads import ONE_OF_EACH, WINDOWED
 from tests.lossless.oracles import Thicket
 from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.pairwise import parametrize_each, parametrize_pairs
 from tests.pools import check_pool
 
 SHAPES = {
@@ -71,8 +72,7 @@ def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kern
         assert accepted > len(subset) * 6  # the draft model is the target itself
 
 
-@pytest.mark.parametrize(("shape", "params"), [("wide", SAMPLED), ("fixed", GREEDY)])
-@pytest.mark.parametrize("head", [*ONE_OF_EACH, *WINDOWED])
+@parametrize_each({"head": [*ONE_OF_EACH, *WINDOWED], "shape, params": [("wide", SAMPLED), ("fixed", GREEDY)]})
 def test_trees_of_every_head(make_engine, prompts, expected, head, shape, params):
     """Both shapes with both parameters: `test_head_trees`."""
     engine = make_engine(head=head, shape=SHAPES[shape], max_batch=8, max_tokens_in_cache=512)
@@ -117,9 +117,7 @@ def test_trees_at_the_end_of_the_context(make_engine):
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("seed", [0, 1])
+@parametrize_pairs({"dtype": [torch.float32, torch.bfloat16], "params": [GREEDY, SAMPLED], "seed": [0, 1]})
 def test_any_valid_tree(make_engine, prompts, expected, dtype, params, seed):
     responses = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=12, max_batch=5)

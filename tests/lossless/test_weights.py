@@ -13,6 +13,7 @@ from models.heads.block import BlockHead, base_logits
 from tests.heads import ONE_OF_EACH
 from tests.interpreted import scaled
 from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.pairwise import parametrize_each
 
 
 @pytest.mark.parametrize(("weights", "error"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.2)])
@@ -28,8 +29,7 @@ def test_drafts_change_no_token_of_a_target_with_narrow_weights(make_small_engin
     assert 0 < (logits - reference).abs().max() < error * reference.abs().max()
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "q8_0"])
-@pytest.mark.parametrize("head", ONE_OF_EACH)
+@parametrize_each({"head": ONE_OF_EACH, "weights": ["int8", "int4", "q8_0"]})
 def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     make_engine, prompts, expected, head, weights
 ):

@@ -48,8 +48,9 @@ def greedy_pair(server: Server, tokenizer: Any) -> tuple[str, str]:
     raise AssertionError("no such token")
 
 
-@pytest.mark.parametrize("tokenizer", ["auto", "huggingface"])
-@pytest.mark.parametrize("together", [{"batch_size": 3}, {"num_concurrent": 4}], ids=["batch", "concurrent"])
+@pytest.mark.parametrize(
+    ("tokenizer", "together"), [("auto", {"batch_size": 3}), ("huggingface", {"num_concurrent": 4})]
+)
 def test_lm_eval_s_loglikelihoods(
     server: Server, reference: Any, tiny_target_folder: Path, tiny_tokenizer: Any, tokenizer: str, together: Any
 ) -> None:
@@ -94,8 +95,9 @@ def test_lm_eval_generates(server: Server, tiny_target_folder: Path) -> None:
     assert text == response.json()["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}])
+@pytest.mark.parametrize(
+    ("chat", "sampling"), [(False, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}), (True, {})]
+)
 def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[str, Any]) -> None:
     """The server accepts what its OpenAI back ends send and returns what they read: chunks, [DONE], usage, /metrics."""
     body: dict[str, Any] = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}

@@ -25,7 +25,7 @@ def test_no_500_and_no_hang(make_server: MakeServer) -> None:
 
 def try_out(operation: Any) -> None:
     @settings(
-        max_examples=15,
+        max_examples=10,
         deadline=None,
         derandomize=True,
         phases=[Phase.explicit, Phase.generate],

@@ -43,6 +43,7 @@ from models.heads.weights import checkpoint_tensors
 from models.targets import load_target
 from tests.heads import VARIANTS, make_head
 from tests.lossless.plain import ids
+from tests.pairwise import parametrize_each
 from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, repeat_until, wait_until
 from tests.server.test_process import start
@@ -253,29 +254,29 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("engine", ["same"], indirect=True)
-def test_a_broken_candidate_is_refused_and_serving_goes_on(
-    engine: Engine, trainer: ByHand, tiny_target_folder: Path, tiny_head_folder: Path, broken: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+def test_broken_candidates_are_refused_and_serving_goes_on(
+    engine: Engine, trainer: ByHand, tiny_target_folder: Path, tiny_head_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert engine.head is not None
     before = {name: value.clone() for name, value in engine.head.state_dict().items()}
     expected = plain(engine, REQUESTS[1:2])
     loop = loop_of(engine, trainer)
     assert loop.learning is not None
     wrong, good = candidates(tiny_target_folder, tiny_head_folder)
-    tensors = {name: value.clone() for name, value in wrong.tensors.items()}
-    BROKEN[broken](tensors)
-    send(trainer.theirs, wrong._replace(tensors=tensors))
     inbox = loop.learning._inbox
-    wait_until(lambda: not inbox.empty())
-    assert served(loop, REQUESTS[1:2]) == expected
-    status = loop.learning.status
-    assert (status.refused, status.taken_over, status.running) == (1, 0, True)
-    assert all(torch.equal(value, before[name]) for name, value in engine.head.state_dict().items())
-    (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line.getMessage().startswith("what the head has learnt is refused, and it stays as it is: ")
+    for number, (broken, spoil) in enumerate(BROKEN.items(), start=1):
+        tensors = {name: value.clone() for name, value in wrong.tensors.items()}
+        spoil(tensors)
+        caplog.clear()
+        send(trainer.theirs, wrong._replace(tensors=tensors))
+        wait_until(lambda: not inbox.empty())
+        assert served(loop, REQUESTS[1:2]) == expected, broken
+        status = loop.learning.status
+        assert (status.refused, status.taken_over, status.running) == (number, 0, True), broken
+        assert all(torch.equal(value, before[name]) for name, value in engine.head.state_dict().items()), broken
+        (line,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert line.getMessage().startswith("what the head has learnt is refused, and it stays as it is: "), broken
     send(trainer.theirs, good)
     wait_until(lambda: not inbox.empty())
     assert served(loop, REQUESTS[1:2]) == expected
@@ -283,9 +284,13 @@ def test_a_broken_candidate_is_refused_and_serving_goes_on(
     loop.learning.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "variant", ["eagle3, the target's embedding", "mtp", "medusa", "lstm", "p-eagle", "dflash2, truncated", "dspark"]
+@parametrize_each(
+    {
+        "variant": [
+            *("eagle3, the target's embedding", "mtp", "medusa", "lstm", "p-eagle", "dflash2, truncated", "dspark"),
+        ],
+        "dtype": ["float32", "bfloat16"],
+    }
 )
 def test_a_head_of_each_kind_is_taken_over(
     tiny_target: Any, tiny_target_folder: Path, tmp_path: Path, variant: str, dtype: str
@@ -374,12 +379,13 @@ def test_requests_that_say_no_are_no_examples(make_server: MakeServer) -> None:
     body = {"max_tokens": 6, "ignore_eos": True}
     chat = body | {"model": MODEL, "messages": [{"role": "user", "content": "x = 1"}]}
     response = {"model": MODEL, "input": "x = 1", "max_output_tokens": 6, "ignore_eos": True}
-    with make_server(learning=LearningConfig()) as server:
+    with make_server(learning=LearningConfig(nice=0)) as server:
         for no in ({"learn": False}, {"store": False}, {"cache_salt": "mine"}):
             assert server.complete(**body, **no, n=2).status_code == 200
             assert server.post("/v1/chat/completions", chat | no).status_code == 200
             assert server.post("/v1/messages", chat | no).status_code == 200
             assert server.post("/v1/responses", response | no).status_code == 200
+        process = learning_of(server)._trainer._process
         assert learning_of(server)._recorder._running == {}
         assert status_of(server).examples == 0
         count = 0
@@ -391,6 +397,9 @@ def test_requests_that_say_no_are_no_examples(make_server: MakeServer) -> None:
             count += 4
             wait_until(lambda: status_of(server).examples == count)  # noqa: B023
         assert status_of(server).dropped == 0
+        assert process.poll() is None
+        assert server.finish() == 0
+        assert process.returncode is not None, "the trainer ends with the server"
 
 
 def test_a_killed_trainer_is_said_once_and_serving_goes_on(
@@ -412,17 +421,6 @@ def test_a_killed_trainer_is_said_once_and_serving_goes_on(
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert line.startswith("the head learns no more, and stays as it is; ")
     assert line.endswith("signal 9")
-
-
-def test_the_trainer_ends_with_the_server_and_another_server_learns(make_server: MakeServer) -> None:
-    for _ in range(2):
-        with make_server(learning=EAGER) as server:
-            assert server.complete(max_tokens=6, ignore_eos=True).status_code == 200
-            wait_until(lambda: status_of(server).examples == 1)
-            process = learning_of(server)._trainer._process
-            assert process.poll() is None
-            assert server.finish() == 0
-            assert process.returncode is not None
 
 
 def command(target: Path, head: Path, *words: str) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairwise import parametrize_each
 from tests.simulated_cuda.install import simulated_cuda
 from tests.simulated_cuda.machine import Machine
 from tests.simulated_cuda.serving import waits_of
@@ -18,8 +19,7 @@ def test_a_step_waits_where_the_table_says(cuda: Machine, target_folder: Path, d
     check(heading(drafter, graphs), lines(waits_of(target_folder, cuda, drafter, graphs=graphs)))
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@parametrize_each({"objective": list(OBJECTIVES), "device": ["cuda:0", "cuda:1"]})
 def test_training_waits_where_the_table_says(target_folder: Path, objective: str, device: str) -> None:
     with simulated_cuda(computed=set()) as machine:
         machine.current = int(device[-1])

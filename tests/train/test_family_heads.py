@@ -21,6 +21,7 @@ from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
 from tests.heads import ONE_OF_EACH, make_head, memorise
 from tests.hub_cache import tiny_tokenizer
+from tests.pairwise import parametrize_each
 from tests.train.conftest import STEPS, write_family
 from tests.train.running import SETTINGS, run
 from train.data.sequences import Sequences
@@ -67,17 +68,23 @@ def family_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return write_family(kind, tmp_path_factory.mktemp(request.param.replace(" ", "-")), **options)
 
 
-@pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3", "mtp"])
+@parametrize_each(
+    {"family_folder": list(FAMILIES), "variant": ["eagle, the target's embedding", "eagle3", "mtp"]},
+    indirect=["family_folder"],
+)
 def test_a_head_drafts_as_it_was_trained(variant: str, family_folder: Path) -> None:
     drafts_as_trained(variant, family_folder)
 
 
 @pytest.mark.parametrize("family_folder", ["opt as 350m"], indirect=True)
-@pytest.mark.parametrize("variant", [name for name in ONE_OF_EACH if name not in ("eagle3", "mtp", "draft-model")])
+@pytest.mark.parametrize(
+    "variant", [name for name in ONE_OF_EACH if name not in ("eagle3", "mtp", "lstm", "draft-model")]
+)
 def test_every_head_reads_projected_embeddings(variant: str, family_folder: Path) -> None:
     drafts_as_trained(variant, family_folder)
 
 
+@pytest.mark.parametrize("family_folder", ["gemma", "granite", "deepseek v3", "gpt oss", "opt as 350m"], indirect=True)
 def test_the_commands_train_and_serve_a_head_of_each_family(
     family_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

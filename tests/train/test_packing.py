@@ -16,6 +16,7 @@ from models.heads.objectives import BlockObjectiveConfig
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective
+from tests.pairwise import parametrize_each
 from train.checkpoint import find_checkpoint, load_file
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences, best_fit
@@ -129,8 +130,7 @@ OBJECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-@pytest.mark.parametrize(("variant", "name"), OBJECTIVES)
+@parametrize_each({"variant, name": OBJECTIVES, "reduction": ["token", "sequence"]})
 def test_losses_are_those_of_the_documents_unpacked(
     variant: str, name: str, reduction: str, tiny_target: LlamaTarget, documents: Sequences
 ) -> None:

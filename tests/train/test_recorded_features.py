@@ -77,8 +77,7 @@ def generating(request: pytest.FixtureRequest, tiny_target_folder: Path, tiny_to
     return engine
 
 
-@pytest.mark.parametrize("top_k", [None, 8])
-@pytest.mark.parametrize("dtype", ["same", "fp8"])
+@pytest.mark.parametrize(("dtype", "top_k"), [("same", 8), ("fp8", None)])
 def test_what_is_recorded_is_what_would_be_computed(
     dtype: str, top_k: int | None, generating: Engine, tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -81,8 +81,7 @@ def test_one_cold_plain_step_does_not_make_drafts_look_good():
     assert simulation.run(1500).drafted < 0.2
 
 
-@pytest.mark.parametrize("machine", [SMOLLM2, WIDE, GPU], ids=lambda machine: machine.name)
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("machine", "batch"), [(SMOLLM2, 1), (SMOLLM2, 4), (WIDE, 1), (GPU, 4)])
 def test_where_drafts_do_not_pay_probes_cost_half_a_percent(machine, batch):
     machine = replace(machine, noise=0.0)
     plain = references(machine, USELESS, batch, 4000, limit=Budget(1, 1))[0]

@@ -25,6 +25,7 @@ from models.targets import ARCHITECTURES, check_weights, empty_target, load_targ
 from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
 from tests.heads import make_head
+from tests.pairwise import parametrize_each
 from tests.unit.quantized_writers import FP8, fp8_blocks, write
 from tests.unit.reference import (
     TOLERANCE,
@@ -272,8 +273,7 @@ def test_experts_in_mxfp4(make_family_folder, tmp_path):
         load_target(str(quantized))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FAMILIES)
+@parametrize_each({"name": list(FAMILIES), "dtype": [torch.float32, torch.bfloat16]})
 def test_drafts_change_no_token(make_family_folder, name, dtype):
     folder = make_family_folder(name)
     generator = torch.Generator().manual_seed(1)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.pairwise import parametrize_pairs
+from tests.pairwise import parametrize_each, parametrize_pairs
 
 FACTORS = {
     "dtype": ["fp32", "bf16"],
@@ -30,3 +30,16 @@ def test_all_pairs_occur(seed: int) -> None:
 def test_the_cases_are_the_same_each_time() -> None:
     assert parametrize_pairs(FACTORS).args == parametrize_pairs(FACTORS).args
     assert parametrize_pairs(FACTORS, ids=str).kwargs == {"ids": str}
+
+
+def test_each_value_occurs_and_the_rest_take_turns() -> None:
+    factors = {"head": "abcde", "dtype, size": [(16, 1), (32, 2)], "greedy": [True, False]}
+    names, cases = parametrize_each(factors, ids=str).args
+    assert names == ["head", "dtype", "size", "greedy"]
+    assert cases == [
+        ("a", 16, 1, True),
+        ("b", 32, 2, True),
+        ("c", 16, 1, False),
+        ("d", 32, 2, False),
+        ("e", 16, 1, True),
+    ]
