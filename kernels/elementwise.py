@@ -67,8 +67,7 @@ def add_rms_norm(
     if _in_triton(x, delta):
         from kernels.triton import elementwise as gpu
 
-        options = {"centered": centered, "out_dtype": norm_dtype(x, weight)}
-        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, **options)
+        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, centered=centered)
         return normed.view(x.shape), total.view(x.shape)
     total = x + delta
     return rms_norm(total, weight, eps, centered=centered), total

@@ -2,7 +2,7 @@
 """Row-wise operations on a GPU: one program per row, or part of one, with block sizes that depend on the sizes alone.
 
 Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where torch would round them. A norm's output
-has x's dtype by default, and another one of a residual stream in fp32.
+has the dtype that `norm_dtype` states by default.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.elementwise import norm_dtype
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps
 from kernels.triton.launch import Variant
 
@@ -76,7 +77,7 @@ def layer_norm_kernel(x, weight, bias, out, x_stride, size, eps, SIZE: tl.conste
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
     rows, size = x.shape
-    out = x.new_empty(rows, size, dtype=out_dtype)
+    out = x.new_empty(rows, size, dtype=out_dtype or norm_dtype(x, weight))
     layer_norm_kernel[(rows,)](
         x,
         weight,
@@ -118,23 +119,17 @@ def rms_norm(
 ) -> Tensor:
     """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
     rows, size = x.shape
-    out = x.new_empty(rows, size, dtype=out_dtype)
+    out = x.new_empty(rows, size, dtype=out_dtype or norm_dtype(x, weight))
     _norm(x, x, weight, out, out, eps, add=False, centered=centered)
     return out
 
 
 def add_rms_norm(
-    x: Tensor,
-    delta: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    centered: bool = False,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x and delta `[R, H]` -> the norm of their sum, and the sum."""
     rows, size = x.shape
-    out, total = x.new_empty(rows, size, dtype=out_dtype), x.new_empty(rows, size)
+    out, total = x.new_empty(rows, size, dtype=norm_dtype(x, weight)), x.new_empty(rows, size)
     _norm(x, delta, weight, out, total, eps, add=True, centered=centered)
     return out, total
 

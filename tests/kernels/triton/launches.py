@@ -114,9 +114,9 @@ def norms(rows, width):
     elementwise.add_rms_norm(x, x, weight, 1e-5)
     elementwise.layer_norm(x, weight, weight, 1e-5)
     stream = empty(rows, width, dtype=FP32)[:, :4096]
-    elementwise.rms_norm(stream, weight, 1e-5, out_dtype=BF16)
-    elementwise.add_rms_norm(stream, stream, weight, 1e-5, out_dtype=BF16)
-    elementwise.layer_norm(stream, weight, weight, 1e-5, out_dtype=BF16)
+    elementwise.rms_norm(stream, weight, 1e-5)
+    elementwise.add_rms_norm(stream, stream, weight, 1e-5)
+    elementwise.layer_norm(stream, weight, weight, 1e-5)
     elementwise.norm_beside(x, x, weight, weight, 1e-5)
     ids = empty(rows, dtype=torch.int64)
     elementwise.embed_norm_gelu(x, ids, empty(128256, 4096), 0.3, weight, weight, 1e-6)
