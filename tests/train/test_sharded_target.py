@@ -15,6 +15,7 @@ from infer.engine import Engine
 from infer.options.cli import compose
 from infer.request import SamplingParams
 from models.config import LAST
+from models.layers import pack
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
@@ -141,14 +142,20 @@ class SingleProcess:
         return flag
 
 
-@pytest.mark.parametrize("form", ["folder", "GGUF file"])
-def test_layers_of_two_kinds_give_the_bits_of_a_whole_target(form: str, gemma_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "dtype"), [("folder", torch.bfloat16), ("GGUF file", torch.float32)])
+@torch.no_grad()
+def test_layers_of_two_kinds_give_the_bits_of_a_whole_target(
+    form: str, dtype: torch.dtype, gemma_folder: Path, tmp_path: Path
+) -> None:
     path = gemma_folder
     if form == "GGUF file":
         path = tmp_path / "gemma.gguf"
         write_gguf(gemma_folder, path)
-    full, gathered = load_target(str(path)), load_target(str(path), exchange=SingleProcess())
-    assert torch.equal(outputs_of(gathered, batches_of(0), (2, 5)), outputs_of(full, batches_of(0), (2, 5)))
+    full, gathered = (load_target(str(path), dtype=dtype, exchange=each) for each in (None, SingleProcess()))
+    for _ in range(2):
+        assert torch.equal(outputs_of(gathered, batches_of(0), (2, 5)), outputs_of(full, batches_of(0), (2, 5)))
+        pack(full)
+        pack(gathered)
 
 
 def test_a_target_whose_routers_are_in_fp32_is_sharded_in_fp32_alone(tmp_path: Path) -> None:
