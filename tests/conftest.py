@@ -55,6 +55,7 @@ CHAT_TEMPLATE = (
 )
 
 MakeTarget = Callable[..., Path]
+Once = Callable[[str, Callable[[Path], object]], Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -127,6 +128,24 @@ def train_tiny_tokenizer() -> Any:
     tokenizer.train_from_iterator([Path(textwrap.__file__).read_text(encoding="utf-8")], trainer)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Return `once(name, make)`: the folder that `make` has filled, for all workers of a run, as it takes seconds."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        place = base / f"once {name}"
+        if not place.is_dir():
+            folder = tmp_path_factory.mktemp("once")
+            make(folder)
+            with contextlib.suppress(OSError):  # another worker was first
+                folder.rename(place)
+        return place
+
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,36 +13,31 @@ from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.interpreted import scaled
-from tests.lossless.plain import GREEDY, SAMPLED, MakePlain, Plain, ids
+from tests.lossless.plain import GREEDY, MakePlain, Plain, ids
 from tests.lossless.random_requests import VOCAB_SIZE
 from train.data.sequences import Sequences
 
 
 @pytest.fixture(scope="session")
-def trained_head_folder(tiny_target, tiny_target_folder, tmp_path_factory, prompts):
+def trained_head_folder(tiny_target, tiny_target_folder, once, prompts):
     """`trained_head_folder(name)`: the folder of an exported head that has memorised some greedy outputs."""
-    folders = {}
 
-    def make(name):
-        if name not in folders:
-            engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
-            completions = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
-            rows = [
-                (a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids))
-                for a in completions
-            ]
-            head = make_head(tiny_target, name, seed=3)
-            memorise(head, engine.target, Sequences.of(rows), 5)
-            folders[name] = tmp_path_factory.mktemp("head")
-            metadata = {
-                "verifier": tiny_target.path,
-                "verifier_architecture": "LlamaForCausalLM",
-                "speculative_tokens": 4,
-            }
-            save_head(head, folders[name], provenance={"target_fingerprint": tiny_target.fingerprint}, **metadata)
-        return folders[name]
+    def train(name, folder):
+        engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
+        completions = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
+        rows = [
+            (a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in completions
+        ]
+        head = make_head(tiny_target, name, seed=3)
+        memorise(head, engine.target, Sequences.of(rows), 5, rounds=45)
+        metadata = {
+            "verifier": tiny_target.path,
+            "verifier_architecture": "LlamaForCausalLM",
+            "speculative_tokens": 4,
+        }
+        save_head(head, folder, provenance={"target_fingerprint": tiny_target.fingerprint}, **metadata)
 
-    return make
+    return lambda name: once(f"head {name}", partial(train, name))
 
 
 @pytest.fixture(scope="session")
@@ -99,12 +95,15 @@ def prompts():
 @pytest.fixture(scope="session")
 def expected(make_engine, prompts):
     """Token ids of plain decoding, one request at a time, by dtype and parameters, in the order of the prompts."""
-    token_ids = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        engine = make_engine(dtype, "none")
-        for params in (GREEDY, SAMPLED):
-            token_ids[dtype, params] = [ids(engine.generate([prompt], params))[0] for prompt in prompts]
-    return token_ids
+
+    class Expected(dict):
+        def __missing__(self, key):
+            dtype, params = key
+            engine = make_engine(dtype, "none")
+            self[key] = [ids(engine.generate([prompt], params))[0] for prompt in prompts]
+            return self[key]
+
+    return Expected()
 
 
 SMALL = {

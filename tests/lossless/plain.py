@@ -10,8 +10,8 @@ from infer.request import Completion, SamplingParams, StepOutput
 from infer.sampling.logprobs import TokenLogprob
 from tests.interpreted import scaled
 
-GREEDY = SamplingParams(max_tokens=scaled(40, 6), ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=scaled(40, 6), ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
+GREEDY = SamplingParams(max_tokens=scaled(24, 6), ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=scaled(24, 6), ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
 
 
 def ids(completions: Iterable[Completion]) -> list[list[int]]:

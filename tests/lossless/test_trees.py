@@ -55,21 +55,20 @@ def torch_kernels(monkeypatch):
     library.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kernels, dtype):
+@pytest.mark.parametrize(("dtype", "params"), [(torch.float32, SAMPLED), (torch.bfloat16, GREEDY)])
+def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kernels, dtype, params):
     subset = prompts[1::3]  # lengths past the edge of a page and at that of a tile, and a prompt that repeats itself
-    two_sources = {"sources": ["head", "draft_model"]}
+    two_sources, params = {"sources": ["head", "draft_model"]}, replace(params, max_tokens=16)
     plain = make_engine(dtype, "none", max_batch=1)
-    for params in (replace(GREEDY, max_tokens=16), replace(SAMPLED, max_tokens=16)):
-        expected = [ids(plain.generate([prompt], params))[0] for prompt in subset]
-        accepted = 0
-        for proposer, shape in (("head", None), ("head", SHAPES["few nodes"]), ("combined", two_sources)):
-            engine = make_engine(dtype, proposer, shape=shape, draft_model="same", prefill_chunk=100)
-            completions = engine.generate(subset, params)
-            assert ids(completions) == expected
-            assert all(completion.stats.drafted > 0 for completion in completions)
-            accepted += sum(completion.stats.accepted for completion in completions)
-        assert accepted > len(subset) * 6  # the draft model is the target itself
+    expected = [ids(plain.generate([prompt], params))[0] for prompt in subset]
+    accepted = 0
+    for proposer, shape in (("head", None), ("head", SHAPES["few nodes"]), ("combined", two_sources)):
+        engine = make_engine(dtype, proposer, shape=shape, draft_model="same", prefill_chunk=100)
+        completions = engine.generate(subset, params)
+        assert ids(completions) == expected
+        assert all(completion.stats.drafted > 0 for completion in completions)
+        accepted += sum(completion.stats.accepted for completion in completions)
+    assert accepted > len(subset) * 6  # the draft model is the target itself
 
 
 @parametrize_each({"head": [*ONE_OF_EACH, *WINDOWED], "shape, params": [("wide", SAMPLED), ("fixed", GREEDY)]})

@@ -15,7 +15,7 @@ import pytest
 
 from infer.config import EngineConfig, LearningConfig, ModelConfig, ProposerConfig, ServeConfig, ServerConfig
 from models.heads.config import HeadConfig
-from tests.conftest import MakeTarget
+from tests.conftest import MakeTarget, Once
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.talking import CALL, make_talking_target, style_folder
 
@@ -112,8 +112,8 @@ def server(make_server: MakeServer) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def talking_target(make_target_folder: MakeTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_talking_target(make_target_folder, tmp_path_factory.mktemp("talking"))
+def talking_target(make_target_folder: MakeTarget, once: Once) -> Path:
+    return once("talking", partial(make_talking_target, make_target_folder))
 
 
 @pytest.fixture(scope="session")
