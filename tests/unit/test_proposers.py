@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import dataclass, field
 
 import pytest
+import torch
+from torch import Tensor
 
-from infer.request import PLAIN, Needs, Proposer, ProposerState
+from infer.request import PLAIN, DrafterState, Needs, Proposer, ProposerState
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import Budget, DraftTree
@@ -72,6 +75,50 @@ def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
         drafting.assign(request)
         assert request.drafter.budget(request).depth == max(0, min(3, 10 - length - 1)), expected
     assert isinstance(PLAIN.propose([make_request([1, 2])], [None], [Budget(0, 0)]), DraftTree)
+
+
+@dataclass
+class Taken(ProposerState):
+    features: list[Tensor] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    def end(self, request):
+        self.ended.append(request.request_id)
+
+
+class Following(Proposer):
+    """Follows requests, and keeps the features that it gets."""
+
+    needs = Needs(aux_layers=(1,))
+
+    def __init__(self, name):
+        self.name = name
+
+    def begin(self, request):
+        return Taken()
+
+    def commit(self, requests, states, features):
+        for state, rows in zip(states, features, strict=True):
+            state.features.append(rows)
+
+
+def test_each_request_has_a_state_of_its_own_until_it_ends_or_is_begun_anew():
+    proposers = {name: (Following(name), Budget(1, 1)) for name in ("one", "other")}
+    drafting = Speculator(proposers, "one", context=100)
+    batch = [make_request([1, 2]), make_request([3, 4], proposer="other"), make_request([5, 6]), make_request([7, 8])]
+    for request in batch:
+        drafting.assign(request)
+    batch[3].drafter.state = DrafterState.NONE
+    features = [torch.full((n, 2), float(n)) for n in (1, 2, 3, 4)]
+    drafting.commit(batch, features)
+    states = [request.drafter.kept for request in batch]
+    assert [[len(rows) for rows in state.features] for state in states] == [[1], [2], [3], []]
+    drafting.sync([], batch[:1])  # pre-empted
+    assert batch[0].drafter.kept.features == []
+    assert batch[2].drafter.kept is states[2]
+    drafting.forget(batch[1])
+    assert [state.ended for state in states] == [[], [batch[1].request_id], [], []]
+    assert type(batch[1].drafter.kept) is ProposerState
 
 
 @pytest.mark.parametrize("interface", [Proposer, ProposerState, Needs])
