@@ -23,7 +23,7 @@ from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 
 
-class Parts(NamedTuple):
+class Loaded(NamedTuple):
     target: LlamaTarget
     tokenizer: Tokenizer
     head: Head | None
@@ -50,7 +50,7 @@ def load_parts(
     output_dir: str,
     engine: EngineConfig | None = None,
     ranks: Ranks | None = None,
-) -> Parts:
+) -> Loaded:
     """Load the parts of an engine. Raises ValueError for a missing device and for checkpoints that do not fit together.
 
     With `proposer=auto` a head that was never exported is no error: another proposer drafts. With `ranks` the target is
@@ -80,7 +80,7 @@ def load_parts(
         priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
     if proposer.draft_model is not None:
         loaded_draft = load_draft_model(proposer, target, tokenizer.result(), engine or EngineConfig())
-    return Parts(target, tokenizer.result(), loaded_head, loaded_draft, proposer, priors)
+    return Loaded(target, tokenizer.result(), loaded_head, loaded_draft, proposer, priors)
 
 
 def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
