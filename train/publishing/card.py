@@ -1,6 +1,6 @@
 """The model card of an exported head: README.md, from the facts of its provenance.json, for people and the model hub.
 
-A speed belongs to a machine, so the card states none, and how to measure it.
+A speed belongs to a machine, so the card states none.
 The front matter is that of https://huggingface.co/docs/hub/model-cards.
 """
 
