@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -258,16 +259,20 @@ class Lives(RuleBasedStateMachine):
 
 
 def live(machine: Any, runs: int) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=runs,
-            stateful_step_count=50,
-            derandomize=True,  # otherwise so few runs might lack some of the required events
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    """Run the same lives whatever ran before: Hypothesis draws also constants of all modules imported so far."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "_get_local_constants", providers.Constants, raising=False)
+        patch.setattr(providers, "CONSTANTS_CACHE", type(providers.CONSTANTS_CACHE)(1024), raising=False)
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=runs,
+                stateful_step_count=50,
+                derandomize=True,  # otherwise so few runs might lack some of the required events
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
 from tests.lossless.test_controller import AtAnyPrice, Switch
+from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 
 EAGLE3 = "eagle3, whole vocabulary"
@@ -80,8 +81,12 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     assert not rounds
 
 
-@pytest.mark.parametrize("shape", [None, {"tree": "beam:3x4:10"}])
-@pytest.mark.parametrize("head", [EAGLE3, "mlp", "medusa", "p-eagle, one layer", "dflash"])
+@parametrize_each(
+    {
+        "head": [EAGLE3, EAGLE3, "mlp", "medusa", "p-eagle, one layer", "dflash"],
+        "shape": [None, {"tree": "beam:3x4:10"}],
+    }
+)
 def test_each_request_has_its_own_budget(make_small_engine, rounds, head, shape):
     """Drafts of several lengths, and none for one request, in one round."""
     params = [replace(item, max_draft_tokens=depth) for item, depth in zip(PARAMS, (None, 1, 2, None, 3), strict=True)]
@@ -377,6 +382,4 @@ def test_lives_with_rounds_ahead(make_small_engine, make_plain, rounds, request)
     seen: Counter = Counter()
     test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 40)
     assert all(seen[name] > 0 for name in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
-    assert (
-        rounds["late"] > 5
-    )  # hypothesis also draws constants of the modules imported so far: other lives in other runs
+    assert rounds["late"] > 100
