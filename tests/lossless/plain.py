@@ -12,6 +12,8 @@ from tests.interpreted import scaled
 
 GREEDY = SamplingParams(max_tokens=scaled(24, 6), ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=scaled(24, 6), ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
+# For requests that must meet others within their texts: pre-empted, updated, drafted for again and again.
+LONG_GREEDY, LONG_SAMPLED = (replace(params, max_tokens=scaled(40, 6)) for params in (GREEDY, SAMPLED))
 
 
 def ids(completions: Iterable[Completion]) -> list[list[int]]:

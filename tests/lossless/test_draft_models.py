@@ -24,7 +24,9 @@ from models.attention import CausalAttention
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.gguf_writing import write_gguf
-from tests.lossless.plain import GREEDY, SAMPLED, ids
+from tests.lossless.plain import LONG_GREEDY as GREEDY
+from tests.lossless.plain import LONG_SAMPLED as SAMPLED
+from tests.lossless.plain import ids
 from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 from tests.unit.quantized_writers import gptq, gptq_config, write

@@ -11,7 +11,9 @@ from models.heads.files import load_head
 from models.heads.weights import initialize
 from models.targets import load_target
 from tests.heads import make_head
-from tests.lossless.plain import GREEDY, SAMPLED, answer_all, ids
+from tests.lossless.plain import LONG_GREEDY as GREEDY
+from tests.lossless.plain import LONG_SAMPLED as SAMPLED
+from tests.lossless.plain import answer_all, ids
 from tests.pairwise import parametrize_each
 from tests.pools import check_pool
 

@@ -43,7 +43,7 @@ def test_on_and_off_in_any_batch(make_engine, prompts, expected, dtype, proposer
 )
 def test_every_head(make_engine, prompts, expected, head, dtype, params):
     """Chunks, pages and memory are such that all state of a head is read late, moved, and recomputed."""
-    engine = make_engine(dtype, head=head, max_batch=8, prefill_chunk=50, max_rows=90, max_tokens_in_cache=512)
+    engine = make_engine(dtype, head=head, max_batch=8, prefill_chunk=50, max_rows=90, max_tokens_in_cache=400)
     completions = engine.generate(prompts, params)
     assert ids(completions) == expected[dtype, params]
     stats = [completion.stats for completion in completions]

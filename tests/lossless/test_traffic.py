@@ -8,7 +8,9 @@ import torch
 from infer.learning.recording import recording
 from infer.learning.traffic import TOP_K, TrafficRecorder
 from infer.request import SamplingParams
-from tests.lossless.plain import GREEDY, SAMPLED, answer_all, ids
+from tests.lossless.plain import LONG_GREEDY as GREEDY
+from tests.lossless.plain import LONG_SAMPLED as SAMPLED
+from tests.lossless.plain import answer_all, ids
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 
