@@ -36,3 +36,8 @@ def address(tensor: Tensor | None) -> int | None:
 def threads(work: int) -> int:
     """Return on how many threads C should do this many multiply-adds."""
     return torch.get_num_threads() if work > PARALLEL_WORK else 1
+
+
+def norm_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of a norm's output: the weight's of a residual stream in fp32, else x's, as under autocast."""
+    return weight.dtype if x.dtype is torch.float32 else x.dtype

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import library
-from kernels.dispatch import KINDS, LANES, uses_triton
+from kernels.dispatch import KINDS, LANES, norm_dtype, uses_triton
 from kernels.triton import INTERPRETED
 
 Gate = Literal["silu", "gelu"]
@@ -53,11 +53,6 @@ def _norm_without_c(x: Tensor, weight: Tensor, eps: float, centered: bool, out_d
         wide = torch.promote_types(x.dtype, torch.float32)
         return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(out_dtype)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(out_dtype)
-
-
-def norm_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of a norm's output: the weight's of a residual stream in fp32, else x's, as under autocast."""
-    return weight.dtype if x.dtype is torch.float32 else x.dtype
 
 
 def add_rms_norm(

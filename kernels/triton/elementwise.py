@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.elementwise import norm_dtype
+from kernels.dispatch import norm_dtype
 from kernels.triton.dependent import follow, launched, load_ahead, overlaps
 from kernels.triton.launch import Variant
 
