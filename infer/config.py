@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from infer.options.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
-from infer.options.paths import resolve_path
-from infer.sampling.params import MAX_SEED, SamplingParams, acceptance_rule
+from infer.batch.params import MAX_SEED, SamplingParams, acceptance_rule
+from infer.settings.draft_tree import CHAIN, MAX_TREE_NODES, Beam, Measured, Paths, parse_tree
+from infer.settings.paths import resolve_path
 from models.checks import MISSING, at_least, bounded, check_fields, choice, number
 from models.heads import DEFAULT_HEAD, HEADS
 from models.heads.config import CANDIDATES, MAX_CANDIDATES, HeadConfig
@@ -47,7 +47,7 @@ class Schema:
         names = [field.name for field in fields(cast(Any, cls))]
         for key in keys:
             if key not in names:
-                from infer.options.other_names import elsewhere
+                from infer.settings.other_names import elsewhere
 
                 here = elsewhere(key)
                 hint = f"here {here}" if here else f"known: {', '.join(names)}"

@@ -14,8 +14,8 @@ if __name__ == "__main__":
 
 from infer.config import GenerateConfig
 from infer.options.cli import engine_entry_point
-from infer.options.paths import resolve_path
 from infer.processes.process_end import run_process
+from infer.settings.paths import resolve_path
 
 CORPUS_MODEL = "demo"  # the only target whose corpus is in the repository, so that held-out prompts can be cut
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from infer.sampling.constraint import Constraint
-from infer.sampling.logprobs import TokenLogprob
-from infer.sampling.params import SamplingParams
-from infer.sampling.stopping import FinishReason, StopText
-from infer.sampling.token_counts import TokenCounts
-from infer.speculation.control.history import History
-from infer.speculation.tree import NOTHING, Budget, DraftTree
+from infer.batch.constraint import Constraint
+from infer.batch.history import History
+from infer.batch.logprobs import TokenLogprob
+from infer.batch.params import SamplingParams
+from infer.batch.stopping import FinishReason, StopText
+from infer.batch.token_counts import TokenCounts
+from infer.batch.tree import NOTHING, Budget, DraftTree
 from kernels.attention import LayerShape
 
 

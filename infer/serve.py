@@ -86,7 +86,7 @@ def describe_learning(config: ServeConfig, pid: int) -> Sequence[tuple[str, str]
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
     from infer.console.card import describe_end_tokens
-    from infer.options.devices import dtype_name
+    from infer.devices import dtype_name
     from infer.server.ray_app import serve_replicas
     from models.targets import resolve_checkpoint
     from models.tokenizer import Tokenizer

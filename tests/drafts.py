@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from infer.batch.history import UNSEEN, History
+from infer.batch.tree import MAX_NODES, Budget, DraftTree, VerifiedDraft
 from infer.request import Drafter, Proposer, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.control.history import UNSEEN, History
-from infer.speculation.tree import MAX_NODES, Budget, DraftTree, VerifiedDraft
 
 
 def chain(depth: int, accepted: int) -> VerifiedDraft:

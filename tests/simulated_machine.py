@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.batch.tree import Budget, VerifiedDraft
 from infer.request import DrafterState, Needs, Phase, Proposer, ProposerState, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
@@ -22,7 +23,6 @@ from infer.speculation.control.cost_model import CostModel, CostTable, Curve, gu
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import Budget, VerifiedDraft
 
 PROMPT, WARM_UP = 64, 24  # tokens of a prompt, and that a head must see before it drafts
 MAX_CHAIN = 5

@@ -20,8 +20,8 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from infer.options.paths import resolve_path
 from infer.processes.threads import cpu_threads
+from infer.settings.paths import resolve_path
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.folder import open_data

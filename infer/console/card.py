@@ -12,11 +12,11 @@ from rich.table import Table
 
 from infer.config import BLOCKS, ModelConfig, ProposerConfig
 from infer.console.command_words import head_words, model_overrides, python_command
-from infer.options.draft_tree import MOST, Beam
 from infer.options.exported_heads import head_folder
-from infer.options.paths import short
 from infer.options.stored_weights import drafter_format, why_widened
 from infer.request import SamplingParams, SpeculationStats
+from infer.settings.draft_tree import MOST, Beam
+from infer.settings.paths import short
 from infer.speculation.control.cost_model import CostTable
 from kernels.linear import reads_narrow
 from kernels.weights.ggml import reads_ggml

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from infer.config import ModelConfig
 from infer.options.model_names import model_at, model_options, read_model
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from models.checks import home_path
 from models.heads.config import HeadConfig
 

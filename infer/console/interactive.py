@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
+from infer.devices import use_device
 from infer.engine import Engine
-from infer.options.devices import use_device
 from infer.request import SamplingParams, StepOutput
 
 

@@ -14,8 +14,8 @@ from infer.config import GenerateConfig
 from infer.console.card import acceptance, describe_engine, describe_sampling, print_card
 from infer.console.compare import Comparison, Prompts, compare, timed
 from infer.console.display import Display, use_color
+from infer.devices import dtype_name
 from infer.engine import Engine
-from infer.options.devices import dtype_name
 from infer.request import SamplingParams, SpeculationStats
 from models.tokenizer import Tokenizer
 

@@ -16,7 +16,13 @@ from functools import cached_property
 
 import torch
 
+from infer.batch.constraint import Constraint, Constraints
+from infer.batch.grammar import Grammar
+from infer.batch.params import MAX_SEED, as_ids, seed_source
+from infer.batch.stopping import StopText
+from infer.batch.tree import NOTHING, Budget
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.devices import use_device
 from infer.engine import offline
 from infer.engine.loading import load_parts, read_names
 from infer.engine.parts import Parts, build_parts
@@ -28,7 +34,6 @@ from infer.graphs.overlap import Overlap
 from infer.graphs.step_graph import GraphCache, Recorded
 from infer.graphs.warm_up import WarmUp
 from infer.kvcache.memory import context_of
-from infer.options.devices import use_device
 from infer.options.stored_weights import check_weights
 from infer.processes.comm import Ranks
 from infer.processes.exactness import probe_exactness, same_bits
@@ -37,11 +42,7 @@ from infer.processes.target_worker import Shard
 from infer.processes.tensor_parallel import LeadingShard
 from infer.processes.threads import plan_threads
 from infer.request import PLAIN, FinishReason, Proposer, Request, SamplingParams, StepOutput
-from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.emission import check_first_row
-from infer.sampling.grammar import Grammar
-from infer.sampling.params import MAX_SEED, as_ids, seed_source
-from infer.sampling.stopping import StopText
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
@@ -49,7 +50,6 @@ from infer.speculation.proposers import build_proposers, pack_draft_model, pack_
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import NOTHING, Budget
 from infer.speculation.verify import rule_for
 from models.end_tokens import within
 from models.heads.base import Head

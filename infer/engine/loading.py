@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.options.devices import resolve_device, resolve_dtype, use_device
+from infer.devices import resolve_device, resolve_dtype, use_device
 from infer.options.exported_heads import choose_head, head_folder, is_head, resolve_tree
 from infer.options.model_names import read_head_config, read_model, read_option
 from infer.options.stored_weights import reads_native

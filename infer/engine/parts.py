@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from infer.config import EngineConfig
+from infer.devices import memory_left
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Scheduler
 from infer.kvcache.memory import (
@@ -18,7 +19,6 @@ from infer.kvcache.memory import (
     workspace_bytes,
 )
 from infer.kvcache.pool import KVPool
-from infer.options.devices import memory_left
 from infer.processes.target_worker import Shard
 from infer.speculation.proposers.head import ModelProposer
 

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from infer.batch.tree import DraftTree
 from infer.kvcache.pool import KVPool
 from infer.processes.target_worker import Shard
 from infer.request import Request
 from infer.sampling.choose import Choices, choose_rows, row_parameters
-from infer.speculation.tree import DraftTree
 from infer.speculation.verify import verify_by_rules
 from kernels.copies import sent, upload
 from kernels.rows import AttentionRows

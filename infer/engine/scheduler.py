@@ -6,9 +6,9 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from infer.batch.tree import NOTHING, Budget
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request
-from infer.speculation.tree import NOTHING, Budget
 
 
 def order(request: Request) -> tuple[int, int]:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from infer.batch.logprobs import token_logprobs
+from infer.batch.tree import Budget, DraftTree, VerifiedDraft
 from infer.engine.runner import Decoded, HostBatch, Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
@@ -18,9 +20,7 @@ from infer.request import Phase, Request, StepOutput
 from infer.sampling.choose import Choices, Emitted, choose_rows, row_parameters
 from infer.sampling.emission import cut, without_forbidden
 from infer.sampling.isolation import INTERNAL, isolated, together
-from infer.sampling.logprobs import token_logprobs
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import Budget, DraftTree, VerifiedDraft
 from kernels.copies import select_rows, upload
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.sampling.params import SamplingParams
+from infer.batch.params import SamplingParams
 
 
 def check_request(

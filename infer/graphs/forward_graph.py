@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from infer.batch.tree import Budget, DraftTree
 from infer.engine.runner import Rows, Runner
 from infer.graphs.cuda_graph import Graph, GraphMemory, at_least
 from infer.request import Request
-from infer.speculation.tree import Budget, DraftTree
 from kernels.copies import upload
 from kernels.rows import AttentionRows
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from infer.batch.tree import NOTHING, Budget, VerifiedDraft
 from infer.engine.step import StepRunner
 from infer.graphs.step_graph import Launched, Outcome, StepGraphs
 from infer.request import Phase, Request, StepOutput
-from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 
 
 class Batch(NamedTuple):

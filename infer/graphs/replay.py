@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from infer.batch.tree import NOTHING, Budget
 from infer.engine.step import StepsAhead
 from infer.graphs.step_graph import StepGraphs
 from infer.request import Request
 from infer.speculation.control.cost_model import Curve
-from infer.speculation.tree import NOTHING, Budget
 
 
 class Replays:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.batch.tree import NOTHING, Budget, DraftTree
 from infer.config import EngineConfig
 from infer.engine.runner import Decoded, Runner
 from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling
@@ -31,7 +32,6 @@ from infer.processes.target_worker import Shard
 from infer.request import PLAIN, Proposer, Request
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows, num_terms
 from infer.speculation.proposers.head import HeadProposer, HeadState
-from infer.speculation.tree import NOTHING, Budget, DraftTree
 from kernels.copies import gather_rows
 from kernels.dispatch import uses_triton
 from kernels.operands import LEADING, NO_LIMITS, Limits

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from infer.batch.params import MAX_LOGPROBS, SamplingParams
+from infer.batch.tree import Budget
 from infer.engine.serving import Serving
 from infer.kvcache.memory import EngineSizes
-from infer.sampling.params import MAX_LOGPROBS, SamplingParams
-from infer.speculation.tree import Budget
 from kernels.dispatch import uses_triton
 from kernels.triton import INTERPRETED
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infer.batch.tree import MAX_NODES
 from infer.kvcache.pages import PageKeys, Pages
 from infer.kvcache.tensors import KVLayers
 from infer.request import Request
-from infer.speculation.tree import MAX_NODES
 from kernels.copies import upload
 from kernels.rows import AttentionRows
 from kernels.verify import Accepted

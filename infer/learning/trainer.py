@@ -16,10 +16,10 @@ from dataclasses import fields
 
 from infer.config import LearningConfig, ModelConfig, ServeConfig
 from infer.learning.messages import receive
-from infer.options.draft_tree import Beam
 from infer.options.literal_text import NULL
-from infer.options.paths import REPO_ROOT
 from infer.processes.children import END_S, how
+from infer.settings.draft_tree import Beam
+from infer.settings.paths import REPO_ROOT
 from models.heads.config import HeadConfig
 
 DESCRIPTOR = "HEADWAY_LEARN_FD"  # environment variable: the number of the inherited socket

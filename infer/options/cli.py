@@ -29,9 +29,9 @@ from infer.config import REGISTERED, RESOLVERS
 from infer.options.exported_heads import with_head
 from infer.options.literal_text import encode_all, literal_overrides
 from infer.options.model_choices import OPTION, PROVIDER, named_choices
-from infer.options.other_names import full_keys, unknown
-from infer.options.paths import REPO_ROOT, resolve_path
 from infer.processes.launched import launched_rank
+from infer.settings.other_names import full_keys, unknown
+from infer.settings.paths import REPO_ROOT, resolve_path
 from models.heads.config import HeadConfig
 
 CONF = str(REPO_ROOT / "conf")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from infer.config import AUTO, ModelConfig, ProposerConfig, PublishedHeadConfig
-from infer.options.draft_tree import Measured
-from infer.options.paths import REPO_ROOT, resolve_path, short
+from infer.settings.draft_tree import Measured
+from infer.settings.paths import REPO_ROOT, resolve_path, short
 from models.config import read_json
 from models.heads import DEFAULT_HEAD, HEADS, SHIPPED_BY_TARGETS
 from models.heads.config import PROVENANCE, HeadConfig

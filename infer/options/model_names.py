@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from infer.config import AUTO, PUBLISHED, ModelConfig, PublishedHeadConfig
 from infer.options.exported_heads import head_at, kind_of
-from infer.options.paths import REPO_ROOT, resolve_path
+from infer.settings.paths import REPO_ROOT, resolve_path
 from models.checks import home_path
 from models.gguf import is_gguf
 from models.heads import HEADS

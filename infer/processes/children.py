@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from infer.options.paths import REPO_ROOT
 from infer.processes import messages
+from infer.settings.paths import REPO_ROOT
 
 END_S = 5.0  # how long a child may take to exit by itself before it is killed
 

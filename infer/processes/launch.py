@@ -24,7 +24,7 @@ from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateI
 from torch.distributed.rendezvous import rendezvous
 
 from infer.config import EngineConfig, ModelConfig
-from infer.options.devices import resolve_device, resolve_dtype, use_device
+from infer.devices import resolve_device, resolve_dtype, use_device
 from infer.processes import messages
 from infer.processes.children import Children
 from infer.processes.comm import Channel, RankLost, Ranks

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from infer.devices import free_bytes
 from infer.kvcache.tensors import KVLayers, kv_dtype
-from infer.options.devices import free_bytes
 from kernels.attention import LayerShape
 from kernels.rows import AttentionRows
 from kernels.slower import say_slower, slower_attention, slower_layers

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.batch.logprobs import TokenLogprob, token_logprobs
+from infer.batch.params import SamplingParams
+from infer.batch.tree import DraftTree
 from infer.request import Request
 from infer.sampling.isolation import isolated, together
 from infer.sampling.logits_processors import shape_rows
-from infer.sampling.logprobs import TokenLogprob, token_logprobs
-from infer.sampling.params import SamplingParams
-from infer.speculation.tree import DraftTree
 from kernels.choose import choose, warped_log_probs
 from kernels.copies import upload, upload_columns
 from kernels.noise import DRAFTS, MASK32, stream

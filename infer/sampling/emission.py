@@ -7,10 +7,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from infer.batch.tree import DraftTree
 from infer.request import Request
 from infer.sampling.isolation import isolated
 from infer.sampling.logits_processors import allowed_words, banned
-from infer.speculation.tree import DraftTree
 from kernels.shape import FORBIDDEN, unpacked
 
 NAN = (

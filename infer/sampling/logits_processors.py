@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infer.batch.params import pairs
+from infer.batch.token_counts import TokenCounts
 from infer.request import Request
-from infer.sampling.params import pairs
-from infer.sampling.token_counts import TokenCounts
 from kernels.copies import sent, upload
 from kernels.operands import WORD, Shaping
 from kernels.shape import packed, shape

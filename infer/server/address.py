@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from infer.config import ServerConfig
-from infer.options.paths import resolve_path
+from infer.settings.paths import resolve_path
 
 KEY_VARIABLE = "HEADWAY_API_KEY"  # from the environment: an argument could be read by every user of the machine
 MIN_KEY_LENGTH = 8

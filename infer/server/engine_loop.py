@@ -14,13 +14,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from infer.batch.constraint import Constraint
 from infer.console.card import describe_costs
+from infer.devices import use_device
 from infer.engine import Engine
 from infer.engine.stats import EngineStats
 from infer.learning.loop import LearningLoop
-from infer.options.devices import use_device
 from infer.request import SamplingParams, StepOutput
-from infer.sampling.constraint import Constraint
 from infer.sampling.isolation import panics_as_errors
 from infer.server.protocol.errors import ApiError, internal_error
 

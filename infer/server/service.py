@@ -10,12 +10,12 @@ from typing import Any
 
 from fastapi import Request
 
+from infer.batch.constraint import Constraint
+from infer.batch.grammar import Grammar
+from infer.batch.stopping import StopText
 from infer.engine import Engine
 from infer.learning.status import LearningStatus
 from infer.request import SamplingParams
-from infer.sampling.constraint import Constraint
-from infer.sampling.grammar import Grammar
-from infer.sampling.stopping import StopText
 from infer.server.engine_loop import Event
 from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.batch.logprobs import TokenLogprob
+from infer.batch.stopping import StopText
 from infer.request import FinishReason, SpeculationStats, StepOutput
 from infer.sampling.emission import NAN
 from infer.sampling.isolation import panics_as_errors
-from infer.sampling.logprobs import TokenLogprob
-from infer.sampling.stopping import StopText
 from infer.server.engine_loop import Event, Failure, is_last
 from infer.server.metrics import Metrics
 from infer.server.protocol.errors import ApiError, internal_error

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from infer.batch.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 from infer.request import PLAIN, Drafter, DrafterState, Phase, Proposer, Request
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.planner import PLAN_STEPS, Planner
-from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from infer.batch.tree import DraftTree
 from infer.request import Request
 from infer.sampling.choose import Choices
 from infer.sampling.isolation import together
-from infer.speculation.tree import DraftTree
 from kernels.acceptance import block, synthetic, typical_mask
 from kernels.copies import sent
 from kernels.verify import accept

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.console.command_words import portable_path
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from kernels.cpu.level import SWITCH, level, machine_level, processor_flags
 from train.publishing.provenance import git_state, versions
 

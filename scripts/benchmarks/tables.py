@@ -21,7 +21,7 @@ from typing import Any
 
 from infer.json_schema import keywords
 from infer.options.cli import entry_point
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from kernels.cpu.level import LEVELS
 from scripts.benchmarks.config import TablesConfig
 from scripts.benchmarks.document import RESULTS, describe_level, markdown

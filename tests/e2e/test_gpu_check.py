@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from kernels.triton.assembler import VARIABLES, version_of
 from models.heads import HEADS
 from tests import gpu_check, gpu_hook

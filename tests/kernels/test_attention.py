@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.speculation.tree import DraftTree
+from infer.batch.tree import DraftTree
 from kernels.attention import LayerShape, NativeAttention, assert_rows_independent, plan_attention, runs_in_c
 from kernels.cpu.library import library
 from kernels.reference import attention as oracle

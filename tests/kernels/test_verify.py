@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.batch.tree import MAX_NODES, DraftTree
 from kernels.rows import AttentionRows
 from kernels.verify import accept, accept_in_torch
 from tests.drafts import checked_tree

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from infer.batch.tree import DraftTree
 from infer.request import Proposer, Request
-from infer.speculation.tree import DraftTree
 from tests.drafts import checked_tree
 
 AnswerOf = Callable[[Request], list[int]]  # the whole output of a request, by plain decoding

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from infer.batch.logprobs import TokenLogprob
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, StepOutput
-from infer.sampling.logprobs import TokenLogprob
 from tests.interpreted import scaled
 
 GREEDY = SamplingParams(max_tokens=scaled(24, 6), ignore_eos=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from infer.batch.grammar import Grammar
 from infer.request import SamplingParams
-from infer.sampling.grammar import Grammar
 
 VOCAB_SIZE = 96  # of the small target (conftest.py): END, then the bytes from "!" on
 PROPOSERS = ("ngram", "suffix", "head", "draft_model", "combined", "synthetic", "none")

@@ -9,6 +9,8 @@ from functools import partial
 
 import pytest
 
+from infer.batch.history import History
+from infer.batch.tree import NOTHING, Budget, VerifiedDraft
 from infer.config import ProposerConfig
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.request import DrafterState, SamplingParams
@@ -16,10 +18,8 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.control.history import History
 from infer.speculation.control.planner import Controller, Planner
 from infer.speculation.proposers.head import KEPT_ROWS, MIN_SEEN
-from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 from tests.drafts import chain
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids

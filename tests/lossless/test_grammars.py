@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 import torch
 
+from infer.batch import constraint as constraint_module
+from infer.batch.constraint import Constraints
+from infer.batch.grammar import Grammar
 from infer.request import SamplingParams
-from infer.sampling import constraint as constraint_module
-from infer.sampling.constraint import Constraints
 from infer.sampling.emission import without_forbidden
-from infer.sampling.grammar import Grammar
 from kernels.shape import unpacked
 from tests.drafts import checked_tree
 from tests.lossless.plain import Answer, answer_all

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from infer.batch.grammar import Grammar
 from infer.request import SamplingParams
-from infer.sampling.grammar import Grammar
 from infer.sampling.isolation import INTERNAL, is_panic, panics_as_errors, together
 from tests.lossless import faults
 from tests.lossless.plain import Answer

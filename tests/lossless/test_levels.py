@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infer.batch.grammar import Grammar
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import DrafterState, SamplingParams
-from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from kernels.cpu.library import library

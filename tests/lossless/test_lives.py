@@ -25,8 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from infer.batch.tree import Budget
 from infer.request import Phase
-from infer.speculation.tree import Budget
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
 from tests.lossless.oracles import Thicket

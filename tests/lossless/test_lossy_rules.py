@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from infer.batch.tree import DraftTree
 from infer.request import SamplingParams
-from infer.speculation.tree import DraftTree
 from kernels.acceptance import coin, draw, typical_mask, verify_block
 from kernels.noise import DRAFTS, MASK32, gumbel_noise, stream
 from kernels.verify import accept

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from infer.batch.grammar import Grammar
 from infer.request import SamplingParams
-from infer.sampling.grammar import Grammar
 from tests.lossless.plain import answer_all
 from tests.pools import check_pool
 

@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 
+from infer.batch.grammar import Grammar
 from infer.graphs.step_graph import Launched, StepGraphs
 from infer.request import SamplingParams
-from infer.sampling.grammar import Grammar
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import Controller, Planner

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from infer.batch.history import Evidence, Rates
+from infer.batch.params import SamplingParams
+from infer.batch.tree import MAX_NODES, chain_fields
 from infer.engine import Engine
 from infer.request import Request
-from infer.sampling.params import SamplingParams
-from infer.speculation.control.history import Evidence, Rates
 from infer.speculation.proposers.suffix_decoding.automaton import Edge, SuffixAutomaton
 from infer.speculation.proposers.suffix_decoding.drafts import CopyRates
 from infer.speculation.proposers.suffix_decoding.responses import Generation, digest
-from infer.speculation.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infer.batch.tree import Budget
 from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.speculation.tree import Budget
 from models.targets import load_target
 from tests.heads import ONE_OF_EACH
 from tests.lossless.oracles import WrongThenRight

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from infer.batch.tree import Budget
 from infer.request import SamplingParams
-from infer.speculation.tree import Budget
 from kernels.cpu.library import SWITCH, library
 from tests.heads import ONE_OF_EACH, WINDOWED
 from tests.lossless.oracles import Thicket

@@ -149,7 +149,7 @@ def walk(tiny_tokenizer: Tokenizer) -> Callable[..., tuple[str, bool]]:
     """Return a random text that a grammar allows, and whether the grammar came to its end."""
     import numpy as np
 
-    from infer.sampling.grammar import compile_matcher, make_tokenizer
+    from infer.batch.grammar import compile_matcher, make_tokenizer
 
     tokenizer = make_tokenizer(tiny_tokenizer.backend.to_str(), tiny_tokenizer.vocab_size, list(tiny_tokenizer.eos_ids))
     closing = np.zeros(tiny_tokenizer.vocab_size, dtype=bool)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from infer.batch.params import FLOATS, INTEGERS, LEAST_TEMPERATURE, MAX_INT, SamplingParams
 from infer.request import Request
 from infer.sampling.choose import choice_parameters
 from infer.sampling.logits_processors import shape_rows
-from infer.sampling.params import FLOATS, INTEGERS, LEAST_TEMPERATURE, MAX_INT, SamplingParams
 from infer.server.protocol.bodies import MAX_NESTING, parse
 from infer.server.protocol.chat import ChatRequest
 from infer.server.protocol.completions import CompletionRequest, GenerationRequest

@@ -14,8 +14,8 @@ import jsonschema_rs
 import pydantic
 import pytest
 
-from infer.sampling.constraint import Constraint, Constraints
-from infer.sampling.grammar import Grammar
+from infer.batch.constraint import Constraint, Constraints
+from infer.batch.grammar import Grammar
 from infer.server.parsing.schema_check import fits
 from tests.server.library_types import PYDANTIC
 

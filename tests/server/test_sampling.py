@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from infer.batch.params import SamplingParams
 from infer.config import EngineConfig
 from infer.request import Request
-from infer.sampling.params import SamplingParams
 from tests.server import patient
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
 from tests.server.test_wire import read_events

@@ -14,7 +14,7 @@ import openai
 import pydantic
 import pytest
 
-from infer.sampling.grammar import Grammar
+from infer.batch.grammar import Grammar
 from infer.server.parsing.grammar_check import GrammarCheck
 from models.json_text import depth
 from tests.server import patient

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from infer.batch.grammar import Grammar
+from infer.batch.params import SamplingParams
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.console.display import Display
 from infer.engine import Engine
-from infer.sampling.grammar import Grammar
-from infer.sampling.params import SamplingParams
 from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.test_wire import read_events

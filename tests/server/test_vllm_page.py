@@ -19,8 +19,8 @@ from infer.config import EngineConfig, ProposerConfig, ServeConfig
 from infer.engine import Engine
 from infer.options.cli import compose
 from infer.options.exported_heads import with_head
-from infer.options.other_names import elsewhere, full_keys
 from infer.request import SamplingParams
+from infer.settings.other_names import elsewhere, full_keys
 from models.hub import fetch_snapshot
 from tests.hub_cache import COMMIT, write_hub
 from tests.server.harness import Server

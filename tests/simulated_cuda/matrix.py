@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.batch.grammar import Grammar
 from infer.request import SamplingParams
-from infer.sampling.grammar import Grammar
 
 STEPS: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5} | STEPS

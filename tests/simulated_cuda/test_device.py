@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.interpreter import InterpretedFunction
 
-from infer.speculation.tree import DraftTree
+from infer.batch.tree import DraftTree
 from kernels.copies import upload
 from kernels.triton.elementwise import rms_norm
 from tests.simulated_cuda.install import simulated_cuda
@@ -179,7 +179,7 @@ def test_the_place_of_a_wait_is_the_products(machine: Machine) -> None:
     tree = DraftTree.chain(roots, drafted, counts)
     with machine.counting() as waits:
         assert not tree.full
-    assert waits == {Wait("infer/speculation/tree.py DraftTree.full", "read"): 1}
+    assert waits == {Wait("infer/batch/tree.py DraftTree.full", "read"): 1}
     assert place() == OUTSIDE
 
 

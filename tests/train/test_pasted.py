@@ -18,7 +18,7 @@ from infer.engine import Engine
 from infer.options.cli import compose
 from infer.options.exported_heads import export_folder
 from infer.options.literal_text import literal_overrides
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from tests.train.running import SETTINGS, run
 from train.publishing.provenance import hub_id, portable
 

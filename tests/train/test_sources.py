@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from train.config import FilesDataConfig, HubDataConfig
 from train.data.sources import Item, place_of, read_items
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.batch.tree import Budget
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams, SpeculationStats
 from infer.speculation.proposers.draft_loops.base import Chains
 from infer.speculation.proposers.head import HeadProposer
-from infer.speculation.tree import Budget
 from models.attention import CausalAttention, WriteKeys
 from models.config import LAST, UNNORMED
 from models.heads import HEADS

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infer.batch.history import History
+from infer.batch.tree import NOTHING, Budget, VerifiedDraft, candidate_budgets
 from infer.speculation import control
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, best_plan
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
-from infer.speculation.control.history import History
-from infer.speculation.tree import NOTHING, Budget, VerifiedDraft, candidate_budgets
 from tests.drafts import chain, chains, make_costs, with_rates
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.options.paths import resolve_path
+from infer.settings.paths import resolve_path
 from kernels import cache
 from kernels.cache import VARIABLE, cache_file, can_write, placed
 from kernels.cpu.library import compiler, is_whole, library, library_file

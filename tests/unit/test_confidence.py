@@ -8,14 +8,14 @@ import random
 import pytest
 import torch
 
+from infer.batch.history import History
+from infer.batch.tree import Budget
 from infer.request import Drafter, Request, SamplingParams
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, Prices
-from infer.speculation.control.history import History
 from infer.speculation.control.planner import PLAN_STEPS, Controller
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
-from infer.speculation.tree import Budget
 from kernels.triton import SWITCH
 from tests.drafts import chain, chains, make_costs, with_rates
 

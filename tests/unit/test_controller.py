@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from infer.batch.tree import Budget
 from infer.request import DrafterState
-from infer.speculation.tree import Budget
 from tests.judge_controller import LONG
 from tests.simulated_machine import (
     CHAIN,

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.batch.tree import Budget, DraftTree
 from infer.config import ProposerConfig
 from infer.request import Proposer, ProposerState
 from infer.speculation.proposers.combined import CombinedProposer, assembled
@@ -26,7 +27,6 @@ from infer.speculation.proposers.suffix_decoding.drafts import follow
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile, digest
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import Budget, DraftTree
 from tests.drafts import checked_tree, make_request, propose
 
 tokens_of = st.lists(st.integers(0, 2), max_size=20)

@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infer.console.interactive import InteractiveEngine
+from infer.devices import use_device
 from infer.engine import Engine
-from infer.options.devices import use_device
 from infer.server.engine_loop import EngineLoop
 from models.targets import load_target
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from infer.batch.grammar import Grammar
+from infer.batch.params import SamplingParams
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.console.card import describe_end_tokens
 from infer.engine import Engine
-from infer.options.paths import REPO_ROOT
-from infer.sampling.grammar import Grammar
-from infer.sampling.params import SamplingParams
+from infer.settings.paths import REPO_ROOT
 from models.config import TargetConfig
 from models.end_tokens import ends_among, read_end_tokens
 from models.targets import load_target

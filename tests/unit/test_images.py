@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 
 FOLDER = REPO_ROOT / "docs" / "images"
 

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from infer.batch.grammar import Grammar
 from infer.json_schema.formats import FORMATS
 from infer.json_schema.keywords import ANNOTATIONS, ENFORCED, IGNORED
 from infer.json_schema.regexes import translate as translate_regex
 from infer.json_schema.translation import translate
-from infer.sampling.grammar import Grammar
 
 BYTES = LLTokenizer("byte")
 ALPHABET = "aZ_9 -]^.\t\n\u00a0é٣１\x1c"  # characters that classes disagree about

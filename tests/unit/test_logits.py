@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.batch.params import SamplingParams
 from infer.request import Request
 from infer.sampling.choose import choose_rows, drafted_paths, row_parameters
 from infer.sampling.logits_processors import count_tokens, shape_rows
-from infer.sampling.params import SamplingParams
 from tests.drafts import checked_tree
 
 V = 12

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
-from infer.options.draft_tree import parse_tree
 from infer.options.exported_heads import resolve_tree
+from infer.settings.draft_tree import parse_tree
 from infer.speculation.proposers.draft_loops.tree_shapes import tree_shape
 from models.heads.measured_tree import best_paths
 

@@ -12,14 +12,14 @@ import pytest
 
 from infer import config as infer_config
 from infer.config import GenerateConfig, ModelConfig, ServeConfig
+from infer.devices import resolve_dtype
 from infer.engine import Engine
 from infer.options import cli
 from infer.options.cli import compose, entry_point, groups_of
-from infer.options.devices import resolve_dtype
 from infer.options.exported_heads import choose_head, head_folder, with_head
 from infer.options.model_choices import named_choices
 from infer.options.model_names import find_model, model_name, no_model, read_model
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from models.checkpoint import stated_dtype
 from models.heads.config import HeadConfig
 from scripts.benchmarks import config as benchmark_config

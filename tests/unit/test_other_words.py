@@ -15,8 +15,8 @@ from infer.config import EngineConfig, GenerateConfig, ModelConfig, ProposerConf
 from infer.engine import Engine
 from infer.kvcache.memory import MIB
 from infer.options.cli import compose
-from infer.options.other_names import elsewhere
 from infer.request import SamplingParams
+from infer.settings.other_names import elsewhere
 from models.heads.config import HeadConfig
 from train.config import TrainConfig
 

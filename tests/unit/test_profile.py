@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from infer.batch.tree import Budget
 from infer.config import ProposerConfig
 from infer.console.card import describe_costs
 from infer.engine import Engine
 from infer.engine.startup.profiler import START_S, Stopwatch, Unmeasured, kept_table, measure
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve, contradiction
-from infer.speculation.tree import Budget
 from tests.drafts import make_costs
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.batch.tree import Budget, DraftTree
 from infer.request import PLAIN, DrafterState, Needs, Proposer, ProposerState
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
-from infer.speculation.tree import Budget, DraftTree
 from tests.drafts import make_request
 
 

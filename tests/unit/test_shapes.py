@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.options.draft_tree import parse_tree
+from infer.batch.tree import Budget, DraftTree
+from infer.settings.draft_tree import parse_tree
 from infer.speculation.proposers.draft_loops.tree_shapes import DynamicShape, StaticShape, propose_best
-from infer.speculation.tree import Budget, DraftTree
 from kernels.operands import Candidates
 from tests.drafts import checked_tree
 

@@ -7,10 +7,10 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.batch.params import SamplingParams
+from infer.batch.stopping import StopStrings
 from infer.request import Request
 from infer.sampling.emission import cut
-from infer.sampling.params import SamplingParams
-from infer.sampling.stopping import StopStrings
 
 
 class Letters:
@@ -24,7 +24,7 @@ class Letters:
 
 
 def text_of(stops):
-    from infer.sampling.stopping import StopText
+    from infer.batch.stopping import StopText
 
     return StopText(Letters(), stops)  # type: ignore[arg-type]
 

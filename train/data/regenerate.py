@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from infer.engine import Engine
 from infer.learning.recording import recording
-from infer.options.paths import private
 from infer.request import SamplingParams
+from infer.settings.paths import private
 from models.tokenizer import Tokenizer
 from train.config import DataConfig
 from train.data.dialogue import Dialogue, Row

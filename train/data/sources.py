@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from infer.options.paths import REPO_ROOT, resolve_path
+from infer.settings.paths import REPO_ROOT, resolve_path
 from models.checks import home_path
 from train.config import ChatDataConfig, FilesDataConfig, HubDataConfig, as_list
 from train.data.builtin_prompts import builtin_items

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from infer.devices import resolve_dtype
 from infer.learning.messages import Message, receive, send
-from infer.options.devices import resolve_dtype
 from infer.options.exported_heads import head_folder, lacks_head, learned_folder
 from infer.processes.threads import cpu_threads
 from models.heads import HEADS

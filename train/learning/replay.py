@@ -15,7 +15,7 @@ import torch
 
 from infer.config import LearningConfig
 from infer.learning.traffic import TOP_K
-from infer.options.paths import resolve_path
+from infer.settings.paths import resolve_path
 from models.targets.llama import LlamaTarget
 from train.data.folder import HELD_OUT, SOURCE, TRAIN
 from train.data.sequences import Sequences, rows_at

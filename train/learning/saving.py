@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from infer.devices import resolve_dtype
 from infer.options.cli import compose
-from infer.options.devices import resolve_dtype
 from infer.options.exported_heads import is_head
 from models.heads.base import Head
 from models.heads.files import save_head

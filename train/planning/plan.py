@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from infer.devices import free_bytes, resolve_device
 from infer.kvcache.memory import context_of
-from infer.options.devices import free_bytes, resolve_device
 from infer.options.exported_heads import head_at
-from infer.options.paths import resolve_path
+from infer.settings.paths import resolve_path
 from kernels.trials import try_dtypes
 from models.heads import HEADS
 from models.heads.base import Head

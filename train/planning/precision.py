@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from infer.options.devices import resolve_device
+from infer.devices import resolve_device
 from train.config import TrainConfig
 from train.storage.run_folder import stored_config
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig, ProposerConfig
+from infer.devices import resolve_dtype
 from infer.engine import Engine
-from infer.options.devices import resolve_dtype
 from infer.options.exported_heads import head_at
 from infer.processes.launch import ranks_of
 from models.checkpoint import fingerprint, has_weights

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 
 from infer.engine import Engine
-from infer.options.paths import resolve_path
+from infer.settings.paths import resolve_path
 from models.heads.base import Head
 from models.heads.config import NewHeadConfig
 from models.targets.llama import LlamaTarget

@@ -15,7 +15,7 @@ from typing import Any
 from infer.config import ModelConfig
 from infer.console.command_words import portable_path
 from infer.options.model_names import PACKAGE
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from models.fetching import MODELS
 from models.hub import is_hub_id
 from train.publishing.trackers import redact

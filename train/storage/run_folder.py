@@ -21,9 +21,9 @@ from typing import Any
 
 from infer import config as infer_config
 from infer.console.command_words import python_command
+from infer.devices import dtype_name
 from infer.options.cli import load_config, save_config
-from infer.options.devices import dtype_name
-from infer.options.paths import resolve_path
+from infer.settings.paths import resolve_path
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train import config as train_config

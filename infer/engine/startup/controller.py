@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from infer.batch.tree import Budget
 from infer.engine.serving import Serving
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.engine.startup.profiler import Unmeasured, kept_table, measure
@@ -18,7 +19,6 @@ from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, guessed_cost_model
 from infer.speculation.control.planner import Controller
 from infer.speculation.proposers.head import HeadProposer
-from infer.speculation.tree import Budget
 from kernels.cpu.library import flags, processor
 
 COSTLY = ("head", "draft_model")  # drafters that run a model; any other is measured only if it is the default

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import torch
 
+from infer.batch.params import SamplingParams
+from infer.batch.tree import Budget, DraftTree
 from infer.engine.serving import Serving
 from infer.processes.threads import cpu_threads
 from infer.request import Phase, Request
-from infer.sampling.params import SamplingParams
 from infer.speculation.control.planner import NoDrafts, Planner
-from infer.speculation.tree import Budget, DraftTree
 
 
 class ProfiledEngine:

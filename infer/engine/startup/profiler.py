@@ -21,12 +21,12 @@ from dataclasses import asdict
 
 import torch
 
+from infer.batch.params import SamplingParams
+from infer.batch.tree import Budget
 from infer.engine.startup.profiled_engine import ProfiledEngine
 from infer.graphs.replay import Replays, replays_of
 from infer.request import Request
-from infer.sampling.params import SamplingParams
 from infer.speculation.control.cost_model import SETTLES_S, CostTable, Curve, contradiction
-from infer.speculation.tree import Budget
 from kernels.cache import cache_file, placed
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from infer.sampling.grammar import Grammar
+from infer.batch.grammar import Grammar
 from infer.server.api.rendering import Answer, respond
 from infer.server.parsing.call_grammar import call_grammar
 from infer.server.parsing.harmony import CHANNEL, FINAL, HarmonyParser

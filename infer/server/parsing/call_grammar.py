@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from infer.batch.grammar import Grammar
 from infer.json_schema.translation import Translation, translate
-from infer.sampling.grammar import Grammar
 from infer.server.parsing.schema_check import definitions_of, fits, referred
 from infer.server.parsing.stream import split
 from infer.server.parsing.tagged_arguments import Tags

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from infer.options.paths import REPO_ROOT
-from infer.sampling.grammar import Grammar
+from infer.batch.grammar import Grammar
 from infer.server.parsing.grammar_worker import MEMORY_MB
+from infer.settings.paths import REPO_ROOT
 
 log = logging.getLogger("headway.server")
 

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from infer.sampling.grammar import Grammar, GrammarTokenizer, compile_matcher, make_tokenizer, reason_of
+from infer.batch.grammar import Grammar, GrammarTokenizer, compile_matcher, make_tokenizer, reason_of
 
 MEMORY_MB = 1024  # address space of this process: the tokenizer's trie and many times a sensible grammar
 WALK = 24  # tokens of a trial run: some grammars are cheap to compile and expensive to advance

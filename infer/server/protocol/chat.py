@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from infer.sampling.params import MAX_INT
+from infer.batch.params import MAX_INT
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown
 from infer.server.protocol.fields import Strict, Unless

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from infer.sampling.grammar import Grammar
-from infer.sampling.params import MAX_INT, MOST_PENALTY, SamplingParams
+from infer.batch.grammar import Grammar
+from infer.batch.params import MAX_INT, MOST_PENALTY, SamplingParams
 from infer.server.protocol.errors import field_error
 from infer.server.protocol.fields import EMPTY, Strict, Unless
 from infer.server.protocol.structure import ResponseFormat, StructuredOutputs

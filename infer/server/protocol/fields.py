@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
-from infer.options.other_names import elsewhere
 from infer.server.protocol.errors import field_error, invalid_field, join_path, shown
+from infer.settings.other_names import elsewhere
 
 log = logging.getLogger("headway.server")
 

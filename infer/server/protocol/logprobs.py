@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.sampling.logprobs import TokenLogprob
+from infer.batch.logprobs import TokenLogprob
 
 LEAST = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 Json = dict[str, Any]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from infer.sampling.grammar import Grammar
-from infer.sampling.params import MAX_INT
+from infer.batch.grammar import Grammar
+from infer.batch.params import MAX_INT
 from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, ConversationRequest, Part, ReasoningEffort, text_parts
 from infer.server.protocol.completions import Count, GenerationRequest
 from infer.server.protocol.errors import field_error, shown

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from infer.sampling.grammar import Grammar
+from infer.batch.grammar import Grammar
 from infer.server.protocol.errors import ApiError, field_error, invalid_field
 from infer.server.protocol.fields import Strict, Unless
 from models.json_text import depth

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 
-from infer.speculation.control.history import Evidence, History, Rates
-from infer.speculation.tree import Budget, VerifiedDraft, candidate_budgets
+from infer.batch.history import Evidence, History, Rates
+from infer.batch.tree import Budget, VerifiedDraft, candidate_budgets
 
 # Conditional acceptance rate of a drafter without evidence: as likely right as wrong.
 UNKNOWN = 0.5

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from infer.batch.history import UNSEEN, History
+from infer.batch.tree import NOTHING, Budget
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostModel
-from infer.speculation.control.history import UNSEEN, History
-from infer.speculation.tree import NOTHING, Budget
 
 
 class Candidate(NamedTuple):

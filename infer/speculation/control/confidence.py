@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from infer.batch.history import History, Score
+from infer.batch.tree import Budget
 from infer.request import Request
 from infer.speculation.control.acceptance_model import DRAFTER_DECAY, AcceptanceModel
-from infer.speculation.control.history import History, Score
-from infer.speculation.tree import Budget
 
 LEARNS = 0.05  # step size of the gradient descent; with it the Brier score fell from 0.206 to 0.141
 MIN_CHANCE = 1e-3  # probabilities nearer to 0 and 1 count as this near: fewer drafts than 1,000 support none

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from infer.speculation.tree import Budget
+from infer.batch.tree import Budget
 
 # Weight of the newest step in a correction: steps vary by a tenth, a mean of ten by a thirtieth.
 LEARNS = 0.1

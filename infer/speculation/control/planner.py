@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from infer.batch.history import UNSEEN, History
+from infer.batch.tree import NOTHING, Budget, VerifiedDraft
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.batch_plan import Candidate, Plan, best_plan
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import SETTLES_S, CostModel
-from infer.speculation.control.history import UNSEEN, History
-from infer.speculation.tree import NOTHING, Budget, VerifiedDraft
 
 PLAN_STEPS = 16  # that a plan stays in force; twice as many adapt too late: 0.96 to 0.98 of the speed at T = 0
 # Expected gain over plain decoding above which drafts go on. They begin above twice as much, since a change between the

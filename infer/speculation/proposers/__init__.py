@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
+from infer.batch.tree import MAX_NODES, Budget
 from infer.config import EngineConfig, ProposerConfig
-from infer.options.draft_tree import Beam
 from infer.options.stored_weights import drafter_format
 from infer.request import Proposer
+from infer.settings.draft_tree import Beam
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
@@ -16,7 +17,6 @@ from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.proposers.suffix_decoding.proposer import SuffixProposer
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, ResponseFile
 from infer.speculation.proposers.synthetic import SyntheticProposer
-from infer.speculation.tree import MAX_NODES, Budget
 from models.heads.base import Head
 from models.heads.borrowing import borrow
 from models.heads.draft_model.head import DraftModelHead

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.batch.history import History
+from infer.batch.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 from infer.request import Needs, Proposer, ProposerState, Request
 from infer.speculation.control.acceptance_model import AcceptanceModel
-from infer.speculation.control.history import History
 from infer.speculation.proposers.merging import Drafted, accepted, merge
 from infer.speculation.proposers.tenants import PerTenant
-from infer.speculation.tree import NOTHING, Budget, DraftTree, VerifiedDraft
 
 LEAST = 0.1  # probability to be accepted below which a node is not worth its row in a verify
 LEVEL = 0.2  # that below which a level is not worth a forward of a model that drafts

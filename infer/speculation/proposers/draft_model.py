@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infer.batch.tree import Budget, DraftTree
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.options.stored_weights import why_widened
 from infer.request import DrafterState, Phase, ProposerState, Request
 from infer.speculation.proposers.head import ModelProposer
-from infer.speculation.tree import Budget, DraftTree
 from kernels.copies import upload
 from models.config import read_json
 from models.gguf import is_gguf

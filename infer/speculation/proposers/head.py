@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from infer.batch.tree import Budget, DraftTree
 from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
 from infer.request import DrafterState, Needs, NoProposer, Phase, Proposer, ProposerState, Request
@@ -29,7 +30,6 @@ from infer.speculation.proposers.draft_loops import draft_loop
 from infer.speculation.proposers.draft_loops.base import DraftLoop, Unread
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_rows
 from infer.speculation.proposers.draft_loops.tree_shapes import StaticShape, TreeShape, propose_best, tree_shape
-from infer.speculation.tree import Budget, DraftTree
 from kernels.attention import LayerShape
 from kernels.choose import warped_log_probs
 from kernels.copies import upload, upload_lists

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.batch.tree import MAX_NODES, DraftTree
 
 
 class Drafted(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from infer.batch.tree import Budget, DraftTree
 from infer.request import Proposer, ProposerState, Request
-from infer.speculation.tree import Budget, DraftTree
 
 
 class SuffixIndex(ProposerState):

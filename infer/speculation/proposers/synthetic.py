@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from infer.batch.tree import Budget, DraftTree
 from infer.request import Proposer, Request
-from infer.speculation.tree import Budget, DraftTree
 
 
 class SyntheticProposer(Proposer):

@@ -30,10 +30,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.console.compare import Run
-from infer.options.devices import dtype_name
+from infer.devices import dtype_name
 from infer.options.exported_heads import head_folder
-from infer.options.paths import REPO_ROOT, resolve_path
 from infer.request import SpeculationStats
+from infer.settings.paths import REPO_ROOT, resolve_path
 from kernels.cpu.level import SWITCH, chosen_level, machine_level
 from models.checkpoint import fingerprint
 from models.formats.conversion import FORMATS, detect, read_checkpoint, write_checkpoint

@@ -28,9 +28,9 @@ from typing import Any
 
 from infer.config import ProposerConfig
 from infer.console.compare import Run, timed
-from infer.options.draft_tree import CHAIN, Beam
 from infer.options.exported_heads import head_folder
 from infer.request import SamplingParams
+from infer.settings.draft_tree import CHAIN, Beam
 from models.heads import HEADS
 from models.heads.config import HeadConfig
 from scripts.benchmarks.config import ENGINE_SYSTEMS, TRANSFORMERS, CompareConfig, PromptsConfig
@@ -126,7 +126,7 @@ def transformers_systems(config: CompareConfig, ends: tuple[int, ...]) -> dict[s
     import torch
     from transformers import AutoModelForCausalLM
 
-    from infer.options.devices import dtype_name
+    from infer.devices import dtype_name
     from scripts.benchmarks.comparison.servers import target_folder
 
     wanted = [name for name in TRANSFORMERS if name in config.systems]

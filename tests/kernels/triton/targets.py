@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from models.config import TargetConfig, read_json
 from models.heads import HEADS
 from models.heads.base import Head

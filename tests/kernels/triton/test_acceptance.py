@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from infer.sampling.params import SamplingParams
+from infer.batch.params import SamplingParams
 from kernels import acceptance
 from kernels.triton import SWITCH
 from kernels.triton import acceptance as gpu

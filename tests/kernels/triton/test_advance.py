@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.batch.tree import MAX_NODES, DraftTree
 from kernels.advance import advance
 from kernels.operands import LEADING, Nodes, Progress
 from kernels.triton import SWITCH

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from infer.speculation.tree import DraftTree
+from infer.batch.tree import DraftTree
 from kernels.attention import LayerShape, plan_attention
 from kernels.copies import read_slots
 from kernels.reference import attention as oracle

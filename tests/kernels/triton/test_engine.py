@@ -20,8 +20,8 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.graphs import warm_up
-from infer.options.paths import REPO_ROOT
 from infer.request import Completion, SamplingParams
+from infer.settings.paths import REPO_ROOT
 from models.heads import HEADS
 from models.heads.files import load_head
 from models.targets import load_target

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.options.paths import REPO_ROOT
+from infer.settings.paths import REPO_ROOT
 from tests.device import ON_GPU, orders
 
 SECONDS = 60  # that it takes beside `minutes`

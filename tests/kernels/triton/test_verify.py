@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.batch.tree import MAX_NODES, DraftTree
 from kernels.operands import Nodes
 from kernels.verify import accept
 from tests.device import DEVICE, served, sized

@@ -13,10 +13,10 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from infer.batch.tree import MAX_NODES
 from infer.kvcache.tensors import KVLayers
 from infer.speculation.proposers.draft_loops.early_exit import EarlyExit
 from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape, grow
-from infer.speculation.tree import MAX_NODES
 from kernels.choose import choose, choose_best
 from kernels.draft import NativeChains, NativeDraft, NativeTrees, fuse_draft
 from kernels.operands import Candidates, ChoiceParameters, Picked

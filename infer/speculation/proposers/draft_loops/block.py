@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from infer.batch.tree import MAX_NODES
 from infer.kvcache.tensors import KVLayers
 from infer.speculation.proposers.draft_loops.base import LogitsAt, Unread, rows_past
 from infer.speculation.proposers.draft_loops.mask import OneForwardLoop
 from infer.speculation.proposers.draft_loops.tree_shapes import Children, Run, TreeShape
-from infer.speculation.tree import MAX_NODES
 from kernels.operands import Lattice, Picked, Transition
 from kernels.rows import AttentionRows
 from kernels.walk import make_lattice, rank_candidates, walk_chain

@@ -20,9 +20,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from infer.batch.tree import Budget, DraftTree
 from infer.config import ProposerConfig
-from infer.options.draft_tree import Beam, Measured
-from infer.speculation.tree import Budget, DraftTree
+from infer.settings.draft_tree import Beam, Measured
 from kernels.copies import upload, upload_lists
 from kernels.operands import Candidates, Frontier, Level, Nodes, Picked
 from kernels.tree import best_nodes, grow_level
@@ -60,7 +60,7 @@ class StaticShape:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """`paths`: distinct, at least one, each with its parent (infer/options/draft_tree.py)."""
+        """`paths`: distinct, at least one, each with its parent (infer/settings/draft_tree.py)."""
         nodes = sorted(map(tuple, paths), key=lambda path: (len(path), path))
         self.most, self.depth = len(nodes), max(map(len, nodes))
         levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from infer.batch.tree import Budget, DraftTree
 from infer.request import Proposer, ProposerState, Request
 from infer.speculation.proposers.suffix_decoding.drafts import USUAL_DECAY, CopyRates
 from infer.speculation.proposers.suffix_decoding.responses import EarlierResponses, Generation
 from infer.speculation.proposers.suffix_decoding.sources import CopySource, Earlier, Interrupted, Text
 from infer.speculation.proposers.tenants import PerTenant
-from infer.speculation.tree import Budget, DraftTree
 
 READ_BACK = 64  # tokens of a prompt that are matched with earlier responses: few matches are longer
 

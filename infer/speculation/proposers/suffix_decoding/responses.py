@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from infer.options.paths import private
+from infer.settings.paths import private
 from infer.speculation.proposers.suffix_decoding.automaton import SuffixAutomaton
 
 MOST_TOKENS = 200_000  # of all tenants' responses; an automaton of 32,000 tokens takes 17 MB

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, reason_of
-from infer.sampling.number_limit import NumberLimit, Place
+from infer.batch.grammar import Grammar, compile_matcher, make_tokenizer, reason_of
+from infer.batch.number_limit import NumberLimit, Place
 from kernels.shape import packed
 from models.tokenizer import Tokenizer
 

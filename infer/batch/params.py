@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from infer.sampling.grammar import Grammar
+from infer.batch.grammar import Grammar
 
 MAX_INT = 2**63 - 1  # of an int64 tensor
 MAX_SEED = MAX_INT

@@ -1,7 +1,7 @@
 """Grammars that constrain an output, and their translation for llguidance. Light: imports no torch.
 
 White space between JSON tokens is limited to 40 characters, so that a model cannot emit it for ever, and so are numbers
-(infer/sampling/number_limit.py). What the keywords of a JSON schema do is in infer/json_schema/keywords.py.
+(infer/batch/number_limit.py). What the keywords of a JSON schema do is in infer/json_schema/keywords.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What values of keys mean: paths, draft trees, options of other servers."""
