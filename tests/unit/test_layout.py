@@ -141,8 +141,8 @@ def test_files_stay_within_their_budgets() -> None:
 
 
 MOST_SPINE_LINES = 3_900  # 3,850 are meant
-# 50,500 are meant; 56,843 are what stands: lower it
-MOST_PRODUCT_LINES = 56_843
+# 50,500 are meant; 56,261 are what stands: lower it
+MOST_PRODUCT_LINES = 56_261
 
 
 def test_the_engine_stays_small() -> None:
