@@ -501,8 +501,8 @@ def test_item_13_the_dtype_that_is_measured_is_the_one_that_serves(
     simulated = simulate(head, batch, features_of(head, engine, batch), STEPS)
     served = total(completions)
     # bf16 rounds a batch of training and a row of serving differently in its last bits, so that a tie may be broken
-    # differently
-    assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.02)
+    # differently, which is one verify of some 45 more or less
+    assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.025)
 
 
 @pytest.mark.parametrize("tied", [False, True])
