@@ -13,7 +13,7 @@ from models.heads.files import load_head, save_head
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.interpreted import scaled
-from tests.lossless.plain import GREEDY, MakePlain, Plain, ids
+from tests.lossless.plain import LONG_GREEDY, MakePlain, Plain, ids
 from tests.lossless.random_requests import VOCAB_SIZE
 from train.data.sequences import Sequences
 
@@ -24,7 +24,7 @@ def trained_head_folder(tiny_target, tiny_target_folder, once, prompts):
 
     def train(name, folder):
         engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
-        completions = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
+        completions = engine.generate([prompt for prompt in prompts if len(prompt) < 100], LONG_GREEDY)
         rows = [
             (a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in completions
         ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
 
 from infer.engine import Engine
 from infer.request import ProposerState
@@ -23,6 +25,19 @@ def kept(engine: Engine) -> set[str]:
     return {key for key in keys if isinstance(key, str) and key.startswith(PREFIX)}
 
 
+def held_by(root: object) -> Iterator[object]:
+    """Yield what can be reached from an object, but by way of modules, classes and functions' globals."""
+    seen, left = {id(root)}, [root]
+    while left:
+        each = left.pop()
+        yield each
+        beneath = each.__closure__ or () if isinstance(each, FunctionType) else gc.get_referents(each)
+        for other in beneath:
+            if id(other) not in seen and gc.is_tracked(other) and not isinstance(other, (ModuleType, type)):
+                seen.add(id(other))
+                left.append(other)
+
+
 def assert_nothing_left(engine: Engine) -> None:
     """Assert that no page, slot or proposer state is left and, once the prefix cache is cleared, no key or features."""
     assert not engine.has_work
@@ -33,9 +48,8 @@ def assert_nothing_left(engine: Engine) -> None:
     check_pool(engine._pool, [])
     assert pages.free == pages.count
     assert not kept(engine)
-    gc.collect()
-    kinds = {type(each) for each in gc.get_objects()}
-    assert {kind for kind in kinds if issubclass(kind, ProposerState)} <= {ProposerState}
+    states = (each for each in held_by(engine) if isinstance(each, ProposerState))
+    assert {type(state) for state in states} <= {ProposerState}
     pages.clear_cache()
     assert len(pages._free) == pages.count
     assert not any((pages._key_of, pages._page_of, pages._value_of))

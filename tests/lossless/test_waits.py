@@ -91,8 +91,8 @@ READS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__")
 
 
 @contextmanager
-def host_reads(folder: str) -> Iterator[Counter[str]]:
-    """Count by function the reads of tensors by code in this folder, but those of draft trees, which the host has."""
+def host_reads(*folders: str) -> Iterator[Counter[str]]:
+    """Count by function the reads of tensors by code in these folders, but those of draft trees, which the host has."""
     counts: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -100,7 +100,9 @@ def host_reads(folder: str) -> Iterator[Counter[str]]:
 
         def read(self: torch.Tensor, *args: Any, **options: Any) -> Any:
             frame = sys._getframe(1)
-            if Path(frame.f_code.co_filename).match(f"{folder}/*.py") and frame.f_code.co_name != "drafted_paths":
+            path = Path(frame.f_code.co_filename)
+            trees = path.name == "tree.py" or frame.f_code.co_name == "drafted_paths"
+            if any(path.match(f"{folder}/*.py") for folder in folders) and not trees:
                 counts[frame.f_code.co_name] += 1
             return original(self, *args, **options)
 
@@ -123,7 +125,7 @@ def test_a_step_reads_the_log_probabilities_of_all_requests_at_once(make_small_e
     while not all(request.output_length for request in requests):
         engine.step()
     monkeypatch.setattr(choose, "upload", lambda *args: (uploads.append(args), upload(*args))[1])
-    with host_reads("infer/sampling") as reads:
+    with host_reads("infer/batch", "infer/sampling") as reads:
         engine.step()
     assert reads == {"token_logprobs": 1}
     assert len(uploads) == 2  # these rows, and those with processed logits
@@ -153,7 +155,7 @@ def test_acceptance_rules_read_no_rows_back(make_small_engine, rule):
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS]
     while not all(request.output_length for request in requests):
         engine.step()
-    with host_reads("infer/sampling") as reads, host_reads("infer/speculation/proposers") as drafting:
+    with host_reads("infer/batch", "infer/sampling") as reads, host_reads("infer/speculation/proposers") as drafting:
         engine.step()
     assert reads == {}
     assert drafting["adjust"] == 0  # a draft's tokens are read by grammars only
