@@ -492,17 +492,18 @@ def test_item_13_the_dtype_that_is_measured_is_the_one_that_serves(
     drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
     config = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
     engine = Engine(target, proposer="none", config=config, proposer_config=drafts)
-    plain = engine.generate(prompts, GREEDY)
+    params = replace(GREEDY, max_tokens=100)  # enough verifies that ties weigh little
+    plain = engine.generate(prompts, params)
     rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in plain]
     batch = Sequences.of(rows).batch(range(len(rows)))
     head = copy.deepcopy(head_of(variant)).to(torch.bfloat16)
-    completions = serve(engine, head, prompts)
+    completions = serve(engine, head, prompts, params)
     assert [c.token_ids for c in completions] == [a.token_ids for a in plain]
     simulated = simulate(head, batch, features_of(head, engine, batch), STEPS)
     served = total(completions)
     # bf16 rounds a batch of training and a row of serving differently in its last bits, so that a tie may be broken
-    # differently, which is one verify of some 45 more or less
-    assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.025)
+    # differently
+    assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.02)
 
 
 @pytest.mark.parametrize("tied", [False, True])
