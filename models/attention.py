@@ -18,6 +18,7 @@ from kernels.block_attention import block_attention
 from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
 from kernels.ttt_attention import operand, repeat_kv, ttt_attention, visible
+from models.recurrence import CausalRecurrence
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the rows' positions
 
@@ -82,14 +83,11 @@ def no_attention(
     raise AssertionError("this head attends to nothing")
 
 
-class CausalAttention:
-    """Every slot of `[B, T]` attends to itself and to all earlier slots of its own document. Stateless.
-
-    starts `[B, T]`: the first slot of each slot's document; None: each row is one document.
-    """
+class CausalAttention(CausalRecurrence):
+    """Every slot of `[B, T]` attends to itself and to all earlier slots of its own document. Stateless."""
 
     def __init__(self, starts: Tensor | None = None) -> None:
-        self.starts = starts
+        super().__init__(starts)
         self._seen = None if starts is None else visible(starts)
 
     def __call__(

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from models.fields import Fields, asks_for_nothing
 
 LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
@@ -100,6 +102,26 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentConfig:
+    """What a recurrent layer keeps of a request (kernels/recurrence.py), in place of keys and values or beside them."""
+
+    channels: int  # of the convolution
+    taps: int  # of the convolution, the row's own included
+    heads: int = 0  # of the linear recurrence, each with a matrix; 0: there is none
+    groups: int = 0  # of heads that share queries and keys (Mamba-2: C and B)
+    key_size: int = 0  # rows of a head's matrix (Mamba-2: the state size N)
+    value_size: int = 0  # columns of a head's matrix (Mamba-2: the head size P)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one layer keeps of a request."""
+        columns = (self.taps - 1) * self.channels * dtype.itemsize
+        return columns + 4 * self.heads * self.key_size * self.value_size
+
+
+ATTENTION, RECURRENT, BOTH, NEITHER = "attention", "recurrent", "both", "neither"  # of a layer
+
+
+@dataclass(frozen=True)
 class TargetConfig:
     """The config of a decoder-only target of Llama's kind, under our names for the keys of `config.json`.
 
@@ -147,6 +169,9 @@ class TargetConfig:
     mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/mtp_names.py)
     # Of DeepSeek
     latent: LatentConfig | None = None  # of its own attention; head_dim and num_kv_heads are then for heads
+    # Of hybrids
+    recurrent: RecurrentConfig | None = None  # of the layers that have a recurrence
+    mixers: tuple[str, ...] = ()  # per layer: what mixes its rows, of the four names above; (): attention in all
     stated: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json itself
 
     @classmethod
@@ -238,6 +263,18 @@ class TargetConfig:
         if self.latent is not None:  # queries as projected, and queries and outputs of the latent
             return 3 * self.num_heads * self.cached_numbers(1)
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def mixes(self, layer: int, kind: str) -> bool:
+        """Return whether a layer has attention or a recurrence (`kind`)."""
+        return (self.mixers[layer] if self.mixers else ATTENTION) in (kind, BOTH)
+
+    def index(self, layer: int, kind: str) -> int:
+        """Return how many layers before this one have attention or a recurrence."""
+        return sum(self.mixes(before, kind) for before in range(layer))
+
+    def count(self, kind: str) -> int:
+        """Return how many layers have attention, so keep keys and values, or a recurrence, so keep a state."""
+        return self.index(self.num_layers, kind)
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

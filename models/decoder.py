@@ -18,7 +18,7 @@ from kernels.elementwise import rotate
 from kernels.linear import PackedLinear
 from kernels.operands import QKNorm
 from models.attention import Attention, Decode, Project, Rotary
-from models.config import TargetConfig
+from models.config import ATTENTION, TargetConfig
 from models.layers import GatedMLP, Linear, PackedEmbedding, RMSNorm
 
 
@@ -27,7 +27,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: TargetConfig, layer: int, *, input_size: int | None = None) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = config.index(layer, ATTENTION)
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
@@ -73,10 +73,13 @@ class SelfAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    rotary_table = 0  # which of the target's tables it rotates by
+
     def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None, attention: Any = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.self_attn: SelfAttention = attention or SelfAttention(config, layer)
+        self.rotary_table = self.self_attn.rotary_table
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
@@ -92,6 +95,27 @@ class DecoderLayer(nn.Module):
     def parts(self) -> LayerParts | None:
         """Return the weights for kernels that run whole layers; None where none can."""
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
+
+
+class RecurrentLayer(nn.Module):
+    """A decoder layer whose rows are mixed by a recurrence (models/mixers/). No kernel runs such a layer whole."""
+
+    rotary_table = 0
+
+    def __init__(self, config: TargetConfig, mixer: nn.Module, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
+        self.mixer = mixer
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, centered=config.centered_norms)
+        self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rotary: Rotary, attention: Attention) -> Tensor:
+        """As of DecoderLayer; `attention` implements models.recurrence.Recurrence too."""
+        x = self.mixer(self.input_layernorm(x), attention, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+    def parts(self) -> None:
+        return None
 
 
 def parts_of(

@@ -30,6 +30,7 @@ from models.targets.gemma3 import Gemma3Target
 from models.targets.gpt_bigcode import GPTBigCodeTarget
 from models.targets.gpt_oss import GptOssTarget
 from models.targets.granite import GraniteTarget
+from models.targets.lfm2 import Lfm2Target
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.mixtral import MixtralTarget
@@ -51,6 +52,7 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Gemma3ForCausalLM": Gemma3Target,
     "GptOssForCausalLM": GptOssTarget,
     "GraniteForCausalLM": GraniteTarget,
+    "Lfm2ForCausalLM": Lfm2Target,
     "LlamaForCausalLM": LlamaTarget,
     "MiMoForCausalLM": Qwen2Target,
     "MistralForCausalLM": MistralTarget,

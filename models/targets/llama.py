@@ -7,7 +7,7 @@ families in this folder are this decoder with other options in their TargetConfi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -67,7 +67,7 @@ class LlamaTarget(nn.Module):
         return TargetConfig.from_json(config)
 
     @staticmethod
-    def make_layer(config: TargetConfig, index: int) -> DecoderLayer:
+    def make_layer(config: TargetConfig, index: int) -> nn.Module:
         return DecoderLayer(config, index, config.experts and MixtureOfExperts(config.hidden_size, config.experts))
 
     @staticmethod
@@ -96,7 +96,7 @@ class LlamaTarget(nn.Module):
             for index, layer in enumerate(self.layers):
                 if index in aux_layers:
                     streams[index] = x
-                x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
+                x = layer(x, rotary[cast(DecoderLayer, layer).rotary_table], attention)
             hidden = self.norm(x)
         streams[UNNORMED] = streams[end] = x
         read = {layer: streams[layer] for layer in aux_layers if layer != LAST}
@@ -129,7 +129,7 @@ class LlamaTarget(nn.Module):
     @property
     def heads(self) -> tuple[int, int, int]:
         """Numbers of query heads and KV heads, and the head size; with tensor parallelism those of this rank."""
-        attention = cast(DecoderLayer, self.layers[0]).self_attn
+        attention = next(layer.self_attn for layer in cast(Iterable[Any], self.layers) if hasattr(layer, "self_attn"))
         return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
     @property

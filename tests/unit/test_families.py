@@ -73,7 +73,13 @@ DEEPSEEK = {
 }  # fmt: skip
 DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "bos_token_id": 0, "eos_token_id": 1}
 DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0}
+LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32, "bos_token_id": 0}
 FAMILIES = {
+    "lfm2": ("Lfm2Config", LFM2 | {"eos_token_id": 1, "norm_eps": 1e-5}),
+    "lfm2 of seven taps": (
+        "Lfm2Config",
+        LFM2 | {"eos_token_id": 1, "conv_L_cache": 7, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
+    ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
     "qwen2": ("Qwen2Config", {}),

@@ -1,0 +1,1 @@
+"""What mixes the rows of a recurrent layer, in attention's place or beside it (models/recurrence.py)."""

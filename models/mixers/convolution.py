@@ -1,0 +1,40 @@
+"""Causal depthwise convolution, of all recurrent layers; and LFM2's layer, which is no more than a gated one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.config import RECURRENT, TargetConfig
+from models.layers import Linear
+from models.recurrence import Recurrence
+
+
+class CausalConvolution(nn.Module):
+    """Its weight `[C, 1, K]` has the shape of torch's Conv1d, the oldest tap first."""
+
+    def __init__(self, config: TargetConfig, layer: int, *, bias: bool = False) -> None:
+        super().__init__()
+        assert config.recurrent is not None
+        self.layer = config.index(layer, RECURRENT)
+        self.weight = nn.Parameter(torch.zeros(config.recurrent.channels, 1, config.recurrent.taps))
+        self.bias = nn.Parameter(torch.zeros(config.recurrent.channels)) if bias else None
+
+    def forward(self, x: Tensor, recurrence: Recurrence, *, silu: bool = False) -> Tensor:
+        """Convolve x `[..., C]` along each row's ancestors."""
+        return recurrence.convolve(self.layer, x, self.weight[:, 0], self.bias, silu=silu)
+
+
+class ShortConvolution(nn.Module):
+    """Gated short convolution: out = o(c * conv(b * x)) of b, c, x projected from the layer's input."""
+
+    def __init__(self, config: TargetConfig, layer: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.in_proj = Linear(config.hidden_size, 3 * config.hidden_size, bias=bias)
+        self.conv = CausalConvolution(config, layer, bias=bias)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, recurrence: Recurrence, residual: Tensor) -> Tensor:
+        """Return residual + the layer's output `[..., H]`."""
+        b, c, x = self.in_proj(x).chunk(3, dim=-1)
+        return self.o_proj.add(residual, c * self.conv(b * x, recurrence))

@@ -1,0 +1,87 @@
+"""LFM2 and LFM2.5 (Lfm2ForCausalLM): gated short convolutions, and attention in some of the layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from models.config import ATTENTION, RECURRENT, RecurrentConfig, TargetConfig
+from models.decoder import DecoderLayer, RecurrentLayer
+from models.fields import Fields
+from models.mixers.convolution import ShortConvolution
+from models.targets.llama import LlamaTarget
+
+# Llama's names, and ours of a recurrent layer -> LFM2's
+NAMES = {
+    r"^model\.norm\.": "model.embedding_norm.",
+    r"\.input_layernorm\.": ".operator_norm.",
+    r"\.post_attention_layernorm\.": ".ffn_norm.",
+    r"\.self_attn\.(q|k)_norm\.": r".self_attn.\1_layernorm.",
+    r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
+    r"\.mixer\.o_proj\.": ".conv.out_proj.",
+    r"\.mixer\.": ".conv.",
+    r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
+    r"\.mlp\.up_proj\.": ".feed_forward.w3.",
+    r"\.mlp\.down_proj\.": ".feed_forward.w2.",
+}
+LAYER_TYPES = {"full_attention": ATTENTION, "conv": RECURRENT}
+THETA = 1_000_000.0
+
+
+class Lfm2Target(LlamaTarget):
+    @classmethod
+    def read_config(cls, config: dict[str, Any]) -> TargetConfig:
+        fields = Fields(config)
+        tied = fields.take("tie_embedding", bool, fields.take("tie_word_embeddings", bool, True))
+        rope = {} if config.get("rope_parameters") else {"rope_theta": fields.positive("rope_theta", THETA)}
+        eps = {"rms_norm_eps": fields.positive("norm_eps", 1e-5), "tie_word_embeddings": tied}
+        base = TargetConfig.from_json(config | rope | eps | {"intermediate_size": inner_size(fields)})
+        fields.only("conv_bias", False)
+        taps = fields.size("conv_L_cache", 3, limit=16)
+        return replace(
+            base,
+            qk_norm=True,
+            mixers=mixers(fields, base.num_layers),
+            recurrent=RecurrentConfig(base.hidden_size, taps),
+        )
+
+    @staticmethod
+    def make_layer(config: TargetConfig, index: int) -> nn.Module:
+        if config.mixes(index, ATTENTION):
+            return DecoderLayer(config, index)
+        return RecurrentLayer(config, ShortConvolution(config, index))
+
+    @staticmethod
+    def published_name(name: str) -> str:
+        for ours, theirs in NAMES.items():
+            name = re.sub(ours, theirs, name)
+        return name
+
+
+def mixers(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """Read `layer_types`, or `full_attn_idxs` of older files. Raises ValueError for another kind of layer."""
+    indices = fields.numbers("full_attn_idxs")
+    attention = range(num_layers) if indices is None else indices
+    types = fields.maybe("layer_types", list) or [
+        "full_attention" if layer in attention else "conv" for layer in range(num_layers)
+    ]
+    kinds = tuple(LAYER_TYPES.get(str(name), "") for name in types)
+    if len(kinds) != num_layers or not all(kinds) or ATTENTION not in kinds:
+        raise ValueError(
+            f"config.json: layer_types={types}: must name {num_layers} layers, each {' or '.join(LAYER_TYPES)}, and "
+            "attention once"
+        )
+    return kinds
+
+
+def inner_size(fields: Fields) -> int:
+    """Return the size of the MLP, which the files state before it is adjusted."""
+    size = fields.size("block_ff_dim", fields.size("intermediate_size"))
+    if not fields.take("block_auto_adjust_ff_dim", bool, True):
+        return size
+    size = int(fields.positive("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = fields.size("block_multiple_of", 256)
+    return -(-size // multiple) * multiple
