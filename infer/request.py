@@ -268,6 +268,11 @@ class Request:
         default_factory=dict
     )  # features by position, of those that end a page; published with it
     last_features: Tensor | None = None  # features of position `computed - 1`, if it began with cached pages
+    # Of a hybrid target: cached positions of its pages, of which it began with those that a snapshot covers; slots of
+    # copies of its state, by the position that they are of, to be published; key of the last one of its answer
+    matched: int = 0
+    snapshots: dict[int, int] = field(default_factory=dict)
+    last_snapshot: bytes | None = None
     parent: Request | None = None  # with n > 1: the request that computes the common prompt
     arrival: int = 0  # order in which requests came
     added: float = 0.0  # time of arrival on the engine's clock

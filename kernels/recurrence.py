@@ -98,9 +98,7 @@ def convolve(
     """
     taps = weight.shape[1]
     ancestors = rows.ancestors(taps - 1)
-    state = None
-    if windows is not None and rows.slots is not None:
-        state = windows[rows.slots]  # [B, K - 1, C]
+    state = None if windows is None or rows.slots is None else windows[rows.slots]  # [B, K - 1, C]
     out = torch.zeros((), device=x.device) if bias is None else bias.float()
     for tap in range(taps - 1):
         index = ancestors[:, tap]
@@ -108,16 +106,19 @@ def convolve(
         outside = torch.zeros_like(past) if state is None else state[rows.owner, (index + taps - 1).clamp(max=taps - 2)]
         out = out + weight[:, tap].float() * torch.where((index >= 0)[:, None], past, outside).float()
     out = out + weight[:, -1].float() * x.float()
-    if state is not None and windows is not None and rows.slots is not None:
-        _advance_windows(x, windows, state, rows, taps)
+    if windows is not None:
+        advance(x, windows, rows)
     return (uniform(F.silu, out) if silu else out).to(x.dtype)
 
 
-def _advance_windows(x: Tensor, windows: Tensor, state: Tensor, rows: RecurrentRows, taps: int) -> None:
+def advance(x: Tensor, windows: Tensor, rows: RecurrentRows) -> None:
+    """Do to the windows what `convolve` does, for rows x `[R, C]` whose outputs are known."""
     assert rows.slots is not None
+    columns = windows.shape[1]
     for b, (begin, end) in enumerate(itertools.pairwise(rows.first.tolist())):
         if bool(rows.advance[b]) and end > begin:
-            windows[rows.slots[b]] = torch.cat([state[b], x[begin:end]])[1 - taps :]
+            slot = rows.slots[b]
+            windows[slot] = torch.cat([windows[slot], x[begin:end]])[-columns:]
 
 
 def scan(

@@ -46,6 +46,9 @@ class AttentionRows:
     counts: tuple[int, ...]  # number of rows of each request with rows, in order; on the host, for launch grids
     first: int = 0
     computed: Addresses | None = None  # if they are already known
+    # Of each request with rows, in order, if there are recurrent layers: the slot of its state, and 1 if its rows are
+    # certain, so that the state advances with them
+    states: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def blocks(

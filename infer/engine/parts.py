@@ -9,6 +9,7 @@ from infer.config import EngineConfig
 from infer.devices import memory_left
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Scheduler
+from infer.kvcache.hybrid import HybridPool
 from infer.kvcache.memory import (
     DeviceFacts,
     EngineSizes,
@@ -19,6 +20,7 @@ from infer.kvcache.memory import (
     workspace_bytes,
 )
 from infer.kvcache.pool import KVPool
+from infer.kvcache.states import HybridLayers
 from infer.processes.target_worker import Shard
 from infer.speculation.proposers.head import ModelProposer
 
@@ -44,8 +46,13 @@ def build_parts(config: EngineConfig, context: int, shard: Shard, drafters: Sequ
     sizes = engine_sizes(config, context, facts)
     shapes = [*shard.layer_shapes, *draft_layers]
     memory = plan_memory(config, target.config, shapes, dtype, sizes=sizes, weights=weights, free=free)
-    layers = shard.allocate(memory.pages, config.page_size, draft_layers)
-    pool, first = KVPool(layers, max_requests=config.max_batch, max_positions=context), len(shapes) - len(draft_layers)
+    first, bounds = len(shapes) - len(draft_layers), {"max_requests": config.max_batch, "max_positions": context}
+    if memory.state_slots:
+        layers = shard.allocate(memory.pages, config.page_size, draft_layers, state_slots=memory.state_slots)
+        assert isinstance(layers, HybridLayers)
+        pool: KVPool = HybridPool(layers, **bounds, state_slots=memory.state_slots)
+    else:
+        pool = KVPool(shard.allocate(memory.pages, config.page_size, draft_layers), **bounds)
     for drafter in drafters:
         drafter.attach(pool, first)
         first += len(drafter.needs.kv_layers)

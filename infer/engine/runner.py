@@ -79,9 +79,8 @@ class HostBatch:
         else:
             last = verify_by_rules(self.requests, tree, self.choices, choice, self._rates)
         accepted = accepted_path(tree.token, None if tree.is_chain else tree.ancestors, last, choice, tree.path_width)
-        if tree.is_chain:
-            return accepted
-        return accepted._replace(moves=self._pool.moves(self.requests, accepted))
+        moves = self._pool.commit(self.requests, accepted, chains=tree.is_chain)
+        return accepted if moves is None else accepted._replace(moves=moves)
 
 
 class Decoded(NamedTuple):

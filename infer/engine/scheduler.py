@@ -118,7 +118,7 @@ class Scheduler:
     def _schedule_prompts(self, step: Step, rows: int, admissible: Sequence[Request]) -> None:
         """Add to the step, within `rows`, the next chunks of prompts, and the requests that can be admitted."""
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
-            chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
+            chunk = self._pool.chunk(request, min(self._chunk, rows))
             if chunk > 0 and self._pool.reserve(request, request.computed + chunk):
                 step.prefills.append(request)
                 step.chunks.append(chunk)
@@ -139,7 +139,7 @@ class Scheduler:
             step.admitted.append(request)
             reserved = self._pool.reserve(request, len(request.tokens))
             assert reserved
-            chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
+            chunk = self._pool.chunk(request, min(self._chunk, rows))
             step.prefills.append(request)
             step.chunks.append(chunk)
             rows -= chunk

@@ -286,6 +286,8 @@ def unsupported_reason(shard: Shard) -> str | None:
     """Return why the target's steps cannot be captured; None if they can."""
     if shard.target.config.experts is not None:
         return "which experts this target runs is decided by the host"
+    if shard.target.config.recurrent is not None:
+        return "the host advances the states of this target's recurrent layers"
     if shard.ranks > 1:
         return "the ranks of a divided target are led by the host"
     if shard.device.type == "cuda" and not uses_triton(shard.device):

@@ -17,7 +17,7 @@ from torch import nn
 from infer.config import EngineConfig
 from infer.kvcache.tensors import kv_dtype
 from kernels.attention import LayerShape
-from models.config import TargetConfig
+from models.config import RECURRENT, TargetConfig
 from models.layers import Linear, PackedEmbedding
 
 MIB, GIB = 2**20, 2**30
@@ -25,6 +25,7 @@ ROWS, MOST_ROWS = 512, 4096  # of a step: the default, and the most that pays on
 CACHE_TOKENS = 65536  # the default cache where memory is not plentiful
 LARGE = 40 * GIB  # free memory from which on a GPU's sizes follow from it: GPUs of 80 GB and more
 ROWS_SHARE = 0.05  # of the free memory for the activations of a step
+SNAPSHOT_BYTES, MOST_SNAPSHOTS = GIB // 4, 16  # of recurrent states; for each request at most
 SPARE = 0.1  # share of free memory left for everything that is not planned here
 
 
@@ -87,10 +88,12 @@ class MemoryPlan:
     workspace: int
     pages: int
     ranks: int = 1
+    states: int = 0  # of recurrent layers
+    state_slots: int = 0
 
     def __str__(self) -> str:
-        parts = (("weights", self.weights), ("KV", self.kv), ("workspace", self.workspace))
-        text = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts)
+        parts = {"weights": self.weights, "KV": self.kv, "states": self.states, "workspace": self.workspace}
+        text = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts.items() if size or name != "states")
         return text if self.ranks == 1 else f"{text} (rank 0 of {self.ranks})"
 
 
@@ -112,18 +115,32 @@ def plan_memory(
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
     per_page = config.page_size * per_value * sum(shape.vectors * shape.kv_heads * shape.head_dim for shape in layers)
     workspace, tokens = workspace_bytes(sizes.max_rows, target, dtype), sizes.cache_tokens
-    pages = -(-tokens // config.page_size)
+    pages, (slots, states) = -(-tokens // config.page_size), plan_states(config, target, dtype)
     if free is not None:
-        fitting = int((free * (1 - SPARE) - workspace) // per_page) - 1  # less the null block
+        fitting = int((free * (1 - SPARE) - workspace - states) // per_page) - 1  # less the null block
         if fitting < 1 or (config.max_tokens_in_cache and pages > fitting):
+            stated = f", the states of engine.max_batch={config.max_batch} {states / MIB:.0f} MiB" if states else ""
             left = "free" if config.memory_share is None else f"left of engine.memory_share={config.memory_share}"
             raise ValueError(
                 f"engine.max_tokens_in_cache={tokens}: its KV needs {pages * per_page / MIB:.0f} MiB and a step "
-                f"{workspace / MIB:.0f} MiB, but {free / MIB:.0f} MiB are {left}; "
+                f"{workspace / MIB:.0f} MiB{stated}, but {free / MIB:.0f} MiB are {left}; "
                 + (f"{fitting * config.page_size} tokens would fit" if fitting > 0 else "use a smaller model or dtype")
             )
         pages = min(pages, fitting)
-    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel)
+    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel, states, slots)
+
+
+def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many states of a hybrid target are kept, and their bytes: of each request, and snapshots beside them.
+
+    Snapshots are as many as SNAPSHOT_BYTES hold, at least one for each second request.
+    """
+    if target.recurrent is None:
+        return 0, 0
+    each = target.recurrent.bytes(dtype) * target.count(RECURRENT)
+    snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
+    slots = config.max_batch + 1 + snapshots  # one of the null row
+    return slots, slots * each
 
 
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:

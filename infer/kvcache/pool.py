@@ -122,6 +122,14 @@ class KVPool:
             self.table[request.table_row, held : held + len(pages)] = upload(list(pages), self.device)
         request.pages += pages
 
+    def chunk(self, request: Request, rows: int) -> int:
+        """Return how many of its next positions the request should compute, given that many rows."""
+        return min(rows, len(request.tokens) - request.computed)
+
+    def commit(self, requests: Sequence[Request], accepted: Accepted, *, chains: bool) -> tuple[Tensor, Tensor] | None:
+        """Take what was accepted of the requests' drafts. Return the slots between which KV moves, as `moves` does."""
+        return None if chains else self.moves(requests, accepted)
+
     def moves(self, requests: Sequence[Request], accepted: Accepted) -> tuple[Tensor, Tensor] | None:
         """Return the slots from and to which the KV of accepted paths moves; None if all nodes lie where they should.
 

@@ -7,15 +7,18 @@ parallel rank can do the same (infer/processes/tensor_parallel.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from infer.devices import free_bytes
+from infer.kvcache.states import HybridLayers
 from infer.kvcache.tensors import KVLayers, kv_dtype
 from kernels.attention import LayerShape
 from kernels.rows import AttentionRows
 from kernels.slower import say_slower, slower_attention, slower_layers
 from kernels.weights.quantize import WeightFormat
+from models.config import ATTENTION
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget, TargetOutput
 
@@ -54,7 +57,9 @@ class Shard:
         self.value_dim = None if latent is None else latent.rank
         say_slower(slower_layers(self.linears, "engine.weights"))
         say_slower(slower_attention(head_dim, self.dtype, self.device, self.kv_dtype, self.value_dim))
-        self.layer_shapes = [LayerShape(kv_heads, head_dim, self.value_dim)] * target.config.num_layers
+        self.layer_shapes = [LayerShape(kv_heads, head_dim, self.value_dim)] * target.config.count(ATTENTION)
+        if target.config.recurrent is not None:
+            self._make_layers = partial(HybridLayers, target=target.config)
         self._kv: KVLayers | None = None
 
     @property
@@ -69,8 +74,11 @@ class Shard:
             self._kv = None
         return free_bytes(self.device)
 
-    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = ()) -> KVLayers:
-        """Allocate KV for the target's layers and, after them, for those of proposers (`others`)."""
+    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = (), **states: int) -> KVLayers:
+        """Allocate KV for the target's layers and, after them, for those of proposers (`others`).
+
+        A hybrid target has states too: `state_slots` of each recurrent layer.
+        """
         self._kv = self._make_layers(
             [*self.layer_shapes, *others],
             tree_layers=len(self.layer_shapes),
@@ -79,6 +87,7 @@ class Shard:
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             device=self.device,
+            **states,
         )
         return self._kv
 

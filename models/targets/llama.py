@@ -7,7 +7,7 @@ families in this folder are this decoder with other options in their TargetConfi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -127,9 +127,14 @@ class LlamaTarget(nn.Module):
             self.shares.join_gathers()
 
     @property
+    def attention_layers(self) -> list[DecoderLayer]:
+        """The layers that have attention, all of them but in hybrids. Heads may start from the last ones."""
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+
+    @property
     def heads(self) -> tuple[int, int, int]:
         """Numbers of query heads and KV heads, and the head size; with tensor parallelism those of this rank."""
-        attention = next(layer.self_attn for layer in cast(Iterable[Any], self.layers) if hasattr(layer, "self_attn"))
+        attention = self.attention_layers[0].self_attn
         return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
     @property

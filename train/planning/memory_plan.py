@@ -7,6 +7,7 @@ step shows whether they fit; if they do not, `out_of_memory` names the keys that
 from __future__ import annotations
 
 from infer.kvcache.tensors import kv_dtype
+from models.config import ATTENTION
 from models.heads.base import Head
 from models.heads.borrowing import borrowed_by
 from models.layers import Linear
@@ -34,7 +35,7 @@ SIGNS = "out of memory", "ALLOC_FAILED", "DefaultCPUAllocator", "Cannot allocate
 def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> dict[str, int]:
     """Return the bytes of this process by part, but activations; `tokens` is the total over all sequences."""
     sizes, item = target.config, kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
-    per_token = sizes.cached_numbers(config.engine.tensor_parallel) * sizes.num_layers * item
+    per_token = sizes.cached_numbers(config.engine.tensor_parallel) * sizes.count(ATTENTION) * item
     kept = features_in_memory(config, target, head, tokens)
     return {
         "target": target_bytes(target, config),

@@ -132,21 +132,21 @@ def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed
         head.lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
     if not from_target:
         return
-    size, donors = head.config.hidden_size, list(target.layers)[-len(head.layers) :]
+    size, donors = head.config.hidden_size, target.attention_layers[-len(head.layers) :]
     if (
         target.config.latent is not None
         or len(donors) < len(head.layers)
         or any(
             one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
             or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
-            for one, other in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True)
+            for one, other in zip(decoder_layers(head), donors, strict=True)
         )
     ):
         raise ValueError("head.init_from_target=true: needs layers of the target's sizes; set it to false")
-    for layer, donor in zip(decoder_layers(head), cast(list[DecoderLayer], donors), strict=True):
+    for layer, donor in zip(decoder_layers(head), donors, strict=True):
         copy_layer(layer, donor)
     head.fc.weight[:, -size:].copy_(torch.eye(size))
-    head.hidden_norm.weight.copy_(cast(DecoderLayer, donors[-1]).input_layernorm.scale)
+    head.hidden_norm.weight.copy_(donors[-1].input_layernorm.scale)
     head.norm.weight.copy_(target.norm.scale)
 
 

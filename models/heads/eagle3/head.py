@@ -138,7 +138,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
         head.embed_tokens.weight.copy_(target.embedding_weight)
     if not from_target:
         return
-    donor, first = cast(DecoderLayer, target.layers[-1]), cast(Eagle3FirstLayer, head.layers[0])
+    donor, first = target.attention_layers[-1], cast(Eagle3FirstLayer, head.layers[0])
     attention, mlp = first.self_attn, first.mlp
     sizes = size, head.config.layer.intermediate_size
     alike = target.config.latent is None  # else the target's attention is of another kind, and the head's stays random

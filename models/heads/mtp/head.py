@@ -8,6 +8,7 @@ the others only keep keys and values of what it reads.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class MtpModule(DecoderLayer):
 
     def __init__(self, config: MtpConfig, index: int) -> None:
         layer, self.hidden_first = config.layer, config.hidden_first
-        block = ARCHITECTURES[layer.architecture].make_layer(layer, index)
+        block: Any = ARCHITECTURES[layer.architecture].make_layer(layer, index)
         super().__init__(layer, index, block.mlp, block.self_attn)
         norm = partial(RMSNorm, layer.hidden_size, layer.norm_eps, centered=layer.centered_norms)
         self.token_layernorm, self.hidden_layernorm, self.final_layernorm = norm(), norm(), norm()
@@ -112,8 +113,7 @@ def initialize(head: MtpHead, target: LlamaTarget, *, from_target: bool, seed: i
         return
     if target.config.mtp_modules and find_shipped(target.folder)[1]:
         return load_into(head, open_shipped(target.folder), checkpoint_layout(head), source=str(target.folder))
-    size, donor = head.config.hidden_size, target.layers[-1]
-    assert isinstance(donor, DecoderLayer)
+    size, donor = head.config.hidden_size, target.attention_layers[-1]
     weights = dict(donor.named_parameters())
     for layer in head.mtp_layers:
         assert isinstance(layer, MtpModule)

@@ -1,0 +1,120 @@
+"""The states of a hybrid target's recurrent layers, beside the KV of its attention layers.
+
+A running request's states lie in the slot of its row of the block table, and copies for the prefix cache in further
+slots (infer/kvcache/hybrid.py). A verify writes none of them: it keeps its rows' inputs, over which `replay` runs the
+same kernels along the accepted paths. So a rejected token has never been in a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.kvcache.tensors import KVLayers, PooledAttention
+from kernels.cpu.memory import zeros
+from kernels.recurrence import RecurrentRows, advance, convolve, scan
+from kernels.rows import AttentionRows, set_bit_positions
+from models.config import RECURRENT, TargetConfig
+
+
+class HybridLayers(KVLayers):
+    """KV and states of a hybrid target. `state_slots`: of requests and copies; the one of the null row is among them.
+
+    windows `[L, S, K - 1, C]`: the last inputs of L convolutions; states `[L, S, H, K, V]` fp32, if there are any.
+    """
+
+    def __init__(self, *args: Any, target: TargetConfig, state_slots: int, **sizes: Any) -> None:
+        super().__init__(*args, **sizes)
+        config, layers = target.recurrent, target.count(RECURRENT)
+        assert config is not None
+        columns = layers, state_slots, config.taps - 1, config.channels
+        matrices = layers, state_slots, config.heads, config.key_size, config.value_size
+        cpu = self.device.type == "cpu"
+        make = zeros if cpu else partial(torch.zeros, device=self.device)
+        self.windows = make(columns, dtype=self._dtype)
+        self.states = make(matrices, dtype=torch.float32) if config.heads else None
+        self.last_states: Sequence[tuple[int, int]] = ()  # of the last forward's rows (kernels.rows.AttentionRows)
+        self._last: PooledRecurrence | None = None
+
+    def free(self) -> None:
+        super().free()
+        self.windows, self.states, self._last = torch.empty(0), None, None
+
+    def clear_state(self, slot: int) -> None:
+        """Fill a slot with the state before a text."""
+        for tensor in self._tensors:
+            tensor[:, slot] = 0
+
+    def copy_state(self, source: int, destination: int) -> None:
+        for tensor in self._tensors:
+            tensor[:, destination] = tensor[:, source]
+
+    def attention(self, rows: AttentionRows, num_heads: int, *, first_layer: int = 0) -> Any:
+        """As of KVLayers; what the target's layers get implements models.recurrence.Recurrence too."""
+        attention = super().attention(rows, num_heads, first_layer=first_layer)
+        if first_layer:
+            return attention
+        self.last_states = rows.states
+        self._last = PooledRecurrence(attention, self.windows, self.states, recurrent_rows(rows))
+        return self._last
+
+    def replay(self, paths: Sequence[Sequence[int]]) -> None:
+        """Bring the states up to date with the last forward's rows `paths[b]`, node by node, of each of its requests.
+
+        Called again, the paths go on where they ended.
+        """
+        assert self._last is not None
+        self._last.replay(paths)
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [self.windows] if self.states is None else [self.windows, self.states]
+
+
+class PooledRecurrence:
+    """Attention over the pool, and models.recurrence.Recurrence over its states, for the rows of one forward."""
+
+    def __init__(self, attention: PooledAttention, windows: Tensor, states: Tensor | None, rows: RecurrentRows) -> None:
+        self._attention, self._windows, self._states, self._rows = attention, windows, states, rows
+        self._columns: dict[int, Tensor] = {}  # what each layer's convolution read
+        self._inputs: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
+        if (project := getattr(attention, "project", None)) is not None:
+            self.project = project
+
+    def __call__(self, *args: Any, **scoring: Any) -> Tensor:
+        return self._attention(*args, **scoring)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+        self._columns[layer] = x
+        return convolve(x, weight, bias, self._windows[layer], self._rows, silu=silu)
+
+    def scan(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor, *, delta: bool) -> Tensor:
+        assert self._states is not None
+        self._inputs[layer] = q, k, v, decay, gain, delta
+        return scan(q, k, v, decay, gain, self._states[layer], self._rows, delta=delta)
+
+    def replay(self, paths: Sequence[Sequence[int]]) -> None:
+        if not any(map(len, paths)):
+            return
+        index, rows = self._rows.along(paths)
+        for layer, columns in self._columns.items():
+            advance(columns[index], self._windows[layer], rows)
+        for layer, (*inputs, delta) in self._inputs.items():
+            assert self._states is not None
+            q, k, v, decay, gain = (x[index] for x in inputs)
+            scan(q, k, v, decay, gain, self._states[layer], rows, delta=delta)
+
+
+def recurrent_rows(rows: AttentionRows) -> RecurrentRows:
+    """Return how rows follow each other and their requests' states, from what the pool says of them and their trees."""
+    device = rows.request.device
+    slots, certain = torch.tensor(rows.states).T.to(device)
+    parents = None
+    if rows.tree_mask is not None:
+        nth, count = set_bit_positions(rows.tree_mask)  # a row's last ancestor but itself
+        parents = torch.where(count > 1, nth.gather(1, (count - 2).clamp(min=0)[:, None])[:, 0], -1).int()
+    return RecurrentRows(rows.counts, slots.contiguous(), certain.bool(), parents)
