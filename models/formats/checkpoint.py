@@ -120,6 +120,8 @@ class Format:
     implied: frozenset[str] = frozenset()  # our names of tensors that are not written, since others determine them
     blame: Blame = ()
     incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}
+    # the inverse of what `incoming` does to values
+    outgoing: Callable[[dict[str, Tensor], HeadShape], dict[str, Tensor]] = lambda tensors, config: tensors
     losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file cannot express or do
     asks: frozenset[str] = frozenset()  # fields of ConversionOptions that this format may leave ambiguous
     states_tokens: bool = True  # config.json says how many tokens to draft

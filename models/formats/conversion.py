@@ -157,7 +157,7 @@ def save(form: Format, checkpoint: Checkpoint, written: RenderedCheckpoint, path
     reread = read_checkpoint(form, path, ConversionOptions(layer_ids=layer_ids, norm_output=norm_output))
     unstated = {name: getattr(checkpoint.config, name) for name in form.unstated}
     assert replace(cast(Any, reread.config), **unstated) == checkpoint.config, (reread.config, checkpoint.config)
-    _assert_equal(reread.tensors, written.tensors)
+    _assert_equal(form.outgoing(reread.tensors, checkpoint.config), written.tensors)
 
 
 def _save_gguf(form: Format, written: RenderedCheckpoint, tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -207,6 +207,7 @@ def render(
                 "(a folder with its weights)"
             )
         tensors[name] = of_target[name]()
+    tensors = form.outgoing(tensors, checkpoint.config)
     names = {
         our_name: form.written_prefix + form.spell(our_name, checkpoint.config)
         for our_name in tensors

@@ -27,7 +27,8 @@ def block(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, id
     context = rms(context, tensors["hidden_norm.weight"])
     x = target.embedding[[ids[-1], *[option["mask_token_id"]] * (rows - 1)]]
     for index in range(layer["num_hidden_layers"]):
-        x = decoder_layer(tensors, f"layers.{index}.", x, context, theta, mask(config, layer, index, anchor, rows))
+        visible, neox = mask(config, layer, index, anchor, rows), config.get("rope_is_neox_style", True)
+        x = decoder_layer(tensors, f"layers.{index}.", x, context, theta, visible, neox)
     x = rms(x, tensors["norm.weight"])
     from_anchor = option.get("sample_from_anchor", "DSpark" in config["architectures"][0])
     states = x[0 if from_anchor else 1 :][:count]
@@ -53,10 +54,10 @@ def mask(config: dict[str, Any], layer: dict[str, Any], index: int, anchor: int,
 
 
 def decoder_layer(
-    tensors: dict[str, Tensor], prefix: str, x: Tensor, context: Tensor, theta: float, visible: Tensor
+    tensors: dict[str, Tensor], prefix: str, x: Tensor, context: Tensor, theta: float, visible: Tensor, neox: bool
 ) -> Tensor:
     def attend(y: Tensor) -> Tensor:
-        return attention(y, context, tensors, f"{prefix}self_attn.", theta, visible)
+        return attention(y, context, tensors, f"{prefix}self_attn.", theta, visible, neox)
 
     def feed_forward(y: Tensor) -> Tensor:
         return mlp(y, tensors, prefix)
@@ -68,7 +69,7 @@ def decoder_layer(
 
 
 def attention(
-    x: Tensor, context: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float, visible: Tensor
+    x: Tensor, context: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float, visible: Tensor, neox: bool
 ) -> Tensor:
     """8 heads and 2 KV heads of dimension 16; keys and values are of the context, then of the block itself."""
     everything = torch.cat([context, x])
@@ -76,12 +77,20 @@ def attention(
         F.linear(y, tensors[f"{prefix}{name}_proj.weight"]).unflatten(-1, (-1, 16))
         for name, y in (("q", x), ("k", everything), ("v", everything))
     )
-    q = rotate(rms(q, tensors[f"{prefix}q_norm.weight"]), theta, first=len(context))
-    k = rotate(rms(k, tensors[f"{prefix}k_norm.weight"]), theta)
+    turn = rotate if neox else rotate_neighbours
+    q = turn(rms(q, tensors[f"{prefix}q_norm.weight"]), theta, first=len(context))
+    k = turn(rms(k, tensors[f"{prefix}k_norm.weight"]), theta)
     k, v = k.repeat_interleave(4, dim=1), v.repeat_interleave(4, dim=1)
     scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(16)
     mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v).flatten(1)
     return F.linear(mixed, tensors[f"{prefix}o_proj.weight"])
+
+
+def rotate_neighbours(x: Tensor, theta: float, first: int = 0) -> Tensor:
+    """Rotate the numbers 2 i and 2 i + 1 of each head as one complex number."""
+    angles = torch.outer(torch.arange(first, first + len(x)).float(), theta ** (-torch.arange(0, 16, 2).float() / 16))
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
 
 
 def convolved(tensors: dict[str, Tensor], name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:

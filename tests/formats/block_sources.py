@@ -165,6 +165,17 @@ SPECFORGE_CONFIG = {
     },
     "num_target_layers": 8,
 }
+LIQUID_CONFIG = {
+    **QWEN3,
+    "architectures": ["Lfm2DSparkDraftModel"],
+    "block_size": 4,
+    "confidence_head_with_markov": True,
+    "dflash_config": {"mask_token_id": 7, "num_target_layers": 8, "target_layer_ids": [1, 3, 5]},
+    "enable_confidence_head": True,
+    "markov_head_type": "vanilla",
+    "markov_rank": 24,
+    "rope_is_neox_style": False,
+}
 SPECULATORS_DFLASH_CONFIG = {
     "architectures": ["DFlashSpeculator"],
     "speculators_model_type": "dflash",
@@ -261,6 +272,7 @@ BLOCK_SOURCES = {
     "specforge-dspark": Source(
         "specforge-dspark", "dspark", SPECFORGE_CONFIG, DFLASH + MARKOV + CONFIDENCE_WITH_MARKOV
     ),
+    "liquid-dspark": Source("liquid-dspark", "dspark", LIQUID_CONFIG, DFLASH + MARKOV + CONFIDENCE_WITH_MARKOV),
     "speculators dflash": Source(
         "speculators",
         "dflash",

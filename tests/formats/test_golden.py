@@ -240,7 +240,11 @@ def test_every_tensor_arrives_under_our_name_with_its_bits(tmp_path, name):
     for source_name, our_name, shape in source.rows:
         assert tuple(checkpoint.tensors[our_name].shape) == shape
         assert checkpoint.tensors[our_name].dtype == tensors[source_name].dtype
-        assert torch.equal(checkpoint.tensors[our_name], tensors[source_name])
+        reordered = "order of halves" in checkpoint.remarks.pop(source_name, "")
+        assert reordered == (name == "liquid-dspark" and source_name.rpartition(".self_attn.")[2][:2] in ("q_", "k_"))
+        pair = checkpoint.tensors[our_name], tensors[source_name]
+        ours, theirs = (x.flatten().sort().values for x in pair) if reordered else pair
+        assert torch.equal(ours, theirs)
     assert len(checkpoint.tensors) == len(source.rows)
     assert checkpoint.remarks == dict.fromkeys(source.copies, "the target's, which the head uses in place")
 

@@ -1,17 +1,25 @@
-"""DSpark as DeepSpec writes it, with its keys at the top of a flat Qwen3Config, and SpecForge, in `dflash_config`."""
+"""DSpark as DeepSpec writes it, with its keys at the top of a flat Qwen3Config, and SpecForge, in `dflash_config`.
+
+Liquid AI's heads for LFM2.5 have SpecForge's layout with the Markov head's keys at the top, and rotate numbers 2 i and
+2 i + 1 of a head as a pair. Queries and keys are put in our order as they are read, so that these are i and D / 2 + i.
+"""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+from torch import Tensor
+
 from models.fields import Fields
 from models.formats import dflash, speculators
 from models.formats.checkpoint import Checkpoint, ConversionOptions, ParsedConfig, Shapes
+from models.heads.config import HeadShape
 from models.heads.dflash.config import DFlashConfig
 from models.heads.dspark.config import DSparkConfig
 from models.heads.layer_config import windowed_json
 
-DEEPSPEC, SPECFORGE = "Qwen3DSparkModel", "DSparkDraftModel"
+DEEPSPEC, SPECFORGE, LIQUID = "Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel"
+ROTATED = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
 NO_MARKOV_HEAD = {"markov_rank": 0, "enable_confidence_head": False}  # DeepSpec's DFlash
 
 
@@ -73,6 +81,45 @@ def read_specforge(fields: Fields, shapes: Shapes, provided: ConversionOptions) 
     return ParsedConfig(config, notes=notes)
 
 
+def read_liquid(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    notes: list[str] = []
+    shape, section = dflash.read_flat(fields, LIQUID, notes, from_anchor=True)
+    section.ignore("num_target_layers")
+    fields.ignore("runtime_block_size")  # how many rows a server should verify
+    if fields.need("rope_is_neox_style", bool):
+        raise ValueError(f"{fields.name}: rope_is_neox_style=True: only false is supported, as Liquid AI writes it")
+    notes += section.done()
+    return ParsedConfig(dflash.markov_shape(shape, dflash.read_markov(fields), notes), notes=notes)
+
+
+def write_liquid(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = cast(DSparkConfig, checkpoint.config)
+    flat, further = config.flat_json(LIQUID), config.further_json()
+    section = {key: value for key, value in flat["dflash_config"].items() if key not in further}
+    return flat | further | {"rope_is_neox_style": False, "dflash_config": section}
+
+
+def to_halves(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    """Put queries and keys, and the weights of their norms, from pairs of neighbours in the order of halves."""
+    remarks, ordered = dflash.incoming(tensors, config), reordered(tensors, config, (-1, 2))
+    tensors |= ordered
+    return remarks | dict.fromkeys(ordered, "rotated pairs of neighbours, now in the order of halves")
+
+
+def to_neighbours(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, Tensor]:
+    return tensors | reordered(tensors, config, (2, -1))
+
+
+def reordered(tensors: dict[str, Tensor], config: HeadShape, matrix: tuple[int, int]) -> dict[str, Tensor]:
+    """Return what is rotated, the numbers of each head as a matrix of this shape, transposed."""
+    size, rotated = cast(DFlashConfig, config).layer.head_dim, dict[str, Tensor]()
+    for name, value in tensors.items():
+        if name.rpartition(".self_attn.")[2] in ROTATED:
+            heads = value.unflatten(0, (-1, size)).unflatten(1, matrix)
+            rotated[name] = heads.transpose(1, 2).flatten(0, 2)
+    return rotated
+
+
 def write_specforge(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(DSparkConfig, checkpoint.config)
     return config.flat_json(SPECFORGE, projector_type="dspark", attention_mode="gqa")
@@ -97,4 +144,15 @@ SPECFORGE_FORMAT = dflash.flat_format(
     losses=lambda checkpoint: dflash.markov_losses(checkpoint.config) + dflash.flat_losses(checkpoint),
     kind=lambda config: dflash.markov_kind(Fields(config).need_section("dflash_config").values),
 )
-FORMATS, LAYOUT = (speculators.FORMAT, DEEPSPEC_FORMAT, SPECFORGE_FORMAT), speculators.FORMAT
+LIQUID_FORMAT = dflash.flat_format(
+    "liquid-dspark",
+    ("dspark",),
+    LIQUID,
+    read_liquid,
+    write=write_liquid,
+    incoming=to_halves,
+    outgoing=to_neighbours,
+    losses=SPECFORGE_FORMAT.losses,
+    kind=dflash.markov_kind,
+)
+FORMATS, LAYOUT = (speculators.FORMAT, DEEPSPEC_FORMAT, SPECFORGE_FORMAT, LIQUID_FORMAT), speculators.FORMAT
