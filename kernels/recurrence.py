@@ -11,6 +11,7 @@ key's numbers run in ascending order, taps from the oldest. The convolution's in
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.copies import upload, upload_lists
+from kernels.cpu.declarations import structure
+from kernels.cpu.library import library
+from kernels.dispatch import KINDS, LANES, address, threads, uses_triton
 from kernels.elementwise import uniform
+from kernels.triton import INTERPRETED
 
+ConvolveArguments = structure("convolve_args")  # of recurrence.c
+ScanArguments = structure("scan_args")
+MOST_TAPS = 8  # of a convolution in C
 L2_EPS = 1e-6  # of queries and keys of a gated delta net
 
 
@@ -52,8 +60,7 @@ class RecurrentRows:
     @cached_property
     def first(self) -> Tensor:
         """int64 `[B + 1]`: where each request's rows begin."""
-        ends = torch.tensor((0, *self.counts)).cumsum(0)
-        return upload(ends.tolist(), self.advance.device)
+        return upload([0, *itertools.accumulate(self.counts)], self.advance.device)
 
     @cached_property
     def above(self) -> Tensor:
@@ -74,13 +81,32 @@ class RecurrentRows:
             nodes = torch.where(nodes >= 0, self.above[nodes.clamp(min=0)], nodes - 1)
         return torch.stack(newest_first[::-1], dim=1)
 
+    @cached_property
+    def fields(self) -> dict[str, int | None]:
+        """What both functions of C are told of the rows."""
+        for tensor, dtype in ((self.slots, torch.int64), (self.advance, torch.bool), (self.parents, torch.int32)):
+            assert tensor is None or (tensor.is_contiguous() and tensor.dtype is dtype)
+        pointers = {name: address(getattr(self, name)) for name in ("first", "slots", "advance")}
+        return {**pointers, "requests": len(self.counts)}
+
+    @cached_property
+    def visits(self) -> tuple[Tensor | None, int]:
+        """In which order C visits rows of trees, and how many states it keeps at a time: see recurrence.c."""
+        native = library()
+        if self.parents is None or native is None:
+            return None, 1
+        rows = self.parents.shape[0]
+        work, visits = torch.empty(4, rows, dtype=torch.int32), torch.empty(3, rows, dtype=torch.int32)
+        pointers = self.first.data_ptr(), self.parents.data_ptr()
+        return visits, native.order_trees(*pointers, len(self.counts), rows, work.data_ptr(), visits.data_ptr())
+
     def along(self, paths: Sequence[Sequence[int]]) -> tuple[Tensor, RecurrentRows]:
         """Return the rows `paths[b]`, node by node from the root, of each request, and how they advance its state.
 
         Requests of an empty path are left out.
         """
         assert self.slots is not None
-        firsts = [0, *torch.tensor(self.counts).cumsum(0).tolist()]
+        firsts = [0, *itertools.accumulate(self.counts)]
         taken = [(b, path) for b, path in enumerate(paths) if len(path)]
         rows = [firsts[b] + node for b, path in taken for node in path]
         index, requests = upload_lists((rows, [b for b, _ in taken]), self.advance.device)
@@ -96,6 +122,37 @@ def convolve(
     weight `[C, K]`, oldest tap first; windows `[S, K - 1, C]` in the dtype of x: the inputs of the last committed rows,
     oldest first, which are zeros before a text begins. Sums in fp32, rounded once, after SiLU if there is one.
     """
+    (count, channels), taps = x.shape, weight.shape[1]
+    native = _native(channels, x, x if windows is None else windows)
+    if native is None or taps > MOST_TAPS or x.stride(1) != 1 or weight.dtype not in KINDS:
+        return _convolve_in_torch(x, weight, bias, windows, rows, silu=silu)
+    assert windows is None or windows.stride()[1:] == (channels, 1)
+    out, weight = torch.empty(count, channels, dtype=x.dtype), weight.contiguous()
+    bias = None if bias is None else bias.to(weight.dtype)
+    arguments = ConvolveArguments(
+        **rows.fields,
+        parents=address(rows.parents),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=address(bias),
+        windows=address(windows),
+        out=out.data_ptr(),
+        stride=x.stride(0),
+        slot_stride=0 if windows is None else windows.stride(0),
+        channels=channels,
+        taps=taps,
+        silu=silu,
+        kind=KINDS[x.dtype],
+        weight_kind=KINDS[weight.dtype],
+        threads=threads(count * channels * taps),
+    )
+    native.convolve(ctypes.addressof(arguments))
+    return out
+
+
+def _convolve_in_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, windows: Tensor | None, rows: RecurrentRows, *, silu: bool
+) -> Tensor:
     taps = weight.shape[1]
     ancestors = rows.ancestors(taps - 1)
     state = None if windows is None or rows.slots is None else windows[rows.slots]  # [B, K - 1, C]
@@ -131,6 +188,44 @@ def scan(
     are divided by their norms and q by the root of K (gated delta net, arXiv 2412.06464). q, k `[R, G, K]`: head h has
     those of group h // (H / G); v `[R, H, V]`; decay, gain `[R, H]` fp32; states `[S, H, K, V]` fp32.
     """
+    (count, heads, values), (_, groups, keys) = v.shape, k.shape
+    native = _native(values, v, q, k)
+    if native is None or keys % LANES:
+        return _scan_in_torch(q, k, v, decay, gain, states, rows, delta=delta)
+    assert states is None or (states.dtype is torch.float32 and states[0].is_contiguous())
+    (q, k, v), (visits, places) = (x if _has_whole_rows(x) else x.contiguous() for x in (q, k, v)), rows.visits
+    decay, gain, out = decay.float().contiguous(), gain.float().contiguous(), torch.empty(count, heads, values)
+    team = threads(2 * count * heads * keys * values)
+    scratch = torch.empty(team * native.scan_scratch(keys, values, places))
+    arguments = ScanArguments(
+        **rows.fields,
+        **{name: address(x) for name, x in (("q", q), ("k", k), ("v", v), ("decay", decay), ("gain", gain))},
+        visits=address(visits),
+        states=address(states),
+        out=out.data_ptr(),
+        scratch=scratch.data_ptr(),
+        rows=count,
+        places=places,
+        q_stride=q.stride(0),
+        k_stride=k.stride(0),
+        v_stride=v.stride(0),
+        slot_stride=0 if states is None else states.stride(0),
+        heads=heads,
+        groups=groups,
+        keys=keys,
+        values=values,
+        delta=delta,
+        kind=KINDS[v.dtype],
+        threads=team,
+    )
+    native.scan(ctypes.addressof(arguments))
+    return out
+
+
+def _scan_in_torch(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor, states: Tensor | None, rows: RecurrentRows, *,
+    delta: bool,
+) -> Tensor:  # fmt: skip
     heads, groups = v.shape[1], k.shape[1]
     q, k, v = q.float(), k.float(), v.float()
     if delta:
@@ -160,3 +255,17 @@ def _unit(x: Tensor) -> Tensor:
 
 
 softplus = partial(uniform, partial(F.softplus, beta=1.0, threshold=20.0))
+
+
+def _native(size: int, first: Tensor, *others: Tensor) -> ctypes.CDLL | None:
+    """Return the C library if it supports these: on a CPU, one supported dtype, whole vectors, no gradients."""
+    if first.device.type != "cpu" or size % LANES or first.dtype not in KINDS or torch.is_grad_enabled():
+        return None
+    if any(x.dtype is not first.dtype for x in others) or (INTERPRETED and uses_triton(first.device)):
+        return None
+    return library()
+
+
+def _has_whole_rows(x: Tensor) -> bool:
+    """Return whether each row of x `[R, G, K]` is contiguous."""
+    return x.stride()[1:] == (x.shape[2], 1)

@@ -97,10 +97,7 @@ INLINE void gate_mul_rows(const void *gate_up, void *out, int64_t rows, int64_t 
         for (int64_t i = 0; i < size; i += LANES) {
             vec gate = load(gate_up, row * 2 * size + i, kind), up = load(gate_up, row * 2 * size + size + i, kind);
             vec inner = gelu ? 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate)) : gate;
-            ivec negative = inner < 0.0f;
-            vec e = vec_exp((vec)((ivec)inner | (ivec)splat(-0.0f))); /* e^-|inner|: never overflows */
-            vec numerator = (vec)(((ivec)e & negative) | ((ivec)splat(1.0f) & ~negative));
-            store(out, row * size + i, rounded(gate * numerator / (1.0f + e), kind) * up, kind);
+            store(out, row * size + i, rounded(times_sigmoid(gate, inner), kind) * up, kind);
         }
 }
 

@@ -124,4 +124,10 @@ INLINE vec vec_exp(vec x) {
     return (vec)((ivec)(p * (vec)power) & keep);
 }
 
+/* x times the sigmoid of y. */
+INLINE vec times_sigmoid(vec x, vec y) {
+    vec e = vec_exp((vec)((ivec)y | (ivec)splat(-0.0f))); /* e^-|y|: never overflows */
+    return x * pick(y < 0.0f, e, splat(1.0f)) / (1.0f + e);
+}
+
 #endif

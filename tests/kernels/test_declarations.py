@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from kernels import attention, decoder, draft, linear, vocabulary, walk
+from kernels import attention, decoder, draft, linear, recurrence, vocabulary, walk
 from kernels.cpu import segments
 from kernels.cpu.declarations import SCALARS, SOURCES, fields, functions
 from kernels.cpu.library import compiler, flags, library
@@ -26,6 +26,8 @@ STRUCTURES = {
     "decoder_args": (decoder.DecoderArguments, "decoder.h"),
     "draft_args": (draft.DraftArguments, "draft.c"),
     "branch_args": (draft.Branch, "draft.c"),
+    "convolve_args": (recurrence.ConvolveArguments, "recurrence.c"),
+    "scan_args": (recurrence.ScanArguments, "recurrence.c"),
     "walk_args": (walk.WalkArguments, "walk.c"),
     "vocabulary_loss_args": (vocabulary.LossArguments, "vocabulary.c"),
     "vocabulary_teach_args": (vocabulary.TeachArguments, "vocabulary.c"),
@@ -76,8 +78,9 @@ def test_constants_are_those_of_c():
     formats |= {"WIDE": segments.WIDE[torch.float32], "WIDE_BF16": segments.WIDE[torch.bfloat16]}
     scales = {name.upper(): value for name, value in segments.SCALES.items()}
     kept = {name: index for index, name in enumerate(FORMATS)}
+    sizes |= {"MOST_TAPS": recurrence.MOST_TAPS, "FOLD": LANES}
     expressions = [f"{name} == {value}" for name, value in (sizes | kinds | formats | scales | kept).items()]
-    assert compiles(asserting([*expressions, f"{LANES} % LANES == 0"], "blocks.c"))
+    assert compiles(asserting([*expressions, f"{LANES} % LANES == 0"], "blocks.c", "recurrence.c"))
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
