@@ -22,6 +22,12 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
+# architectures that read images too -> those of their language model alone, whose config is in `text_config`
+LANGUAGE_PARTS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+SECTION = "quantization_config"
 ORIGINAL = "original_max_position_embeddings"
 ROPE_NEEDS = {
     "default": (),
@@ -171,6 +177,7 @@ class TargetConfig:
     latent: LatentConfig | None = None  # of its own attention; head_dim and num_kv_heads are then for heads
     # Of hybrids
     recurrent: RecurrentConfig | None = None  # of the layers that have a recurrence
+    output_gate: bool = False  # each head's query is followed by a gate, of which a sigmoid scales attention's output
     mixers: tuple[str, ...] = ()  # per layer: what mixes its rows, of the four names above; (): attention in all
     stated: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # config.json itself
 
@@ -264,6 +271,11 @@ class TargetConfig:
             return 3 * self.num_heads * self.cached_numbers(1)
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    @property
+    def projected_heads(self) -> tuple[int, int]:
+        """Numbers of query heads, a gate being one more, and of KV heads that attention projects."""
+        return self.num_heads * (1 + self.output_gate), self.num_kv_heads
+
     def mixes(self, layer: int, kind: str) -> bool:
         """Return whether a layer has attention or a recurrence (`kind`)."""
         return (self.mixers[layer] if self.mixers else ATTENTION) in (kind, BOTH)
@@ -300,11 +312,26 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object. Raises ValueError naming the file if it holds none."""
+    """Read one JSON object; of a config.json of several parts the `language_part`.
+
+    Raises ValueError naming the file if it holds none.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object")
-    return content
+    return language_part(content)
+
+
+def language_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of a model that reads text alone for one of LANGUAGE_PARTS; another as it is."""
+    names, text = config.get("architectures"), config.get("text_config")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if name not in LANGUAGE_PARTS or not isinstance(text, dict):
+        return config
+    outer, text = ({key: x for key, x in part.items() if not asks_for_nothing(x)} for part in (config, text))
+    shared = {key: outer[key] for key in ("tie_word_embeddings", SECTION) if key in outer}
+    stated = {key: outer[key] for key in ("dtype", "torch_dtype", "eos_token_id", "bos_token_id") if key in outer}
+    return stated | text | shared | {"architectures": [LANGUAGE_PARTS[name]]}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kernels.decoder import LayerParts, NativeDecoder, fuse_layers
 from kernels.draft import DraftParts
-from kernels.elementwise import rotate
+from kernels.elementwise import rotate, uniform
 from kernels.linear import PackedLinear
 from kernels.operands import QKNorm
 from models.attention import Attention, Decode, Project, Rotary
@@ -29,7 +29,8 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = config.index(layer, ATTENTION)
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        queries, kv_heads = config.projected_heads
+        rows = (queries + 2 * kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.window = config.window(layer)
@@ -37,7 +38,7 @@ class SelfAttention(nn.Module):
         self.rotary_dim = config.rotary_dim
         self.rotary_table = int(config.local_rope is not None and self.window is not None)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.output_gate = config.qk_norm, config.output_gate
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
@@ -52,7 +53,14 @@ class SelfAttention(nn.Module):
         self, x: Tensor, rotary: Rotary, attention: Attention, residual: Tensor | None = None, reach: int = 0
     ) -> Tensor:
         """Return the output `[..., H]`, added to `residual` if there is one; a window reaches back `reach` further."""
-        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.output_gate:
+            q, gate = qkv[..., : 2 * self.num_heads, :].unflatten(-2, (-1, 2)).unbind(-2)
+            qkv = torch.cat([q, qkv[..., 2 * self.num_heads :, :]], dim=-2)
+            attended = self._attend(qkv, rotary, attention, reach)
+            attended = (attended * uniform(torch.sigmoid, gate.flatten(-2).float())).to(x.dtype)
+        else:
+            attended = self._attend(qkv, rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int) -> Tensor:

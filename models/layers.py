@@ -23,20 +23,21 @@ from models.config import RopeConfig
 class Linear(nn.Linear):
     """`y = x Wᵀ + b`; plain torch for training, the packed form after `pack()` for serving.
 
-    `out_dtype`: of y, by default x's (kernels/linear.py).
+    `out_dtype`: of y, by default x's (kernels/linear.py). `narrows`: `pack` may quantize the weight.
     """
 
     packed: PackedLinear | None = None
     out_dtype: torch.dtype | None = None
+    narrows = True
 
     def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same", quantize_rows: bool = False) -> None:
         """Replace the weight by its packed form. Irreversible: the unpacked weight is freed.
 
         `quantize_rows`: round the input to 8 bits too, where the weights are integers that a CPU kernel multiplies.
         """
-        bias = None if self.bias is None else self.bias.detach()
+        bias, stored = None if self.bias is None else self.bias.detach(), weight_format if self.narrows else "same"
         self.packed = PackedLinear(
-            self.weight.detach(), bias, exact=exact, weight_format=weight_format, out_dtype=self.out_dtype
+            self.weight.detach(), bias, exact=exact, weight_format=stored, out_dtype=self.out_dtype
         )
         if quantize_rows:
             self.packed.quantize_rows()

@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 Rows = Callable[[str, int], tuple[int, int] | None]
 CHUNK_ROWS = 1024
 HEADER_SIZE, MAX_HEADER = 8, 100_000_000  # bytes that state the header's size, and most that it may have
-MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+MERGED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "ba_proj": ("b_proj", "a_proj"),
+}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 

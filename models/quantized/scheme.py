@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.weights.groups import GroupedRows
 from kernels.weights.quantize import NarrowFormat
+from models.config import SECTION as SECTION
 
-SECTION = "quantization_config"
 WORD = 32
 INTEGERS: dict[int, NarrowFormat] = {4: "int4", 8: "int8"}  # by bits
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each nibble of a word, from the lowest

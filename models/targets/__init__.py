@@ -38,6 +38,7 @@ from models.targets.opt import OPTTarget
 from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
+from models.targets.qwen3_5 import Qwen35Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
@@ -62,6 +63,7 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Qwen2ForCausalLM": Qwen2Target,
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
+    "Qwen3_5ForCausalLM": Qwen35Target,
 }
 PACKAGE = "package:"  # prefix of the path of a model that models/fetching.py downloads
 LAYERS = "layers."  # prefix of the names of the layers' parameters
@@ -187,7 +189,9 @@ def load_target(
     whole = (str(shared), *(("k_proj", "v_proj") if config.num_kv_heads == 1 else ()))
     rank = part and replace(part, whole=whole)
     tensors = viewed(read_weights(folder, dtype, rank, progress=progress, native=native), target, rank)
-    names = names_of(tensors, target.config)
+    names = names_of(tensors, target)
+    if target.unread and (others := sum(name.startswith(target.unread) for name in tensors)):
+        log.info("%s: %d tensors are not loaded: only text is read", folder, others)
     if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
         layers = []
@@ -220,7 +224,7 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     """
     layout = target.checkpoint_layout()
     tensors = viewed(read_weights(folder, torch.float32, None, progress=False), target, None)
-    names = names_of(tensors, target.config)
+    names = names_of(tensors, target)
     if target.config.tie_word_embeddings:
         tie(layout, names, shared_weight(folder))
     outlines = {name: torch.empty(tuple(tensors.shape(name)), device="meta") for name in names}
@@ -228,13 +232,15 @@ def check_weights(folder: Path, target: LlamaTarget) -> None:
     read_end_tokens(folder)
 
 
-def names_of(tensors: Mapping[str, Tensor], config: TargetConfig) -> set[str]:
+def names_of(tensors: Mapping[str, Tensor], target: LlamaTarget) -> set[str]:
     """Return the names of a checkpoint's tensors, without buffers that old exporters saved: the config gives them.
 
-    Nor are those of modules among them that draft (models/heads/mtp/).
+    Nor are those of modules among them that draft (models/heads/mtp/), or of parts that read something else than text.
     """
+    config = target.config
     prefixes = layout_of(config.architecture).prefixes(config.num_layers, config.mtp_modules)
-    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq") and not name.startswith(prefixes)}
+    unread = (*prefixes, *target.unread)
+    return {name for name in tensors if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unread)}
 
 
 def tie(layout: dict[str, tuple[str, ...]], names: set[str], shared: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -68,10 +69,15 @@ def mixers(fields: Fields, num_layers: int) -> tuple[str, ...]:
     types = fields.maybe("layer_types", list) or [
         "full_attention" if layer in attention else "conv" for layer in range(num_layers)
     ]
-    kinds = tuple(LAYER_TYPES.get(str(name), "") for name in types)
+    return typed_mixers(types, num_layers, LAYER_TYPES)
+
+
+def typed_mixers(types: list[Any], num_layers: int, known: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the mixers of `layer_types`. Raises ValueError for another kind of layer than the `known` ones."""
+    kinds = tuple(known.get(str(name), "") for name in types)
     if len(kinds) != num_layers or not all(kinds) or ATTENTION not in kinds:
         raise ValueError(
-            f"config.json: layer_types={types}: must name {num_layers} layers, each {' or '.join(LAYER_TYPES)}, and "
+            f"config.json: layer_types={types}: must name {num_layers} layers, each {' or '.join(known)}, and "
             "attention once"
         )
     return kinds

@@ -40,6 +40,7 @@ class LlamaTarget(nn.Module):
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # the local path of the checkpoint
     fingerprint: str = ""
+    unread: tuple[str, ...] = ()  # prefixes of a checkpoint's tensors that are of another part of the model
     ggml_formats: tuple[str, ...] = ()  # of weights that stay in blocks as published (kernels/weights/ggml.py)
 
     def __init__(self, config: TargetConfig) -> None:

@@ -21,6 +21,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
 }
+PARTIAL = "partial_rotary_factor"
 LONGROPE = ("longrope", "su", "yarn")  # the last two are its older names, in this family
 
 
@@ -30,20 +31,26 @@ class Phi3Target(MistralTarget):
         fields = Fields(config)
         rope = fields.take("rope_scaling", dict, {}) | fields.take("rope_parameters", dict, {})
         kind = rope.get("rope_type", rope.get("type"))
-        key = "partial_rotary_factor"
-        factor = Fields({key: rope.pop(key, None) or config.get(key)}).positive(key, 1.0)
+        factor = Fields({PARTIAL: rope.pop(PARTIAL, None) or config.get(PARTIAL)})
         plain = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
         read = plain if kind in LONGROPE else rope
         base = super().read_config(DEFAULTS | config | {"rope_scaling": None, "rope_parameters": read})
-        rotated = int(base.head_dim * factor)
-        if rotated % 2 or not 0 < rotated <= base.head_dim:
-            raise ValueError(f"config.json: {key}={factor}: must give an even number up to {base.head_dim} per head")
-        base = replace(base, rotary_dim=rotated if rotated < base.head_dim else None)
-        return with_longrope(base, Fields(rope | DEFAULTS | config), rotated // 2) if kind in LONGROPE else base
+        base = replace(base, rotary_dim=rotary_dim(factor, base.head_dim))
+        frequencies = (base.rotary_dim or base.head_dim) // 2
+        return with_longrope(base, Fields(rope | DEFAULTS | config), frequencies) if kind in LONGROPE else base
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         names = (name for name, _ in self.named_parameters())
         return {name: (name if name.startswith("lm_head") else f"model.{name}",) for name in names}
+
+
+def rotary_dim(fields: Fields, head_dim: int) -> int | None:
+    """Read how many numbers of a head are rotated, None for all. Raises ValueError for an odd number of them."""
+    factor = fields.positive(PARTIAL, 1.0)
+    rotated = int(head_dim * factor)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(f"config.json: {PARTIAL}={factor}: must give an even number up to {head_dim} per head")
+    return rotated if rotated < head_dim else None
 
 
 def with_longrope(base: TargetConfig, fields: Fields, frequencies: int) -> TargetConfig:

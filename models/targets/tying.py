@@ -15,7 +15,10 @@ from models.checkpoint import open_tensors
 from models.gguf import is_gguf
 from models.weights import LazyTensors, equal_values, shard_files
 
-EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight")
+EMBEDDINGS = (
+    *("model.embed_tokens.weight", "model.decoder.embed_tokens.weight", "transformer.wte.weight"),
+    "model.language_model.embed_tokens.weight",
+)
 LM_HEAD = "lm_head.weight"
 log = logging.getLogger("headway.targets")
 

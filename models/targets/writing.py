@@ -77,12 +77,13 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # the weights are written widened
-    config.pop("num_nextn_predict_layers", None)  # of modules that were not loaded
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):  # of modules that were not loaded
+        config.pop(key, None)
     if config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as decided by the loaded weights
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = split_merged(target, layout, target.heads[:2])
+    tensors = split_merged(target, layout, target.config.projected_heads)
     tensors = stack(tensors) if target.config.sinks else tensors
     # Parts of a merged tensor share its memory, which the writer would take for tied weights.
     save_torch_state_dict({name: value.clone() for name, value in tensors.items()}, folder, metadata={"format": "pt"})

@@ -13,7 +13,7 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.checkpoint import open_tensors
-from models.config import LAST, UNNORMED
+from models.config import LAST, UNNORMED, read_json
 from models.heads import HEADS
 from models.heads.eagle3.config import Eagle3Options
 from models.heads.eagle3.head import Eagle3Head
@@ -74,11 +74,23 @@ DEEPSEEK = {
 DEEPSEEK_V3 = {**DEEPSEEK, "n_shared_experts": 1, "bos_token_id": 0, "eos_token_id": 1}
 DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0}
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32, "bos_token_id": 0}
+QWEN3_5 = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 FAMILIES = {
     "lfm2": ("Lfm2Config", LFM2 | {"eos_token_id": 1, "norm_eps": 1e-5}),
     "lfm2 of seven taps": (
         "Lfm2Config",
         LFM2 | {"eos_token_id": 1, "conv_L_cache": 7, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", QWEN3_5),
+    "qwen3.5 of one value head per key head, two taps": (
+        "Qwen3_5TextConfig",
+        QWEN3_5
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True}
+        | {"layer_types": None, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
@@ -219,6 +231,32 @@ def test_a_target_that_is_written_is_read_as_it_was(make_family_folder, name, tm
     again = load_target(str(tmp_path))
     assert again.config == target.config
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in target.folder.iterdir()}
+
+
+def test_of_a_model_that_reads_images_the_language_model_is_loaded(make_family_folder, tmp_path, caplog):
+    import transformers
+
+    text = json.loads((make_family_folder("qwen3.5") / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    for tied in (False, True):
+        stated = {"tie_word_embeddings": tied}
+        config = transformers.Qwen3_5Config(text_config=text | stated, vision_config=vision, **stated)
+        folder = tmp_path / f"{tied}"
+        transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+        check_weights(folder, empty_target(folder))
+        with caplog.at_level("INFO", "headway.targets"):
+            assert_equals_reference(folder, torch.arange(80).view(2, 40))
+        assert "tensors are not loaded: only text is read" in caplog.text
+        target = load_target(str(folder), dtype=torch.bfloat16)
+        assert target.config.tie_word_embeddings == tied
+        (written := folder / "written").mkdir()
+        save_target(target, written)
+        assert read_json(written / "config.json")["architectures"] == ["Qwen3_5ForCausalLM"]
+        assert transformers.AutoModelForCausalLM.from_pretrained(written).config.model_type == "qwen3_5_text"
+        for key, parameter in load_target(str(written), dtype=torch.bfloat16).named_parameters():
+            assert torch.equal(parameter, target.get_parameter(key)), key
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
