@@ -93,6 +93,7 @@ class ExpertsConfig:
     active_groups: int = 1
     scale: float = 1.0  # of the weights
     shared_size: int = 0  # inner size of an MLP beside the experts, which every token uses
+    shared_gate: bool = False  # whose output a sigmoid scales (Qwen)
     first_layer: int = 0  # those before it have a plain MLP
 
 

@@ -54,14 +54,23 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         """Return the output `[..., H]`, added to `residual` if there is one; a window reaches back `reach` further."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.output_gate:
-            q, gate = qkv[..., : 2 * self.num_heads, :].unflatten(-2, (-1, 2)).unbind(-2)
-            qkv = torch.cat([q, qkv[..., 2 * self.num_heads :, :]], dim=-2)
-            attended = self._attend(qkv, rotary, attention, reach)
+        qkv, gate = self._split(qkv)
+        attended = self._attend(qkv, rotary, attention, reach)
+        if gate is not None:
             attended = (attended * uniform(torch.sigmoid, gate.flatten(-2).float())).to(x.dtype)
-        else:
-            attended = self._attend(qkv, rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
+
+    @property
+    def qkv_weight(self) -> Tensor:
+        """The rows `[(nh + 2 nkv) D, H]` of the projection that are of no gate, for heads that start from them."""
+        return self._split(self.qkv_proj.weight.T.unflatten(-1, (-1, self.head_dim)))[0].flatten(-2).T
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return queries, keys and values `[..., nh + 2 nkv, D]`, and gates `[..., nh, D]` if there are any."""
+        if not self.output_gate:
+            return qkv, None
+        q, gate = qkv[..., : 2 * self.num_heads, :].unflatten(-2, (-1, 2)).unbind(-2)
+        return torch.cat([q, qkv[..., 2 * self.num_heads :, :]], dim=-2), gate
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int) -> Tensor:
         project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions

@@ -30,7 +30,7 @@ from models.targets.gemma3 import Gemma3Target
 from models.targets.gpt_bigcode import GPTBigCodeTarget
 from models.targets.gpt_oss import GptOssTarget
 from models.targets.granite import GraniteTarget
-from models.targets.lfm2 import Lfm2Target
+from models.targets.lfm2 import Lfm2MoeTarget, Lfm2Target
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.mixtral import MixtralTarget
@@ -38,8 +38,9 @@ from models.targets.opt import OPTTarget
 from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
-from models.targets.qwen3_5 import Qwen35Target
+from models.targets.qwen3_5 import Qwen35MoeTarget, Qwen35Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
+from models.targets.qwen3_next import Qwen3NextTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
 from models.targets.views import viewed
@@ -54,6 +55,7 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "GptOssForCausalLM": GptOssTarget,
     "GraniteForCausalLM": GraniteTarget,
     "Lfm2ForCausalLM": Lfm2Target,
+    "Lfm2MoeForCausalLM": Lfm2MoeTarget,
     "LlamaForCausalLM": LlamaTarget,
     "MiMoForCausalLM": Qwen2Target,
     "MistralForCausalLM": MistralTarget,
@@ -63,7 +65,9 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Qwen2ForCausalLM": Qwen2Target,
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
+    "Qwen3NextForCausalLM": Qwen3NextTarget,
     "Qwen3_5ForCausalLM": Qwen35Target,
+    "Qwen3_5MoeForCausalLM": Qwen35MoeTarget,
 }
 PACKAGE = "package:"  # prefix of the path of a model that models/fetching.py downloads
 LAYERS = "layers."  # prefix of the names of the layers' parameters

@@ -42,6 +42,8 @@ class Router(Linear):
 
 
 class DeepseekExperts(MixtureOfExperts):
+    eps = 1e-20  # added to the sum that weights are divided by
+
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__(hidden_size, config)
         self.gate = Router(hidden_size, config)
@@ -66,7 +68,7 @@ class DeepseekExperts(MixtureOfExperts):
         chosen = best(ranked, config.active)
         weights = scores.gather(1, chosen)
         if config.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         return weights * config.scale, chosen
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.elementwise import silu_mul
+from kernels.elementwise import silu_mul, uniform
 from models.config import ExpertsConfig
 from models.layers import GatedMLP, Linear
 
@@ -59,6 +59,20 @@ class MixtureOfExperts(nn.Module):
         chosen = best(scores, self.config.active)
         weights = scores.gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) if self.config.normalize else weights, chosen
+
+
+class GatedShareExperts(MixtureOfExperts):
+    """Qwen's experts, beside an MLP that every token uses, scaled by a sigmoid of the input."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+        super().__init__(hidden_size, config)
+        self.shared_expert = GatedMLP(hidden_size, config.shared_size)
+        self.shared_expert_gate = Linear(hidden_size, 1, bias=False)
+        self.shared_expert_gate.out_dtype, self.shared_expert_gate.narrows = torch.float32, False
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        shared = self.shared_expert(x) * uniform(torch.sigmoid, self.shared_expert_gate(x))
+        return super().forward(x, shared if residual is None else residual + shared)
 
 
 def best(scores: Tensor, count: int) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from models.config import ExpertsConfig, TargetConfig
 from models.fields import Fields
+from models.stacked_experts import stack
 from models.targets.llama import LlamaTarget
 from models.targets.qwen2 import typed_windows
 
@@ -46,6 +50,9 @@ class GptOssTarget(LlamaTarget):
             experts=ExpertsConfig(count, active, base.intermediate_size, normalize=True, clamp=clamp),
             sinks=True,
         )
+
+    def as_stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return stack(tensors)
 
     @staticmethod
     def published_name(name: str) -> str:

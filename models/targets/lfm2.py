@@ -1,4 +1,7 @@
-"""LFM2 and LFM2.5 (Lfm2ForCausalLM): gated short convolutions, and attention in some of the layers."""
+"""LFM2 and LFM2.5 (Lfm2ForCausalLM): gated short convolutions, and attention in some of the layers.
+
+LFM2-MoE (Lfm2MoeForCausalLM) has experts after the first layers, chosen by a sigmoid plus a learned bias.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from models.config import ATTENTION, RECURRENT, RecurrentConfig, TargetConfig
+from models.config import ATTENTION, RECURRENT, ExpertsConfig, RecurrentConfig, TargetConfig
 from models.decoder import DecoderLayer, RecurrentLayer
 from models.fields import Fields
 from models.mixers.convolution import ShortConvolution
+from models.targets.deepseek import DeepseekExperts
 from models.targets.llama import LlamaTarget
 
 # Llama's names, and ours of a recurrent layer -> LFM2's
@@ -24,9 +28,11 @@ NAMES = {
     r"\.self_attn\.o_proj\.": ".self_attn.out_proj.",
     r"\.mixer\.o_proj\.": ".conv.out_proj.",
     r"\.mixer\.": ".conv.",
-    r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
-    r"\.mlp\.up_proj\.": ".feed_forward.w3.",
-    r"\.mlp\.down_proj\.": ".feed_forward.w2.",
+    r"\.mlp\.gate\.e_score_correction_bias": ".feed_forward.expert_bias",
+    r"\.mlp\.": ".feed_forward.",
+    r"\.gate_proj\.": ".w1.",
+    r"\.up_proj\.": ".w3.",
+    r"\.down_proj\.": ".w2.",
 }
 LAYER_TYPES = {"full_attention": ATTENTION, "conv": RECURRENT}
 THETA = 1_000_000.0
@@ -51,15 +57,39 @@ class Lfm2Target(LlamaTarget):
 
     @staticmethod
     def make_layer(config: TargetConfig, index: int) -> nn.Module:
+        experts = config.experts
+        mlp = Lfm2Experts(config.hidden_size, experts) if experts and index >= experts.first_layer else None
         if config.mixes(index, ATTENTION):
-            return DecoderLayer(config, index)
-        return RecurrentLayer(config, ShortConvolution(config, index))
+            return DecoderLayer(config, index, mlp)
+        return RecurrentLayer(config, ShortConvolution(config, index), mlp)
 
     @staticmethod
     def published_name(name: str) -> str:
         for ours, theirs in NAMES.items():
             name = re.sub(ours, theirs, name)
         return name
+
+
+class Lfm2Experts(DeepseekExperts):
+    eps = 1e-6
+
+
+class Lfm2MoeTarget(Lfm2Target):
+    @classmethod
+    def read_config(cls, config: dict[str, Any]) -> TargetConfig:
+        fields = Fields(config)
+        fields.only("use_expert_bias", True)
+        count = fields.size("num_experts", 32)
+        experts = ExpertsConfig(
+            count=count,
+            active=fields.size("num_experts_per_tok", 4, limit=count),
+            intermediate_size=fields.size("moe_intermediate_size", 1792),
+            normalize=fields.take("norm_topk_prob", bool, True),
+            sigmoid=True,
+            scale=fields.positive("routed_scaling_factor", 1.0),
+            first_layer=fields.take("num_dense_layers", int, 2),
+        )
+        return replace(super().read_config(config | {"block_auto_adjust_ff_dim": False}), experts=experts)
 
 
 def mixers(fields: Fields, num_layers: int) -> tuple[str, ...]:

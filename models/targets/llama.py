@@ -7,7 +7,7 @@ families in this folder are this decoder with other options in their TargetConfi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -75,6 +75,17 @@ class LlamaTarget(nn.Module):
     def published_name(name: str) -> str:
         """Return the name that a tensor, by Llama's name, has in checkpoints of this family."""
         return name
+
+    def stored_rows(self, name: str) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Return the tensors of the layout that a checkpoint's tensor `name` consists of, in another order.
+
+        Each with the ranges of rows, first and last + 1, that make it; of most tensors none.
+        """
+        return {}
+
+    def as_stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors of the layout as checkpoints store them, the inverse of reading them."""
+        return tensors
 
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()

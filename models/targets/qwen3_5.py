@@ -1,4 +1,4 @@
-"""Qwen3.5 and later (Qwen3_5ForCausalLM, and the text model of Qwen3_5ForConditionalGeneration).
+"""Qwen3.5 and later (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, and the text models of their ForConditionalGeneration).
 
 Gated delta nets, and attention with an output gate in every fourth layer. Of files that read images too, only the
 language model is loaded; rows of text have equal positions in all sections of its rotary embedding (M-RoPE), which then
@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import nn
 
-from models.config import ATTENTION, RECURRENT, RecurrentConfig, TargetConfig
+from models.config import ATTENTION, RECURRENT, ExpertsConfig, RecurrentConfig, TargetConfig
 from models.decoder import DecoderLayer, RecurrentLayer
 from models.fields import Fields
 from models.mixers.delta_net import GatedDeltaNet
-from models.targets.experts import MixtureOfExperts
+from models.targets.experts import GatedShareExperts
 from models.targets.lfm2 import typed_mixers
 from models.targets.llama import LlamaTarget
 from models.targets.phi3 import PARTIAL, rotary_dim
@@ -61,7 +61,7 @@ class Qwen35Target(LlamaTarget):
 
     @staticmethod
     def make_layer(config: TargetConfig, index: int) -> nn.Module:
-        mlp = config.experts and MixtureOfExperts(config.hidden_size, config.experts)
+        mlp = config.experts and GatedShareExperts(config.hidden_size, config.experts)
         if config.mixes(index, ATTENTION):
             return DecoderLayer(config, index, mlp)
         return RecurrentLayer(config, GatedDeltaNet(config, index), mlp)
@@ -71,6 +71,26 @@ class Qwen35Target(LlamaTarget):
         for ours, theirs in NAMES.items():
             name = re.sub(ours, theirs, name)
         return name
+
+
+class Qwen35MoeTarget(Qwen35Target):
+    """Experts in place of the MLP, beside one that every token uses."""
+
+    @classmethod
+    def read_config(cls, config: dict[str, Any]) -> TargetConfig:
+        fields = Fields(config)
+        fields.only("mlp_only_layers")
+        fields.only("decoder_sparse_step", 1)
+        count, inner = fields.size("num_experts"), fields.size("moe_intermediate_size")
+        experts = ExpertsConfig(
+            count=count,
+            active=fields.size("num_experts_per_tok", limit=count),
+            intermediate_size=inner,
+            normalize=fields.take("norm_topk_prob", bool, True),
+            shared_size=fields.size("shared_expert_intermediate_size", 512),
+            shared_gate=True,
+        )
+        return replace(super().read_config({"intermediate_size": inner} | config), experts=experts)
 
 
 def mixers(fields: Fields, num_layers: int) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
         kind = name.rpartition(".")[0].rpartition(".")[2]
         if (match := STACKED.fullmatch(name)) and isinstance(tensors, LazyTensors) and len(tensors.shape(name)) == 3:
             views |= _experts(target, name, match, tensors.shape(name), part)
+        elif rows := target.stored_rows(name):
+            views |= {each: View(name, ranges) for each, ranges in rows.items()}
         elif part is not None and kind in (*MERGED, "c_attn"):  # the last is GPT-BigCode's qkv_proj
             names, total = merged_parts(name.replace("c_attn", "qkv_proj")), tensors.shape(name)[0]
             sizes = rows_of_parts(total, len(names), (target.config.num_heads, target.config.num_kv_heads))

@@ -18,7 +18,6 @@ from models.chat import DEFAULT, TEMPLATE_FOLDER
 from models.config import read_json
 from models.gguf import is_gguf
 from models.quantized.scheme import SECTION
-from models.stacked_experts import stack
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
 from models.weights import shard_files, split_merged
@@ -83,8 +82,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
         config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as decided by the loaded weights
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tensors = split_merged(target, layout, target.config.projected_heads)
-    tensors = stack(tensors) if target.config.sinks else tensors
+    tensors = target.as_stored(split_merged(target, layout, target.config.projected_heads))
     # Parts of a merged tensor share its memory, which the writer would take for tied weights.
     save_torch_state_dict({name: value.clone() for name, value in tensors.items()}, folder, metadata={"format": "pt"})
 

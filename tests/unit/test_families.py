@@ -76,7 +76,7 @@ DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "topk_method": "group_limited_
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "conv"], "block_multiple_of": 32, "bos_token_id": 0}
 QWEN3_5 = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_value_head_dim": 24, "rms_norm_eps": 1e-3, "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 FAMILIES = {
@@ -91,6 +91,18 @@ FAMILIES = {
         QWEN3_5
         | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True}
         | {"layer_types": None, "rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5 moe": ("Qwen3_5MoeTextConfig", QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen3 next": ("Qwen3NextConfig", QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen3 next of three value heads per key head, weights as they are": (
+        "Qwen3NextConfig",
+        QWEN3_5
+        | EXPERTS
+        | {"linear_num_value_heads": 6, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+    ),
+    "lfm2 moe": (
+        "Lfm2MoeConfig",
+        LFM2 | EXPERTS | {"eos_token_id": 1, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     ),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral window": ("MistralConfig", {"sliding_window": 24}),
@@ -469,6 +481,26 @@ def edit(folder, tmp_path, **changes):
         ("phi3 longrope", {"rope_parameters": LONGROPE | {"long_mscale": 1.2}}, "long_mscale=1.2: only no value"),
         ("mistral", {"rope_parameters": LONGROPE}, "rope_type='longrope': not supported"),
         ("phi3", {"rope_parameters": PART | {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2: must give"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, "layer_types=.*: must name 4 layers, each full_attention or conv, and"),
+        ("lfm2", {"conv_bias": True}, "conv_bias=True: only False"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache=0: must be 1 to"),
+        ("lfm2 moe", {"use_expert_bias": False}, "use_expert_bias=False: only True"),
+        ("lfm2 moe", {"num_experts_per_tok": 7}, "num_experts_per_tok=7: must be 1 to 6"),
+        (
+            "qwen3.5",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types=.*each full_attention or linear_attention",
+        ),
+        ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3: must be a multiple of 2 key heads"),
+        ("qwen3.5", {"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim=17: must be 1 to 16"),
+        (
+            "qwen3.5",
+            {"rope_parameters": {"partial_rotary_factor": 0.3}},
+            "partial_rotary_factor=0.3: must give an even",
+        ),
+        ("qwen3.5 moe", {"num_experts": None}, "num_experts is missing"),
+        ("qwen3 next", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]: only no value"),
+        ("qwen3 next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: only 1"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False: only True"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True: only False"),
         ("opt", {"activation_function": "gelu"}, "activation_function='gelu': only 'relu'"),
@@ -492,8 +524,9 @@ def test_every_architecture_is_tested():
     assert {"llama", *kinds} == {
         *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"),
         *("granite", "mixtral", "phi3", "opt", "gpt_bigcode", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+        *("lfm2", "lfm2_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     }
-    assert len(ARCHITECTURES) == 15  # MiMo's is Qwen2's: test_mtp.py
+    assert len(ARCHITECTURES) == 20  # MiMo's is Qwen2's: test_mtp.py
 
 
 def test_layers_for_multi_token_prediction_are_not_the_target_s(make_family_folder, tmp_path):

@@ -137,7 +137,7 @@ def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed
         target.config.latent is not None
         or len(donors) < len(head.layers)
         or any(
-            one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_proj.weight.shape
+            one.self_attn.qkv_proj.weight.shape != other.self_attn.qkv_weight.shape
             or one.self_attn.o_proj.weight.shape != other.self_attn.o_proj.weight.shape
             for one, other in zip(decoder_layers(head), donors, strict=True)
         )
@@ -154,7 +154,7 @@ def copy_layer(layer: DecoderLayer, donor: DecoderLayer) -> None:
     """Copy a target's layer of the same sizes; an MLP of another kind or size stays as it is."""
     attention, source = layer.self_attn, donor.self_attn
     scale = donor.input_layernorm.scale
-    attention.qkv_proj.weight.copy_(source.qkv_proj.weight)
+    attention.qkv_proj.weight.copy_(source.qkv_weight)
     attention.o_proj.weight.copy_(source.o_proj.weight)
     layer.input_layernorm.weight.copy_(scale)
     layer.post_attention_layernorm.weight.copy_(donor.forward_norm.scale)
@@ -165,7 +165,7 @@ def copy_layer(layer: DecoderLayer, donor: DecoderLayer) -> None:
         attention.q_norm.weight.copy_(source.q_norm.scale)
         attention.k_norm.weight.copy_(source.k_norm.scale)
         return
-    rows = (source.qkv_proj.weight * scale).square().sum(1)  # variance of each output for inputs of unit variance
+    rows = (source.qkv_weight * scale).square().sum(1)  # variance of each output for inputs of unit variance
     queries, keys = source.num_heads * source.head_dim, source.num_kv_heads * source.head_dim
     attention.q_norm.weight.fill_(float(rows[:queries].mean().sqrt()))
     attention.k_norm.weight.fill_(float(rows[queries : queries + keys].mean().sqrt()))

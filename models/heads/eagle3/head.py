@@ -145,7 +145,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
     if sizes != (target.config.hidden_size, target.config.intermediate_size) or (
         alike
         and (
-            attention.qkv_proj.weight.shape[0] != donor.self_attn.qkv_proj.weight.shape[0]
+            attention.qkv_proj.weight.shape[0] != donor.self_attn.qkv_weight.shape[0]
             or attention.o_proj.weight.shape != donor.self_attn.o_proj.weight.shape
         )
     ):
@@ -154,7 +154,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
     head.norm.weight.copy_(target.norm.scale)
     head.fc.weight[:, -size:].copy_(torch.eye(size))
     if alike:
-        attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
+        attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_weight)
         attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
     if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
         mlp.load_state_dict(donor.mlp.state_dict())
