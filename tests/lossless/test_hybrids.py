@@ -11,7 +11,9 @@ from infer.batch.tree import NOTHING, Budget
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.kvcache.hybrid import HybridPool
+from infer.kvcache.memory import plan_memory
 from infer.request import Phase, SamplingParams
+from models.heads.draft_model.head import DraftModelHead
 from models.targets import load_target
 from tests.lossless.oracles import Thicket, WrongThenRight
 from tests.lossless.plain import Plain, answer_all
@@ -205,3 +207,23 @@ def test_from_drafted_to_plain_and_back(make_engine, plain, name):
     assert answer == oracle(prompt, cut)
     (after,) = answer_all(engine, [([*prompt, *answer.token_ids, 8], params)])
     assert after == oracle([*prompt, *answer.token_ids, 8], params)
+
+
+def test_a_hybrid_drafts_for_no_other_target(make_family_folder):  # noqa: F811
+    model = load_target(str(make_family_folder("lfm2")))
+    with pytest.raises(ValueError, match=r"'Lfm2ForCausalLM' has recurrent layers, whose states would keep"):
+        DraftModelHead.of(model, 384)
+
+
+def test_memory_of_states_is_planned(make_engine):
+    """They are no part of the KV cache, whose tokens cost as many layers as have attention."""
+    engine = make_engine("qwen3.5", torch.bfloat16, max_batch=4, max_tokens_in_cache=512)
+    layers, plan = engine._pool.layers, engine.memory
+    assert plan.states == sum(tensor.numel() * tensor.element_size() for tensor in layers._tensors)
+    assert len(layers.caches) == 2
+    assert "states" in str(plan)
+    with pytest.raises(ValueError, match=r"the states of engine.max_batch=4 \d+ MiB"):
+        plan_memory(
+            engine.config, engine.target.config, engine._shard.layer_shapes, torch.bfloat16,
+            sizes=engine.sizes, weights=0, free=2**20,
+        )  # fmt: skip

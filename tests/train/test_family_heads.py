@@ -59,6 +59,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTBigCodeConfig",
         {"n_inner": 96, "num_hidden_layers": 6, "bos_token_id": 0, "eos_token_id": 0, **UNNAMED},
     ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2, "block_multiple_of": 32}),
+    "qwen3.5": (
+        "Qwen3_5TextConfig",
+        {"layer_types": ["linear_attention", "full_attention"] * 4, "head_dim": 32, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "pad_token_id": 0},
+    ),
 }
 
 
@@ -84,27 +90,32 @@ def test_every_head_reads_projected_embeddings(variant: str, family_folder: Path
     drafts_as_trained(variant, family_folder)
 
 
-@pytest.mark.parametrize("family_folder", ["gemma", "granite", "deepseek v3", "gpt oss", "opt as 350m"], indirect=True)
+@pytest.mark.parametrize(
+    ("family_folder", "head"),
+    [
+        *((family, "eagle3") for family in ("gemma", "granite", "deepseek v3", "gpt oss", "opt as 350m", "qwen3.5")),
+        ("lfm2", "dspark"),
+    ],
+    indirect=["family_folder"],
+)
 def test_the_commands_train_and_serve_a_head_of_each_family(
-    family_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family_folder: Path, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From prompts to an exported EAGLE-3 head, whose features the engine recorded, and from there to the server's."""
+    """From prompts to an exported head, whose features the engine recorded, and from there to the server's."""
     folder = tmp_path / "target"
     shutil.copytree(family_folder, folder)
     tiny_tokenizer().save_pretrained(folder)
     settings = [*SETTINGS, f"model.path={folder}", f"output_dir={tmp_path}", "features=offline", "steps=2", "run=one"]
-    run(
-        settings,
-        "head.aux_layers=[1,3,5]",
-        "data.num_sequences=8",
-        "eval_prompts=2",
-        "objective.steps=2",
-        "eval_draft_tokens=2",
-    )
+    short = ["head.aux_layers=[1,3,5]", "data.num_sequences=8", "eval_prompts=2", "eval_draft_tokens=2"]
+    if head == "dspark":
+        settings = [key for key in settings if not key.startswith("objective.steps")]
+        run(settings, *short, "head=dspark", "head.block_size=4", "head.num_layers=2")
+    else:
+        run(settings, *short, "objective.steps=2")
     assert re.search(r"those of \d sequences were taken while they were generated", capsys.readouterr().err)
     model = ModelConfig(name="demo", path=str(folder), dtype="float32")
     engine = Engine.load(
-        model, "eagle3", output_dir=str(tmp_path), proposer=ProposerConfig(name="head", adaptive=False)
+        model, head, output_dir=str(tmp_path), proposer=ProposerConfig(name="head", adaptive=False)
     )
     prompts, params = [[5, 6, 7, 8], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True)
     drafted = engine.generate(prompts, params)
