@@ -21,7 +21,8 @@ from kernels.dispatch import KINDS, LANES, norm_dtype, uses_triton
 from kernels.triton import INTERPRETED
 
 Gate = Literal["silu", "gelu"]
-Activation = Literal["relu", "gelu", "gelu_pytorch_tanh"]  # as Hugging Face names them; "gelu" is exact, by erf
+# As Hugging Face names them; "gelu" is exact, by erf, and "relu2" the square of ReLU
+Activation = Literal["relu", "relu2", "gelu", "gelu_pytorch_tanh"]
 VECTORS = 64  # numbers that torch computes at once at most; a rest has other bits
 SERIAL = 2**14  # numbers that torch computes in one thread; more it divides anywhere, and a part's end gets other bits
 
@@ -138,8 +139,8 @@ def _gated_without_c(gate_up: Tensor, gelu: bool, size: int) -> Tensor:
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return ReLU or GELU (arXiv 1606.08415) of x `[..., I]`, each number with the same bits wherever it stands."""
-    if activation == "relu":
-        return F.relu(x)
+    if activation in ("relu", "relu2"):
+        return F.relu(x) if activation == "relu" else F.relu(x).square()
     approximate = "tanh" if activation == "gelu_pytorch_tanh" else "none"
     if _in_triton(x):
         from kernels.triton import elementwise as gpu

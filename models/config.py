@@ -170,7 +170,8 @@ class TargetConfig:
     # Of gpt-oss
     sinks: bool = False  # each head of attention has a sink (models/attention.py)
     # Options of OPT and GPT-BigCode (models/targets/learned.py)
-    learned_positions: bool = False  # in place of the rotary embedding, which only heads have then
+    learned_positions: bool = False  # which are added to the embedding
+    unrotated: bool = False  # attention has no rotary embedding; only heads have
     embedding_size: int | None = None  # of the embedding and the LM head's input; None: hidden_size
     norm_after: bool = False  # norms follow attention and MLP, and none is left to precede the LM head
     mtp_modules: int = 0  # that predict further tokens, in the checkpoint beside the layers (models/mtp_names.py)

@@ -302,3 +302,11 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(length).float(), inverse)
         angles = torch.cat([angles, angles], dim=-1)  # [P, D]
         return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+
+
+class Unrotated(RotaryEmbedding):
+    """The rotation by no angle, which leaves every number as it is: layers and kernels need no case of their own."""
+
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos = torch.ones(*positions.shape, 1, self._sizes[1], dtype=dtype, device=positions.device)
+        return cos, torch.zeros_like(cos)

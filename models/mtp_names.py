@@ -61,9 +61,12 @@ QWEN_NEXT = Layout(
     },
     layer_prefix="layers.0.",
 )
+NEMOTRON = Layout("mtp.")  # modules of two blocks each, which head=mtp has not
 
 
 def layout_of(architecture: str) -> Layout:
     if architecture.startswith(("Qwen3Next", "Qwen3_5")):
         return QWEN_NEXT
+    if architecture == "NemotronHForCausalLM":
+        return NEMOTRON
     return MIMO if architecture == "MiMoForCausalLM" else DEEPSEEK

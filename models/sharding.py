@@ -58,7 +58,7 @@ def sizes_of(name: str, total: int, ranks: int) -> list[int] | None:
         return even(total, ranks)
     if kind in ("gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc"):
         return inner(total, ranks)
-    outputs = ("o_proj", "down_proj", "w2", "lm_head", "out_proj", "fc2", "c_proj")
+    outputs = ("o_proj", "down_proj", "w2", "lm_head", "out_proj", "output_linear", "fc2", "c_proj")
     return split(total, ranks) if kind in outputs else None
 
 

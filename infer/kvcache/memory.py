@@ -73,6 +73,8 @@ def context_of(config: EngineConfig, target: TargetConfig) -> int:
         )
         if target.learned_positions:
             longer = "it has learned a vector for each of these positions, and none for more"
+        elif target.unrotated:
+            longer = "it knows no positions: for longer texts raise max_position_embeddings in config.json"
         raise ValueError(
             f"engine.max_model_len={wanted}: the model's context is {most} tokens, which this only shortens; {longer}"
         )

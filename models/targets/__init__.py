@@ -26,14 +26,17 @@ from models.quantized import SECTION, read_scheme
 from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.deepseek import DeepseekV2Target, DeepseekV3Target
+from models.targets.falcon_h1 import FalconH1Target
 from models.targets.gemma3 import Gemma3Target
 from models.targets.gpt_bigcode import GPTBigCodeTarget
 from models.targets.gpt_oss import GptOssTarget
 from models.targets.granite import GraniteTarget
+from models.targets.granite_hybrid import GraniteHybridTarget
 from models.targets.lfm2 import Lfm2MoeTarget, Lfm2Target
 from models.targets.llama import LlamaTarget
 from models.targets.mistral import MistralTarget
 from models.targets.mixtral import MixtralTarget
+from models.targets.nemotron_h import NemotronHTarget
 from models.targets.opt import OPTTarget
 from models.targets.phi3 import Phi3Target
 from models.targets.qwen2 import Qwen2Target
@@ -50,16 +53,19 @@ from models.weights import NamedTensors, allocate, load_into
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "DeepseekV2ForCausalLM": DeepseekV2Target,
     "DeepseekV3ForCausalLM": DeepseekV3Target,
+    "FalconH1ForCausalLM": FalconH1Target,
     "GPTBigCodeForCausalLM": GPTBigCodeTarget,
     "Gemma3ForCausalLM": Gemma3Target,
     "GptOssForCausalLM": GptOssTarget,
     "GraniteForCausalLM": GraniteTarget,
+    "GraniteMoeHybridForCausalLM": GraniteHybridTarget,
     "Lfm2ForCausalLM": Lfm2Target,
     "Lfm2MoeForCausalLM": Lfm2MoeTarget,
     "LlamaForCausalLM": LlamaTarget,
     "MiMoForCausalLM": Qwen2Target,
     "MistralForCausalLM": MistralTarget,
     "MixtralForCausalLM": MixtralTarget,
+    "NemotronHForCausalLM": NemotronHTarget,
     "OPTForCausalLM": OPTTarget,
     "Phi3ForCausalLM": Phi3Target,
     "Qwen2ForCausalLM": Qwen2Target,

@@ -35,23 +35,27 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config = config
         self.gate = Linear(hidden_size, config.count, bias=config.clamp is not None)
+        self.experts = nn.ModuleList(self.make_expert(hidden_size, config) for _ in range(config.count))
+
+    @staticmethod
+    def make_expert(hidden_size: int, config: ExpertsConfig) -> nn.Module:
         size = config.intermediate_size
-        self.experts = nn.ModuleList(
-            GatedMLP(hidden_size, size) if config.clamp is None else ClampedMLP(hidden_size, size, *config.clamp)
-            for _ in range(config.count)
-        )
+        return GatedMLP(hidden_size, size) if config.clamp is None else ClampedMLP(hidden_size, size, *config.clamp)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
-        weights, chosen = self.route(rows)
-        out = torch.zeros_like(rows, dtype=(x if residual is None else residual).dtype)
+        out = self.mix(rows, *self.route(rows), (x if residual is None else residual).dtype).view_as(x)
+        return out if residual is None else residual + out
+
+    def mix(self, rows: Tensor, weights: Tensor, chosen: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the sum `[R, H]` of the weighted outputs of each row's chosen experts."""
+        out = torch.zeros_like(rows, dtype=dtype)
         trains = torch.is_grad_enabled() and self.gate.weight.requires_grad  # then each has a gradient, if of zeros
         for expert in range(self.config.count) if trains else chosen.unique().tolist():  # ascending
             row, rank = (chosen == expert).nonzero(as_tuple=True)
             output = self.experts[expert](rows[row])
             out.index_add_(0, row, (output * weights[row, rank, None].to(output.dtype)).to(out.dtype))
-        out = out.view_as(x)
-        return out if residual is None else residual + out
+        return out
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, fp32, and the numbers of the experts of rows `[R, H]`, `[R, active]` each."""

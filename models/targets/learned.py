@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from kernels.elementwise import Activation
 from models.config import TargetConfig
 from models.decoder import DecoderLayer
-from models.layers import Embedding, LayerNorm, PlainMLP, RotaryEmbedding
+from models.layers import Embedding, LayerNorm, PlainMLP
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
 from models.weights import merged_parts
@@ -46,16 +45,7 @@ def read_learned(
     base = TargetConfig.from_json(stated | {"hidden_act": activation}, activation=activation)
     if base.hidden_size % base.num_heads:
         raise ValueError(f"config.json: hidden_size={base.hidden_size} is no multiple of {base.num_heads} heads")
-    return replace(base, learned_positions=True)
-
-
-class Unrotated(RotaryEmbedding):
-    """The rotation by no angle, which leaves every number as it is: layers and kernels need no case of their own."""
-
-    def _build(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        _, head_dim, length = self._sizes
-        cos = torch.ones(length, head_dim, dtype=dtype, device=device)
-        return cos, torch.zeros_like(cos)
+    return replace(base, learned_positions=True, unrotated=True)
 
 
 class LearnedLayer(DecoderLayer):
@@ -78,7 +68,6 @@ class LearnedTarget(LlamaTarget):
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__(config)
-        self.rotaries = [Unrotated(config.rope, config.head_dim, config.max_position_embeddings)]
         self.embed_positions = Embedding(config.max_position_embeddings + self.offset, config.hidden_size)
         self.norm = LayerNorm(config.hidden_size, config.rms_norm_eps)
 

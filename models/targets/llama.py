@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from models.attention import Attention
 from models.config import LAST, UNNORMED, TargetConfig
 from models.decoder import DecoderLayer, FusedDecoder
-from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding, make_lm_head
+from models.layers import Embedding, Linear, PackedEmbedding, RMSNorm, RotaryEmbedding, Unrotated, make_lm_head
 from models.targets.experts import MixtureOfExperts
 from models.targets.zero3 import ShardedLayers
 from models.weights import merged_parts
@@ -52,7 +52,8 @@ class LlamaTarget(nn.Module):
         self.embed_tokens: Embedding | PackedEmbedding = Embedding(config.vocab_size, config.hidden_size)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         rotated = config.rotary_dim or config.head_dim
-        self.rotaries = [RotaryEmbedding(rope, rotated, config.max_position_embeddings) for rope in ropes]
+        rotary = Unrotated if config.unrotated else RotaryEmbedding
+        self.rotaries = [rotary(rope, rotated, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(config, index) for index in range(config.num_layers))
         for name, module in self.layers.named_modules():
             if isinstance(module, Linear) and name.endswith(("o_proj", "down_proj")):

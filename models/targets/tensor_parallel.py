@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from kernels.linear import PackedLinear
 from models.decoder import SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
+from models.mixers.convolution import ShortConvolution
+from models.mixers.mamba2 import Mamba2
 from models.sharding import Part, check_heads, even, inner, split
 from models.targets.latent import LatentAttention
 from models.targets.llama import LlamaTarget
@@ -68,6 +70,9 @@ def divide(target: LlamaTarget, part: Part) -> None:
             _divide_latent(module, part)
         elif isinstance(module, GatedMLP | PlainMLP):
             _divide_mlp(module, part)
+        elif isinstance(module, Mamba2 | ShortConvolution):  # the recurrence, and its states, are on every rank
+            sizes = split(module.o_proj.out_features, part.ranks)
+            module.o_proj = ShardedLinear(module.o_proj, part, sizes, returns="whole")
     target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), returns="leader")
 
 

@@ -20,7 +20,9 @@ from models.sharding import Part
 from models.targets.llama import LlamaTarget
 from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts
 
-STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+STACKED = re.compile(r"(.*\.experts|.*\.block_sparse_moe)\.(gate_up_proj|up_proj|down_proj|(in|out)put_linear\.weight)")
+RENAMED = {"c_attn": "qkv_proj", "input_linear": "gate_up_proj"}  # of GPT-BigCode and Granite
+GRANITE = {"input_linear.weight": "gate_up_proj", "output_linear.weight": "down_proj"}
 
 
 class View(NamedTuple):
@@ -72,8 +74,8 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
             views |= _experts(target, name, match, tensors.shape(name), part)
         elif rows := target.stored_rows(name):
             views |= {each: View(name, ranges) for each, ranges in rows.items()}
-        elif part is not None and kind in (*MERGED, "c_attn"):  # the last is GPT-BigCode's qkv_proj
-            names, total = merged_parts(name.replace("c_attn", "qkv_proj")), tensors.shape(name)[0]
+        elif part is not None and kind in (*MERGED, *RENAMED):
+            names, total = merged_parts(name.replace(kind, RENAMED.get(kind, kind))), tensors.shape(name)[0]
             sizes = rows_of_parts(total, len(names), (target.config.num_heads, target.config.num_kv_heads))
             views[name] = View(name, tuple(map(_rows, names, accumulate(sizes, initial=0), sizes, [part] * len(sizes))))
         else:
@@ -84,9 +86,10 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
 def _experts(
     target: LlamaTarget, stored: str, match: re.Match[str], shape: Sequence[int], part: Part | None
 ) -> dict[str, View]:
-    views: dict[str, View] = {}
+    views, kind = dict[str, View](), GRANITE.get(match[2], match[2])
+    experts = match[1] if match[1].endswith(".experts") else f"{match[1]}.experts"
     for expert in range(shape[0]):
-        names = [*map(target.published_name, merged_parts(f"{match[1]}.{expert}.{match[2]}.weight"))]
+        names = [*map(target.published_name, merged_parts(f"{experts}.{expert}.{kind}.weight"))]
         size = shape[1] // len(names)
         for place, name in enumerate(names):
             views[name] = View(stored, (_rows(name, place * size, size, part),), expert)

@@ -114,9 +114,7 @@ def test_the_commands_train_and_serve_a_head_of_each_family(
         run(settings, *short, "objective.steps=2")
     assert re.search(r"those of \d sequences were taken while they were generated", capsys.readouterr().err)
     model = ModelConfig(name="demo", path=str(folder), dtype="float32")
-    engine = Engine.load(
-        model, head, output_dir=str(tmp_path), proposer=ProposerConfig(name="head", adaptive=False)
-    )
+    engine = Engine.load(model, head, output_dir=str(tmp_path), proposer=ProposerConfig(name="head", adaptive=False))
     prompts, params = [[5, 6, 7, 8], list(range(20, 60))], SamplingParams(max_tokens=12, ignore_eos=True)
     drafted = engine.generate(prompts, params)
     engine.set_proposer("none")

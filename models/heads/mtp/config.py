@@ -99,7 +99,8 @@ class MtpOptions(NewHeadConfig):
 
     def for_target(self, target: TargetConfig) -> MtpConfig:
         count = self.num_modules or target.mtp_modules or 1
-        layer = further_layer(target, count) if target.experts else head_layer(target, num_layers=count)
+        own = target.experts and target.recurrent is None
+        layer = further_layer(target, count) if own else head_layer(target, num_layers=count)
         layer = replace(
             layer,
             attention_bias=target.attention_bias,

@@ -17,7 +17,7 @@ from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Par
 from models.formats.speculators import read_proposal
 from models.heads.layer_config import FAMILY_KEYS, further_layer
 from models.heads.mtp.config import FLAGS, MtpConfig, MtpOptions
-from models.mtp_names import QWEN_NEXT, layout_of
+from models.mtp_names import NEMOTRON, QWEN_NEXT, layout_of
 from models.quantized.scheme import SECTION
 from models.targets import ARCHITECTURES, read_weights
 from models.weights import NamedTensors
@@ -92,6 +92,8 @@ def find_shipped(folder: Path) -> tuple[NamedTensors, dict[str, str]]:
     if layout is QWEN_NEXT:
         kind = "of a hybrid target's layer, with an output gate, which head=mtp has no modules for yet"
         raise ValueError(f"{folder}: {len(names)} tensors mtp.* are {kind}")
+    if layout is NEMOTRON:
+        raise ValueError(f"{folder}: {len(names)} tensors mtp.* are of Nemotron's blocks, of which head=mtp has none")
     return tensors, names
 
 
