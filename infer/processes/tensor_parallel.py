@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.kvcache.states import HybridLayers
 from infer.kvcache.tensors import KVLayers
 from infer.processes.comm import Ranks
 from infer.processes.target_worker import Shard
@@ -33,6 +34,8 @@ class LeadingShard(Shard):
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)
+        if target.config.recurrent is not None:
+            self._make_layers = partial(LeadingHybridLayers, ranks, target=target.config)
         # Patched on the LM head itself, since draft heads share that layer and call it.
         target.lm_head.forward = partial(lead_logits, ranks, target.lm_head.forward)
         target.forward = partial(lead_sequences, ranks, target.forward)
@@ -42,9 +45,9 @@ class LeadingShard(Shard):
         with self._ranks.leading("free"):
             return self._ranks.least(super().free())
 
-    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = ()) -> KVLayers:
-        with self._ranks.leading("allocate", [num_pages, page_size]):
-            return super().allocate(num_pages, page_size, others)
+    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = (), **states: int) -> KVLayers:
+        with self._ranks.leading("allocate", [num_pages, page_size, states]):
+            return super().allocate(num_pages, page_size, others, **states)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
         scalars, tensors = split_rows(rows)
@@ -96,6 +99,22 @@ class LeadingLayers(KVLayers):
             super().copy(source, destination, count)
 
 
+class LeadingHybridLayers(LeadingLayers, HybridLayers):
+    """Every rank keeps all states, and runs every recurrence."""
+
+    def clear_state(self, slot: int) -> None:
+        with self._ranks.leading("states", ["clear_state", slot]):
+            super().clear_state(slot)
+
+    def copy_state(self, source: int, destination: int) -> None:
+        with self._ranks.leading("states", ["copy_state", source, destination]):
+            super().copy_state(source, destination)
+
+    def replay(self, paths: Sequence[Sequence[int]]) -> None:
+        with self._ranks.leading("states", ["replay", paths]):
+            super().replay(paths)
+
+
 @torch.inference_mode()
 def follow(shard: Shard, ranks: Ranks) -> None:
     """On another rank: repeat rank 0's operations until it ends. Raises RankLost if a rank was lost."""
@@ -103,8 +122,8 @@ def follow(shard: Shard, ranks: Ranks) -> None:
         match command:
             case "free", _, _:
                 ranks.least(shard.free())
-            case "allocate", (num_pages, page_size), _:
-                shard.allocate(num_pages, page_size)
+            case "allocate", (num_pages, page_size, states), _:
+                shard.allocate(num_pages, page_size, **states)
             case "forward", (scalars, aux), (ids, positions, *parts):
                 shard.forward(ids, positions, join_rows(scalars, parts), aux)
             case "logits", _, (hidden,):
@@ -113,6 +132,8 @@ def follow(shard: Shard, ranks: Ranks) -> None:
                 shard.target(ids, positions, CausalAttention(starts), aux_layers=aux)
             case "move", _, (source, destination):
                 shard.kv.move(source, destination)
+            case "states", (method, *arguments), _:
+                getattr(shard.kv, method)(*arguments)
             case "copy", (source, destination, count), _:
                 shard.kv.copy(source, destination, count)
             case _:
@@ -128,7 +149,7 @@ def split_rows(rows: AttentionRows) -> tuple[tuple[Any, ...], list[Tensor | None
     table = rows.table[rows.request[counts.cumsum(0) - 1], : -(-rows.longest // rows.page_size)]
     request = torch.arange(len(counts), device=device).repeat_interleave(counts)
     tensors = [table, request, rows.committed, rows.offset, rows.tree_mask]
-    return (rows.page_size, rows.longest, rows.counts, rows.first), tensors
+    return (rows.page_size, rows.longest, rows.counts, rows.first, None, rows.states), tensors
 
 
 def join_rows(scalars: Sequence[Any], tensors: Sequence[Any]) -> AttentionRows:

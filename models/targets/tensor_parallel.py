@@ -16,6 +16,7 @@ from kernels.linear import PackedLinear
 from models.decoder import SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
 from models.mixers.convolution import ShortConvolution
+from models.mixers.delta_net import GatedDeltaNet
 from models.mixers.mamba2 import Mamba2
 from models.sharding import Part, check_heads, even, inner, split
 from models.targets.latent import LatentAttention
@@ -70,7 +71,7 @@ def divide(target: LlamaTarget, part: Part) -> None:
             _divide_latent(module, part)
         elif isinstance(module, GatedMLP | PlainMLP):
             _divide_mlp(module, part)
-        elif isinstance(module, Mamba2 | ShortConvolution):  # the recurrence, and its states, are on every rank
+        elif isinstance(module, GatedDeltaNet | Mamba2 | ShortConvolution):  # every rank runs the recurrence
             sizes = split(module.o_proj.out_features, part.ranks)
             module.o_proj = ShardedLinear(module.o_proj, part, sizes, returns="whole")
     target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), returns="leader")
@@ -82,7 +83,7 @@ def _divide_attention(attention: SelfAttention, part: Part) -> None:
     attention.num_kv_heads = max(attention.num_kv_heads // ranks, 1)
     if attention.sinks is not None:
         attention.sinks = nn.Parameter(attention.sinks[: attention.num_heads])
-    rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    rows = (attention.num_heads * (1 + attention.output_gate) + 2 * attention.num_kv_heads) * attention.head_dim
     attention.qkv_proj = ShardedLinear(qkv, part, (rows,) * ranks)
     attention.o_proj = _divide_output(attention.o_proj, part)
 

@@ -21,7 +21,7 @@ from tests.pairwise import parametrize_pairs
 from tests.pools import check_pool
 from tests.unit.test_families import make_family_folder  # noqa: F401  a fixture
 
-HYBRIDS = ["lfm2", "qwen3.5"]
+HYBRIDS = ["lfm2", "qwen3.5", "granite hybrid", "falcon h1", "nemotron h with experts", "qwen3 next"]
 DTYPES = [torch.float32, torch.bfloat16]
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=0)
 SAMPLED = replace(GREEDY, temperature=0.9, top_k=60, seed=7)
