@@ -32,7 +32,13 @@ ARCHITECTURES = {
     "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
     "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Lfm2ForCausalLM": gguf.MODEL_ARCH.LFM2,
+    "Lfm2MoeForCausalLM": gguf.MODEL_ARCH.LFM2MOE,
+    "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
 }
+QWEN = (gguf.MODEL_ARCH.QWEN3NEXT, gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
 RANDOM = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 # factors of a block's scale, and of what is added to its weights, for weights of a standard deviation of one
@@ -109,14 +115,21 @@ def write_gguf(
     expected: dict[str, torch.Tensor] = {}
     stored: dict[str, tuple[np.ndarray, Kind]] = {}
     stacks: dict[str, list[tuple[Kind, np.ndarray]]] = {}
+    if architecture is gguf.MODEL_ARCH.QWEN3NEXT:
+        tensors = _apart(tensors, config)
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
         value = tensor.float().numpy()
+        if architecture in QWEN:
+            value = _as_in_qwens_files(architecture, name, tensor.float(), config).numpy()
+        if "conv.weight" in name:
+            value = value.squeeze(1)
         heads = _permuted_heads(architecture, name, config)
         if heads:
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             value = value + 1
-        kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
+        unquantized = ".experts." in name or value.ndim < 2 or "conv" in name.rpartition(".")[0].rpartition(".")[2]
+        kind = Kind.F32 if unquantized else kinds[turn % len(kinds)]
         if architecture is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name and value.ndim == 2:
             kind = Kind.MXFP4
         if name.endswith(".kv_b_proj.weight") and not older:
@@ -131,6 +144,8 @@ def write_gguf(
         else:
             raw = quants.quantize(value, kind)
         restored = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
+        if architecture in QWEN:
+            restored = _as_in_qwens_files(architecture, name, restored, config, back=True)
         if heads:
             restored = restored.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
         scale = 0.5 + turn / 7 if scaled and ".layers." in name and value.ndim == 2 else 1.0
@@ -145,6 +160,8 @@ def write_gguf(
             stored.update(_scales(stored, stem, scale))
     for name, values in stacks.items():  # sorted by name, which is by number for fewer than ten experts
         stored[_name(names, name)] = np.stack([raw for _, raw in values]), values[0][0]
+    if architecture is gguf.MODEL_ARCH.QWEN3NEXT:
+        expected = _together(expected, config)
     for name, (raw, kind) in (fuse(stored) if fused else stored).items():
         writer.add_tensor(name, raw, raw_dtype=kind)
     writer.write_header_to_file()
@@ -152,6 +169,55 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+def _as_in_qwens_files(
+    architecture: gguf.MODEL_ARCH, name: str, value: torch.Tensor, config: dict[str, Any], *, back: bool = False
+) -> torch.Tensor:
+    """Return a tensor as llama.cpp's converter writes it, or with `back` the inverse."""
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys, size = 2 * groups * config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return value - 1 if back else value + 1
+    if "linear_attn." in name and architecture is not gguf.MODEL_ARCH.QWEN3NEXT:
+        kind = name.partition("linear_attn.")[2].removesuffix(".weight")
+        first = {"in_proj_qkv": keys, "conv1d": keys}.get(kind, 0)
+        width = 1 if kind in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else size
+        axis = 1 if kind == "out_proj" else 0
+        if kind != "norm":
+            shape = (heads // groups, groups) if back else (groups, heads // groups)
+            plain, values = value.split([first, heads * width], dim=axis)
+            moved = values.unflatten(axis, (*shape, width)).transpose(axis, axis + 1).flatten(axis, axis + 2)
+            value = torch.cat([plain, moved], dim=axis)
+    if name.endswith("A_log"):
+        return (-value).log() if back else -value.exp()
+    return value.squeeze(1) if "conv1d" in name and not back else value
+
+
+def _apart(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return Qwen3-Next's tensors with q, k, v of all key heads in one, z in another."""
+    apart = dict(tensors)
+    for name in [name for name in tensors if "in_proj_qkvz" in name]:
+        pieces = apart.pop(name).unflatten(0, (config["linear_num_key_heads"], -1)).split(_of_key_head(config), dim=1)
+        q, k, v, z = (piece.flatten(0, 1) for piece in pieces)
+        apart |= {name.replace("qkvz", "qkv"): torch.cat([q, k, v]), name.replace("qkvz", "z"): z.contiguous()}
+    return apart
+
+
+def _together(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    together, (key, _, value, _) = dict(tensors), _of_key_head(config)
+    groups = config["linear_num_key_heads"]
+    for name in [name for name in tensors if "in_proj_qkv." in name]:
+        pieces = together.pop(name).split([key * groups, key * groups, value * groups])
+        pieces = [piece.unflatten(0, (groups, -1)) for piece in (*pieces, together.pop(name.replace("qkv", "z")))]
+        together[name.replace("qkv", "qkvz")] = torch.cat(pieces, dim=1).flatten(0, 1)
+    return together
+
+
+def _of_key_head(config: dict[str, Any]) -> list[int]:
+    """Return how many rows q, k, v and z of a key head have."""
+    value = config["linear_num_value_heads"] // config["linear_num_key_heads"] * config["linear_value_head_dim"]
+    return [config["linear_key_head_dim"]] * 2 + [value] * 2
 
 
 Stored = dict[str, tuple[np.ndarray, Kind]]
@@ -204,7 +270,11 @@ def _write_heads(
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
+    if name.endswith("A_log"):  # without a suffix
+        return str(names.get_name(name))
     name = f"{name}.weight" if name.endswith(".sinks") else name.replace("correction_bias", "correction.bias")
+    name = name.removeprefix("model.") if ".feed_forward.experts." in name else name
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
     gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert gguf_name is not None, name
     return gguf_name
@@ -226,10 +296,18 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if "intermediate_size" in config:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     one = "layer_norm_epsilon" in config or ("kv_lora_rank" in config and not older)
-    writer.add_head_count_kv(1 if one else config["num_key_value_heads"])
+    layers = config.get("layer_types") or []
+    if "conv" in layers:
+        writer.add_head_count_kv([config["num_key_value_heads"] * (kind != "conv") for kind in layers])
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    else:
+        writer.add_head_count_kv(1 if one else config["num_key_value_heads"])
+    if "linear_key_head_dim" in config:
+        _write_delta_net(writer, config, head_dim)
     if "layer_norm_epsilon" in config:  # StarCoder
         writer.add_layer_norm_eps(config["rms_norm_eps"])
         return
@@ -238,7 +316,7 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -
     else:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("norm_eps") or config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     rope = config.get("rope_parameters") or {}
     if "full_attention" in rope:  # Gemma 3, whose files hold the RoPE base of full attention only
@@ -261,6 +339,11 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] == "lfm2_moe":
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config["model_type"] == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
@@ -279,6 +362,23 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -
             for name in ("long", "short"):
                 writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
         writer.add_sliding_window(config["sliding_window"] or 0)
+
+
+def _write_delta_net(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> None:
+    heads, part = config["linear_num_value_heads"], config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+    kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+    if kinds[0] and kinds.index(False) == 1:
+        writer.add_full_attention_interval(2)
+    else:
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", kinds)
+    writer.add_rope_dimension_count(int(head_dim * part))
+    if config["model_type"] != "qwen3_next":
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
 
 
 def _write_latent(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from models.config import RopeConfig
+from models.gguf import hybrid
 from models.gguf.file import GgufFile
 from models.layers import rope_frequencies
 
@@ -27,6 +28,11 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "starcoder": ("GPTBigCodeForCausalLM", "gpt_bigcode"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
 DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")  # of "deepseek2" whose router is a sigmoid
@@ -40,8 +46,10 @@ SIZES = {
 }
 FORWARD = {"feed_forward_length": "intermediate_size"}
 USED = {"expert_used_count": "num_experts_per_tok"}
+QWEN_MOE = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **USED}
 EXPERTS = {  # by architecture
-    "qwen3moe": {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size", **USED},
+    **dict.fromkeys(("qwen3moe", "qwen3next", "qwen35moe"), QWEN_MOE),
+    "lfm2moe": {**QWEN_MOE, "leading_dense_block_count": "num_dense_layers"},
     "gpt-oss": {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **USED},
     "deepseek2": {
         "expert_count": "n_routed_experts",
@@ -80,12 +88,13 @@ OF_ONE = {  # keys of one architecture alone
     "phi3": PHI,
     "gpt-oss": WINDOW,
     "deepseek2": DEEPSEEK,
+    **hybrid.KEYS,
 }
 TEXTS = ("rope.scaling.type",)
 FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "factor", "scale", "beta_fast", "beta_slow", "multiplier")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
 FLAGS = (*IGNORED, "expert_weights_norm")
-MAY_BE_ZERO = ("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count")
+MAY_BE_ZERO = (*("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count", hybrid.MODULES),)
 # Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -112,6 +121,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
+    recurrent = hybrid.take_lists(file, architecture, values) if architecture in hybrid.NAMES else []
     experts = EXPERTS.get(architecture, {})
     if mixtral := architecture == "llama" and bool(values.get("expert_count")):
         experts = {"expert_count": "num_local_experts", **USED}
@@ -140,7 +150,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={kv_heads}"
         )
-    rotated = values.pop("rope.dimension_count", None) if architecture == "phi3" else None
+    rotated = values.pop("rope.dimension_count", None) if architecture in ("phi3", *hybrid.QWEN) else None
     if architecture == "deepseek2":
         config |= latent(file, values, config)
     else:
@@ -160,8 +170,11 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config |= multipliers(file, values, config)
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
-        config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
         config |= longrope(file)
+    if architecture in ("phi3", *hybrid.QWEN):
+        config["partial_rotary_factor"] = (rotated or config["head_dim"]) / config["head_dim"]
+    if recurrent:
+        config |= hybrid.hybrid_json(file, architecture, values, config, recurrent)
     if architecture == "deepseek2" and config["rope_scaling"]:
         magnitude = round(10 * file.need("deepseek2.rope.scaling.yarn_log_multiplier"), 6)  # a tenth of it in fp32
         config["rope_scaling"] |= {"mscale": magnitude, "mscale_all_dim": magnitude}

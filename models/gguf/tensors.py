@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kernels.weights.ggml import GgmlRows
+from kernels.weights.ggml import BLOCK, GgmlRows
 from kernels.weights.groups import GroupedRows
+from models.gguf import hybrid
 from models.gguf.config import ARCHITECTURE, LONGROPE, ROPE_FREQS
 from models.gguf.file import GgufFile, Part
 from models.weights import NamedTensors, Rows
@@ -54,11 +55,12 @@ OTHERWISE = {  # by architecture
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
+    **hybrid.NAMES,
 }
 HEADS = {"attn_q": "attention", "attn_k": "key_value", "attn_v": "key_value"}
 KEYS, VALUES = "attn_k_b", "attn_v_b"  # each head's matrices between latent and key, and value, in newer files
 PAIRED = ("llama", "granite")  # ggml rotates pairs of adjacent rows in these
-MIXTURES = ("llama", "qwen3moe", "gpt-oss", "deepseek2")
+MIXTURES = ("llama", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "qwen3next", "qwen35moe")
 STARCODER = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -78,7 +80,9 @@ QKV, GATE_UP = "attn_qkv", "ffn_gate_up_exps"
 FUSED = {QKV: ("attn_q", "attn_k", "attn_v"), GATE_UP: ("ffn_gate_exps", "ffn_up_exps")}  # one behind another, by rows
 # of a weight, by which it is multiplied; of its activations, which are not rounded here
 SCALE, INPUT_SCALE = "scale", "input_scale"
-NAME = re.compile(rf"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|{SCALE}|{INPUT_SCALE})")
+NAME = re.compile(rf"(?:blk\.(\d+)\.)?((?:shortconv\.)?\w+)\.(weight|bias|{SCALE}|{INPUT_SCALE})")
+BARE = re.compile(r"blk\.\d+\.ssm_a")  # a weight, without that word
+WIDE = (".mlp.gate.", ".linear_attn.A_log", ".linear_attn.dt_bias")  # may be fp32 whatever the model's dtype is
 
 
 class Source(NamedTuple):
@@ -87,6 +91,8 @@ class Source(NamedTuple):
     change: Callable[[Tensor], Tensor] | None = None
     values: str | None = None  # the tensor of VALUES, where `tensor` is that of KEYS
     scale: Part | None = None  # of the tensor SCALE beside it
+    columns: Tensor | None = None  # the order of the columns, in runs
+    run: int = 1
 
 
 class GgufTensors(NamedTensors):
@@ -108,20 +114,28 @@ class GgufTensors(NamedTensors):
         self._sources: dict[str, Source] = {}
         architecture = str(file.need(ARCHITECTURE))
         heads = {kind: int(str(config[f"num_{key}_heads"])) for kind, key in HEADS.items()}
+        doubled = {"attn_q": 2 * heads["attn_q"]} if architecture in hybrid.QWEN else {}  # by gates
         for name, info in file.tensors.items():
             if name in (ROPE_FREQS, *(LONGROPE.values() if architecture == "phi3" else ())):  # read by config_json
                 continue
             layer, kind, part = split_name(file, name)
+            if layer is not None and architecture in hybrid.NAMES and layer >= int(str(config["num_hidden_layers"])):
+                continue  # of a module for multi-token prediction
             if kind == VALUES and architecture == "deepseek2":  # read with KEYS
                 continue
             if part in (SCALE, INPUT_SCALE) and beside(name, "weight") in file.tensors:  # read with the weight, or not
                 continue
             names = GLOBAL if layer is None else {**LAYER, **OTHERWISE.get(architecture, {})}
+            if architecture in hybrid.LFM and layer is None:
+                names = {**names, **hybrid.GLOBAL}
+            shared, alone = hybrid.OF_RECURRENT
+            if architecture in hybrid.QWEN and kind == shared and f"blk.{layer}.{alone}" not in file.tensors:
+                names = {key: name for key, name in names.items() if key != shared}
             if architecture == "starcoder":
                 names = STARCODER if layer is None else STARCODER_LAYER
-            pieces = {kind: info.shape}
+            pieces = {kind: hybrid.shape_of(kind, info.shape)}
             if kind in FUSED and kind not in names and layer is not None:
-                pieces = fused_pieces(file, name, kind, heads)
+                pieces = fused_pieces(file, name, kind, heads | doubled)
             experts = layer is not None and architecture in MIXTURES and next(iter(pieces)) in STACKED
             layers = "transformer.h" if architecture == "starcoder" else "model.layers"
             prefix = "" if layer is None else f"{layers}.{layer}."
@@ -140,7 +154,9 @@ class GgufTensors(NamedTensors):
                 whole = f"{piece}.{part}"  # has a name of another form
                 if part in (SCALE, INPUT_SCALE) or (piece not in names and whole not in names):
                     raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
-                change = None
+                change, columns, run = None, None, 1
+                if architecture in hybrid.QWEN:
+                    change, columns, run = hybrid.change_of(architecture, piece, config)
                 if architecture in PAIRED and piece in heads and piece != "attn_v":
                     if shape[0] % (2 * heads[piece]):
                         raise ValueError(
@@ -150,20 +166,22 @@ class GgufTensors(NamedTensors):
                 elif architecture == "gemma3" and piece.endswith("_norm"):
                     change = without_one
                 values = values_beside(file, name) if piece == KEYS else None
-                source = Source(name, Part(shape, first), change, values, scales[0])
+                source = Source(name, Part(shape, first), change, values, scales[0], columns, run)
                 self._sources[prefix + (names.get(whole) or f"{names[piece]}.{part}")] = source
                 first += math.prod(shape)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, part, change, values, scale = self._sources[name]
+        tensor, part, change, values, scale, columns, _ = self._sources[name]
         # changed in fp32, so that it is rounded only once; a router may compute in fp32 whatever the model's dtype is
         changed = change is not None or scale is not None
-        value = self._file.read(tensor, torch.float32 if changed or ".mlp.gate." in name else self._dtype, part)
+        wide = any(word in name for word in WIDE)
+        value = self._file.read(tensor, torch.float32 if changed or wide else self._dtype, part)
         if scale is not None:
             value *= self._file.read(beside(tensor, SCALE), torch.float32, scale)
         if change is not None:
             value = change(value)
-        value = value.to(self._dtype) if changed else value
+        value = value.to(self._dtype) if changed and not wide else value
+        value = value if columns is None else value[:, columns]
         if values is not None:
             value = join_heads(value, self._file.read(values, self._dtype))
         self._advance_progress()
@@ -171,14 +189,18 @@ class GgufTensors(NamedTensors):
         return value if row_range is None else value[row_range[0] : row_range[1]].clone()
 
     def shape(self, name: str) -> Sequence[int]:
-        _, (shape, _), _, values, _ = self._sources[name]
+        _, (shape, _), _, values, *_ = self._sources[name]
         return shape if values is None else (shape[0] * (shape[2] + self._file.tensors[values].shape[1]), shape[1])
 
     def blocks(self, name: str) -> GgmlRows | None:
-        tensor, part, change, values, scale = self._sources[name]
+        tensor, part, change, values, scale, columns, run = self._sources[name]
         rows = None if values or scale else self._file.blocks(tensor, part)
-        if rows is None:
+        if rows is None or (columns is not None and run % BLOCK[rows.ggml_format]):
             return None
+        if columns is not None:
+            size = BLOCK[rows.ggml_format]
+            blocks = rows.data.unflatten(1, (len(columns) // size, -1))
+            rows = replace(rows, data=blocks[:, columns[::size] // size].flatten(1))
         self._advance_progress()
         order = None if change is None else change(torch.arange(len(rows.data)))
         row_range = None if self._rows is None else self._rows(name, len(rows.data))
@@ -187,8 +209,8 @@ class GgufTensors(NamedTensors):
         return replace(rows, order=order)
 
     def groups(self, name: str) -> GroupedRows | None:
-        tensor, part, _, values, scale = self._sources[name]
-        return None if values or scale else self._file.groups(tensor, part)
+        tensor, part, _, values, scale, columns, _ = self._sources[name]
+        return None if values or scale or columns is not None else self._file.groups(tensor, part)
 
     def release(self) -> None:
         self._file.release()
@@ -207,7 +229,7 @@ class GgufTensors(NamedTensors):
 
 def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
     """Split `blk.3.attn_q.weight` into 3, "attn_q", "weight". Raises ValueError for a name of another form."""
-    match = NAME.fullmatch(name)
+    match = NAME.fullmatch(f"{name}.weight" if BARE.fullmatch(name) else name)
     if match is None:
         raise ValueError(f"{file.path}: the tensor {name} is not known")
     return None if match[1] is None else int(match[1]), match[2], match[3]

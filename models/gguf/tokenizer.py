@@ -33,6 +33,10 @@ TEMPLATE = "tokenizer.chat_template"
 log = logging.getLogger("headway.targets")
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKED = (  # marks belong to letters
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s" + (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,8 +51,9 @@ CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 # By name, the patterns that split a text into words, one after another; none: GPT-2's, which is built into ByteLevel.
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact"), ()),  # the last is Granite's
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx"), (LETTERS + r"\p{N}{1,3}" + REST,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "lfm2"), (LETTERS + r"\p{N}{1,3}" + REST,)),
     "qwen2": (LETTERS + r"\p{N}" + REST,),
+    "qwen35": (MARKED,),
     "tekken": (CASED % ("", "", ""),),
     "gpt-4o": (CASED % (CONTRACTION, CONTRACTION, "{1,3}"),),
     "deepseek-llm": (
@@ -67,9 +72,15 @@ SPLITS: dict[str, tuple[str, ...]] = {
     ),
 }
 SINGLE_DIGITS = ("smollm", "starcoder", "refact")
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged from its parts
+WHOLE_WORDS = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "lfm2",
+    "tekken",
+)  # a word that is a token is not merged from its parts
 BEGIN = WHOLE_WORDS  # put a begin token before a text if `add_bos_token` is absent, as in their older files
-COMPOSED = ("qwen2",)  # text is first normalized to Unicode's NFC
+COMPOSED = ("qwen2", "qwen35")  # text is first normalized to Unicode's NFC
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:

@@ -47,6 +47,15 @@ DEEPSEEK = {
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 DEEPSEEK_V2 = {**DEEPSEEK, "n_shared_experts": 2, "routed_scaling_factor": 3.0}
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False, "norm_eps": 1e-4,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+DELTA_NET = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2, "rms_norm_eps": 1e-2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -116,6 +125,20 @@ FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "lfm2": ("Lfm2Config", LFM2 | {"conv_L_cache": 4}),
+    "lfm2 moe": ("Lfm2MoeConfig", LFM2 | EXPERTS | {"num_dense_layers": 1, "tie_word_embeddings": True}),
+    "qwen35": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen35 tied, of one value head per key head": (
+        "Qwen3_5TextConfig",
+        DELTA_NET
+        | {"linear_num_value_heads": 2, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+    ),
+    "qwen35 moe": ("Qwen3_5MoeTextConfig", DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 64}),
+    "qwen3 next": (
+        "Qwen3NextConfig",
+        DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 6},
+    ),
     "starcoder": ("GPTBigCodeConfig", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
     "starcoder tied": ("GPTBigCodeConfig", {"n_inner": 96, "tie_word_embeddings": True}),
 }
@@ -163,7 +186,7 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_holds_what_its_folder_holds(written, name):
     file, folder = written(name)
-    target, wanted = empty_target(file), dict(open_tensors(folder))
+    target, wanted = empty_target(file), dict(viewed(open_tensors(folder), empty_target(folder), None))
     tensors = viewed(open_tensors(file), target, None)
     assert set(tensors) == set(wanted)
     for key, value in wanted.items():
@@ -183,7 +206,7 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
     family = FAMILY_OF_FILE.get(config.architecture, config.architecture)
     assert target.config.architecture == family
     sizes = ("head_dim", "num_kv_heads", "vocab_size", "max_position_embeddings", "rotary_dim")
-    for key in (*sizes, "tie_word_embeddings", "experts", "windows", "latent"):
+    for key in (*sizes, "tie_word_embeddings", "experts", "windows", "latent", "mixers", "recurrent", "output_gate"):
         assert getattr(target.config, key) == getattr(config, key), key
     gguf_options = {"gguf_file": file.name} if name in READ_BY_TRANSFORMERS else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
