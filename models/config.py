@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from models.fields import Fields, asks_for_nothing
+from models.fields import asks_for_nothing
+from models.mtp_names import modules_of
 
 LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
 UNNORMED = -2  # layer id of the final norm's input
@@ -227,7 +228,7 @@ class TargetConfig:
             activation=activation,
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=token_ids("config.json: eos_token_id", config.get("eos_token_id")),
-            mtp_modules=Fields(config).take("num_nextn_predict_layers", int, 0),
+            mtp_modules=modules_of(config),
             stated=config,
         )
 

@@ -1,15 +1,19 @@
 """Modules of multi-token prediction that a target ships in its checkpoint: their tensors, by name.
 
 A module is a decoder layer over the projection of a token and a hidden state (models/heads/mtp/). Families agree on
-that and on little else. `num_nextn_predict_layers` of config.json counts the modules. The target itself is loaded
-without them.
+that and on little else. `num_nextn_predict_layers` of config.json counts the modules, or Qwen's own key. The target
+itself is loaded without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from models.fields import Fields
+
+COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # keys of config.json
 OURS = "mtp_layers.{index}."  # speculators' prefix of a module's tensors, which is ours
 
 
@@ -22,6 +26,8 @@ class Layout:
     layer_prefix: str = ""
     copies: tuple[str, ...] = ()  # of the target's embedding and LM head, which are used in their place
     hidden_first: bool = False  # the projection reads the hidden state before the token
+    zero_first: bool = True  # the embedding at position 0 is zero
+    count: int = 0  # of modules, where config.json states none
 
     def prefixes(self, layers: int, modules: int) -> tuple[str, ...]:
         return tuple(self.prefix.format(index=index, layer=layers + index) for index in range(modules))
@@ -60,8 +66,17 @@ QWEN_NEXT = Layout(
         "final_layernorm": "norm",
     },
     layer_prefix="layers.0.",
+    zero_first=False,
+    count=1,
 )
 NEMOTRON = Layout("mtp.")  # modules of two blocks each, which head=mtp has not
+
+
+def modules_of(config: Mapping[str, Any]) -> int:
+    """Return how many modules a target's config.json states. Raises ValueError for a value that is no number."""
+    names, fields = config.get("architectures"), Fields(config)
+    layout = layout_of(str(names[0]) if isinstance(names, list) and names else "")
+    return next((count for key in COUNTS if (count := fields.maybe(key, int)) is not None), layout.count)
 
 
 def layout_of(architecture: str) -> Layout:

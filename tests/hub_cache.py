@@ -39,6 +39,10 @@ SIZES = {
     "pad_token_id": 0,
 }
 EIGHT = {"num_hidden_layers": 8}  # the layers that published heads read differ from eight on
+DELTA_NET = {
+    **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 8, "mtp_num_hidden_layers": 1},
+}
 # family -> the config of transformers, what differs from SIZES, ids
 TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": (
@@ -80,6 +84,20 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         ("deepseek-ai/DeepSeek-V3",),
     ),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, ("LiquidAI/LFM2-1.2B",)),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {**DELTA_NET, "full_attention_interval": 2},
+        ("Qwen/Qwen3.5-4B",),
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **{**DELTA_NET, "full_attention_interval": 2, "num_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        },
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
     "opt": (
         "OPTConfig",
@@ -93,7 +111,12 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 # family -> the architecture of its targets, which ship a module for multi-token prediction
-SHIPS_MODULE = {"mimo": "MiMoForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+SHIPS_MODULE = {
+    "mimo": "MiMoForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
 # family -> the id of a smaller model with other weights, which drafts
 DRAFTS = {"opt": "facebook/opt-125m", "qwen3": "Qwen/Qwen3-0.6B", "llama": "meta-llama/Llama-3.2-3B-Instruct"}
 PARALLEL, OTHER_WORDS = "amd/PARD-Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -180,9 +203,10 @@ def ship_module(folder: Path, architecture: str) -> None:
         f"model.layers.{config['num_hidden_layers'] - 1}.",
         layout.prefixes(config["num_hidden_layers"], 1),
     )
-    module = {name.replace(last, prefix): value.clone() for name, value in tensors.items() if name.startswith(last)}
+    first = prefix + layout.layer_prefix
+    module = {name.replace(last, first): value.clone() for name, value in tensors.items() if name.startswith(last)}
     for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"):
-        weight = torch.eye(size).repeat(1, 2) if name == "input_proj" else torch.ones(size)
+        weight = torch.eye(size).repeat(1, 2) if name == "input_proj" else torch.full((size,), 0.5)
         module[f"{prefix}{layout.renamed.get(name, name)}.weight"] = weight
     save_file(tensors | module, folder / "model.safetensors", metadata={"format": "pt"})
     config |= {"architectures": [architecture], "num_nextn_predict_layers": 1}

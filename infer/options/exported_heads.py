@@ -24,6 +24,7 @@ from models.heads.config import PROVENANCE, HeadConfig
 from models.heads.measured_tree import RANK_ACCURACY, best_paths, rank_accuracy
 from models.heads.measurement import best_measured, made_for
 from models.hub import cached_snapshot, fetch_snapshot, is_hub_id
+from models.mtp_names import modules_of
 
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
@@ -146,7 +147,7 @@ def ships_modules(model: ModelConfig) -> bool:
     if is_hub_id(model.path_or_hub_id) and not folder.exists():
         folder = fetch_snapshot(model.path_or_hub_id, model.revision, ("*.json",), "model=")
     config = folder / "config.json"
-    if not (config.is_file() and read_json(config).get("num_nextn_predict_layers")):
+    if not (config.is_file() and modules_of(read_json(config))):
         return False
     from models.heads.mtp.formats import find_shipped
     from models.targets import read_target_config, resolve_checkpoint

@@ -44,8 +44,11 @@ def read_layer(fields: Fields, notes: list[str], *, windows: bool = False) -> Ta
     return layer
 
 
-def read_sizes(fields: Fields, notes: list[str]) -> TargetConfig:
-    """Read the keys that the layers of Llama and Qwen3 share: all but those of norms and windows."""
+def read_sizes(fields: Fields, notes: list[str], *, partial: bool = False) -> TargetConfig:
+    """Read the keys that the layers of Llama and Qwen3 share: all but those of norms and windows.
+
+    `partial`: the rotary embedding may be over part of a head, which is not looked at.
+    """
     section: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
         section[key] = fields.size(key)
@@ -66,7 +69,8 @@ def read_sizes(fields: Fields, notes: list[str]) -> TargetConfig:
     section["eos_token_id"] = fields.numbers("eos_token_id") if several else fields.maybe("eos_token_id", int)
     fields.only("hidden_act", "silu")
     fields.only("pretraining_tp", 1)
-    fields.only("partial_rotary_factor", 1.0, 1)
+    if not partial:
+        fields.only("partial_rotary_factor", 1.0, 1)
     fields.only("quantization_config")
     try:
         layer = TargetConfig.from_json({key: value for key, value in section.items() if value is not None})

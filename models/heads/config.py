@@ -67,8 +67,11 @@ class HeadShape(ABC):
     aux_layers: tuple[int, ...]  # hidden states that `fuse` takes, LAST for the final one
     max_depth: int | None = None  # how many tokens it can draft; None: unbounded
     attention: AttentionShape | None = None  # None for a head without decoder layers, which keeps no KV
+    projected_heads: tuple[int, int] = (1, 1)  # of query and KV heads in a merged projection
     reads_lm_head: bool = False  # initializing it needs the target's LM head even without `init_from_target`
-    donor_layers: range = range(-1, 0)  # the target's layers that `init_from_target` copies; negative from the last
+    donor_layers: range = range(
+        -1, 0
+    )  # the target's layers that `init_from_target` copies; negative from the last with attention
 
     @abstractmethod
     def to_json(self, facts: Facts) -> dict[str, Any]:
@@ -91,6 +94,10 @@ class DecoderShape(HeadShape):
     @property
     def attention(self) -> AttentionShape:
         return AttentionShape.of(self.layer)
+
+    @property
+    def projected_heads(self) -> tuple[int, int]:
+        return self.layer.projected_heads
 
 
 @dataclass

@@ -18,8 +18,10 @@ FAMILY_KEYS = (
     *("num_local_experts", "moe_intermediate_size", "swiglu_alpha", "swiglu_limit", "first_k_dense_replace"),
     *("moe_layer_freq", "n_group", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "scoring_func"),
     *("topk_group", "topk_method", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-    *("rope_interleave", "v_head_dim"),
+    *("rope_interleave", "v_head_dim", "shared_expert_intermediate_size", "partial_rotary_factor"),
+    *("layer_types", "full_attention_interval"),
 )
+PARTIAL = "partial_rotary_factor"
 FULL, SLIDING = "full_attention", "sliding_attention"  # of `layer_types`
 LLAMA, QWEN3 = "LlamaForCausalLM", "Qwen3ForCausalLM"
 
@@ -58,18 +60,25 @@ def head_layer(
     return layer
 
 
+def has_own_layers(target: TargetConfig) -> bool:
+    """Return whether further layers of a target are of its own kind, with experts or an output gate, not Llama's."""
+    return target.output_gate or (target.experts is not None and target.recurrent is None)
+
+
 def further_layer(target: TargetConfig, count: int) -> TargetConfig:
-    """Return the config of `count` layers after the target's last, which has experts; heads see all, without sinks."""
-    assert target.experts is not None
-    experts = replace(target.experts, first_layer=max(0, target.experts.first_layer - target.num_layers))
+    """Return the config of `count` layers with attention after the target's last; heads see all, without sinks."""
+    experts = target.experts
+    if experts is not None:
+        experts = replace(experts, first_layer=max(0, experts.first_layer - target.num_layers))
     plain: dict[str, Any] = {"windows": (), "sinks": False, "tie_word_embeddings": False, "mtp_modules": 0}
-    return replace(target, num_layers=count, experts=experts, **plain)
+    return replace(target, num_layers=count, experts=experts, mixers=(), recurrent=None, **plain)
 
 
 def family_json(layer: TargetConfig) -> dict[str, Any]:
     """Return a further layer of a target under the keys of its family, whose num_hidden_layers are the target's."""
     stated = {key: layer.stated[key] for key in FAMILY_KEYS if key in layer.stated}
-    return layer_json(layer) | stated | {"rope_parameters": layer.rope.to_json()}
+    part = {} if layer.rotary_dim is None or layer.latent else {PARTIAL: layer.rotary_dim / layer.head_dim}
+    return layer_json(layer) | stated | part | {"rope_parameters": layer.rope.to_json()}
 
 
 def check_layer_ids(ids: Sequence[int] | None, target: TargetConfig | None = None) -> None:

@@ -100,6 +100,4 @@ def checkpoint_layout(head: Head) -> Layout:
 
 def checkpoint_tensors(head: Head) -> dict[str, Tensor]:
     """Return the tensors of the head's checkpoint, by name."""
-    attention = head.config.attention
-    heads = (1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads)
-    return split_merged(head, checkpoint_layout(head), heads)
+    return split_merged(head, checkpoint_layout(head), head.config.projected_heads)

@@ -56,7 +56,6 @@ class Qwen35Target(LlamaTarget):
             rotary_dim=rotary_dim(factor, base.head_dim),
             mixers=mixers(fields, base.num_layers),
             recurrent=delta_sizes(fields),
-            mtp_modules=fields.take("num_nextn_predict_layers", int, fields.take("mtp_num_hidden_layers", int, 1)),
         )
 
     @staticmethod

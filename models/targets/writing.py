@@ -17,6 +17,7 @@ from torch import Tensor
 from models.chat import DEFAULT, TEMPLATE_FOLDER
 from models.config import read_json
 from models.gguf import is_gguf
+from models.mtp_names import COUNTS
 from models.quantized.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
@@ -76,7 +77,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # the weights are written widened
-    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):  # of modules that were not loaded
+    for key in COUNTS:  # of modules that were not loaded
         config.pop(key, None)
     if config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as decided by the loaded weights

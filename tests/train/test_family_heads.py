@@ -1,8 +1,9 @@
 """Heads on targets other than Llama: training and serving agree.
 
 DeepSeek's attention is of another kind than its heads'. Gemma scales its embedding for its own layers only, Granite its
-residual stream and logits; OPT and GPT-BigCode add learned positions, of which heads see none; OPT-350M has projections
-beside embedding and LM head, through which heads read both; gpt-oss has sinks and windows, which heads do not.
+residual stream and logits; recurrent layers have no keys (LFM2, Qwen3.5), and Qwen3.5's modules its gated attention;
+OPT and GPT-BigCode add learned positions, of which heads see none; OPT-350M has projections beside embedding and LM
+head, through which heads read both; gpt-oss has sinks and windows, which heads do not.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ DEEPSEEK = {
     "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2,
     "moe_intermediate_size": 32, "first_k_dense_replace": 3,
 }  # fmt: skip
+QWEN = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "full_attention_interval": 2, "mtp_num_hidden_layers": 0,
+    "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma3TextConfig", SIZES),
     "granite": ("GraniteConfig", {**MULTIPLIERS, "logits_scaling": 4.0}),
@@ -44,6 +50,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "gpt oss": ("GptOssConfig", {"head_dim": 32, "num_local_experts": 4, "sliding_window": 16}),
     "phi3": ("Phi3Config", {"pad_token_id": 0, "eos_token_id": 2, "sliding_window": 16, "rope_parameters": PART}),
+    "qwen3.5 moe": (
+        "Qwen3_5MoeTextConfig",
+        QWEN | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
     "opt": (
         "OPTConfig",
         {"ffn_dim": 96, "num_hidden_layers": 6, "init_std": 0.2, "bos_token_id": 0, "eos_token_id": 0, **UNNAMED},

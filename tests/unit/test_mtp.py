@@ -244,6 +244,47 @@ def test_modules_in_blocks_of_fp8_are_read_widened_and_not_stitched(tmp_path, ca
     assert "is quantized, and its modules with it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_the_module_of_a_hybrid_target_is_served_trained_and_stitched_back(family, tmp_path):
+    """It is the family's attention layer, with an output gate, and with experts where the target has some."""
+    folder, (kind, changes, _) = tmp_path / "target", TARGETS[family]
+    ship_module(write_target(folder, kind, changes), SHIPS_MODULE[family])
+    check_weights(folder, empty_target(folder))
+    target, stored = load_target(str(folder)), load_file(folder / "model.safetensors")
+    head = load_head(folder, name="mtp", target=target)
+    flags = head.config.hidden_first, head.config.pre_norm, head.config.norm_recycled, head.config.zero_first
+    assert flags == (False, False, True, False)
+    assert head.mtp_layers[0].self_attn.output_gate
+    assert head.config.layer.centered_norms
+    tensors = checkpoint_tensors(head)
+    shipped = {name: value for name, value in stored.items() if name.startswith("mtp.")}
+    assert len(tensors) == len(shipped)
+    for ours, theirs in (("input_proj", "fc"), ("self_attn.q_proj", "layers.0.self_attn.q_proj")):
+        assert torch.equal(tensors[f"mtp_layers.0.{ours}.weight"], shipped[f"mtp.{theirs}.weight"])
+    words = [f"model={folder}", "head=mtp"]
+    assert with_head(compose("generate", GenerateConfig, words)).head.path == str(folder)
+    exported = load_head(export(head, target, tmp_path / "head"), target=target)
+    assert exported.config == head.config
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.05
+    (out := tmp_path / "changed").parent.mkdir(exist_ok=True)
+    assert stitch(folder, export(head, target, out), tmp_path / "out") == 0
+    again = load_head(tmp_path / "out", name="mtp", target=load_target(str(tmp_path / "out")))
+    for name, value in checkpoint_tensors(again).items():
+        assert torch.equal(value, checkpoint_tensors(head)[name]), name
+    drafts = ProposerConfig(name="head", max_draft_tokens=3)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    answers = [
+        Engine(load_target(str(folder)), head=module, proposer=name, proposer_config=drafts).generate(
+            [list(range(30, 60)), [5]], params
+        )
+        for module, name in ((None, "none"), (exported, "head"))
+    ]
+    assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
+    assert sum(a.stats.drafted for a in answers[1]) > 0
+
+
 def test_without_the_modules_that_its_config_states_a_target_lends_its_last_layer(tmp_path):
     folder = write_target(tmp_path / "target", *TARGETS["deepseek_v3"][:2])
     target = load_target(str(folder))
@@ -284,7 +325,6 @@ def test_what_cannot_be_stitched_is_named(ship, tiny_target_folder, tmp_path, ca
             "model.layers.8.mlp.experts.0.up_proj.weight",
             "architectures='Glm4MoeForCausalLM': one of",
         ),
-        ("Qwen3NextForCausalLM", "mtp.layers.0.self_attn.q_proj.weight", "a hybrid target's layer"),
         ("Glm4ForCausalLM", "model.layers.8.enorm.weight", "architectures='Glm4ForCausalLM': one of"),
     ],
 )

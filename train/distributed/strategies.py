@@ -86,14 +86,13 @@ def hidden_matrices(head: Head) -> dict[nn.Parameter, list[int]]:
 
     A layer with one output or input has a vector, which is none.
     """
-    attention, outputs = head.config.attention, tuple(f"{name}." for name in HEADS[head.config.name].output_layers)
-    heads = (1, 1) if attention is None else (attention.num_heads, attention.num_kv_heads)
+    outputs = tuple(f"{name}." for name in HEADS[head.config.name].output_layers)
     layout = checkpoint_layout(head)
     matrices: dict[nn.Parameter, list[int]] = {}
     linear = {f"{name}.weight" for name, module in head.named_modules() if isinstance(module, nn.Linear)}
     for name, weight in head.named_parameters():
         if name in linear and not name.startswith(outputs) and weight.requires_grad and min(weight.shape) > 1:
-            matrices[weight] = rows_of_parts(len(weight), len(layout[name]), heads)
+            matrices[weight] = rows_of_parts(len(weight), len(layout[name]), head.config.projected_heads)
     return matrices
 
 

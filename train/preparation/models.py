@@ -20,7 +20,7 @@ from infer.engine import Engine
 from infer.options.exported_heads import head_at
 from infer.processes.launch import ranks_of
 from models.checkpoint import fingerprint, has_weights
-from models.config import TargetConfig
+from models.config import ATTENTION, TargetConfig
 from models.heads.base import Head
 from models.heads.config import HeadConfig, HeadShape, NewHeadConfig
 from models.heads.files import load_head
@@ -98,7 +98,9 @@ def give_vocabulary(head: Head, config: TrainConfig, target: LlamaTarget, counts
     set_vocabulary(head, *build_draft_vocab(counts, head.config.draft_vocab_size, forced))
     reads = config.head.init_from_target or head.config.reads_lm_head
     count = target.config.num_layers
-    layers = [index for index in head.config.donor_layers if -count <= index < count]
+    attending = [layer for layer in range(count) if target.config.mixes(layer, ATTENTION)]
+    donors = (index for index in head.config.donor_layers if -len(attending) <= index < count)
+    layers = [attending[index] if index < 0 else index for index in donors]
     donor = unpacked_target(config, head, layers=layers) if reads else target
     initialize(head, donor, from_target=config.head.init_from_target, seed=config.seed)
     if config.head.start_from is not None:

@@ -37,6 +37,10 @@ class DraftModelConfig(HeadShape):
         return AttentionShape.of(self.model)
 
     @property
+    def projected_heads(self) -> tuple[int, int]:
+        return self.model.projected_heads
+
+    @property
     def donor_layers(self) -> range:
         return range(self.model.num_layers)
 

@@ -11,9 +11,17 @@ from typing import Any, ClassVar
 from models.checks import choice, number
 from models.config import LAST, UNNORMED, TargetConfig
 from models.heads.config import DecoderShape, Facts, NewHeadConfig
-from models.heads.layer_config import QWEN3, family_json, further_layer, head_layer, layer_json, speculators_json
+from models.heads.layer_config import (
+    QWEN3,
+    family_json,
+    further_layer,
+    has_own_layers,
+    head_layer,
+    layer_json,
+    speculators_json,
+)
 from models.heads.objectives import LOSSES, ObjectiveConfig, TttConfig
-from models.mtp_names import layout_of
+from models.mtp_names import Layout, layout_of
 
 FLAGS = ("hidden_first", "pre_norm", "norm_recycled", "zero_first")
 
@@ -53,7 +61,7 @@ class MtpConfig(DecoderShape):
         It cannot set `draft_vocab_size`, the target's whole vocabulary.
         """
         kind = {"model_type": "qwen3", "architectures": [QWEN3]} if self.layer.qk_norm else {}
-        layer = family_json(self.layer) if self.layer.experts else layer_json(self.layer) | kind
+        layer = family_json(self.layer) if has_own_layers(self.layer) else layer_json(self.layer) | kind
         shared = speculators_json(self, layer, facts)
         del shared["draft_vocab_size"]
         return shared | {
@@ -99,15 +107,14 @@ class MtpOptions(NewHeadConfig):
 
     def for_target(self, target: TargetConfig) -> MtpConfig:
         count = self.num_modules or target.mtp_modules or 1
-        own = target.experts and target.recurrent is None
-        layer = further_layer(target, count) if own else head_layer(target, num_layers=count)
+        layer = further_layer(target, count) if has_own_layers(target) else head_layer(target, num_layers=count)
         layer = replace(
             layer,
             attention_bias=target.attention_bias,
             qk_norm=target.qk_norm,
             centered_norms=target.centered_norms if self.centered_norms is None else self.centered_norms,
         )
-        ships = target.mtp_modules > 0 and layout_of(target.architecture).hidden_first
-        hidden_first = ships if self.hidden_first is None else self.hidden_first
-        zero_first = target.mtp_modules > 0 if self.zero_first is None else self.zero_first
+        shipped = layout_of(target.architecture) if target.mtp_modules else Layout("", zero_first=False)
+        hidden_first = shipped.hidden_first if self.hidden_first is None else self.hidden_first
+        zero_first = shipped.zero_first if self.zero_first is None else self.zero_first
         return MtpConfig(layer, hidden_first, self.pre_norm, self.norm_recycled, zero_first)

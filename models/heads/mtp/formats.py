@@ -15,9 +15,9 @@ from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.speculators import read_proposal
-from models.heads.layer_config import FAMILY_KEYS, further_layer
+from models.heads.layer_config import FAMILY_KEYS, further_layer, has_own_layers
 from models.heads.mtp.config import FLAGS, MtpConfig, MtpOptions
-from models.mtp_names import NEMOTRON, QWEN_NEXT, layout_of
+from models.mtp_names import NEMOTRON, layout_of, modules_of
 from models.quantized.scheme import SECTION
 from models.targets import ARCHITECTURES, read_weights
 from models.weights import NamedTensors
@@ -26,10 +26,11 @@ MODULES = "num_nextn_predict_layers"
 # as in speculators' own modules, whose files state none of these
 THEIRS = {"hidden_first": False, "pre_norm": False, "norm_recycled": True, "zero_first": False}
 KINDS: dict[str, dict[str, bool]] = {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
-# targets whose modules have their own kind of layer, with experts; those of others have Llama's
+# targets whose modules have their own kind of layer, with experts or an output gate; those of others have Llama's
 OWN = (
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "MixtralForCausalLM"),
-    "Qwen3MoeForCausalLM",
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"),
+    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
+    "Qwen3_5MoeForCausalLM",
 )
 PLAIN: dict[str, Any] = {"rotary_dim": None, "activation": "silu", "attention_scale": None, "stream_scale": 1.0}
 
@@ -43,7 +44,7 @@ def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedC
     section.ignore("architectures")
     count, centered = fields.size(MODULES, 1), fields.take("centered_norms", bool, False)
     if (architecture := architecture_of(section.values)) in OWN:
-        llama.read_sizes(section, notes)
+        llama.read_sizes(section, notes, partial=True)
         section.ignore(*FAMILY_KEYS)
         layer = further_layer(ARCHITECTURES[architecture].read_config(dict(section.values)).extended(), count)
     else:
@@ -70,9 +71,7 @@ def losses(checkpoint: Checkpoint) -> list[str]:
 
 def ships_modules(config: Mapping[str, Any], files: Collection[str] = ()) -> bool:
     """Return whether a config.json is that of a target with modules of its own."""
-    return "speculators_model_type" not in config and (
-        bool(config.get(MODULES)) or layout_of(architecture_of(config)) is QWEN_NEXT
-    )
+    return "speculators_model_type" not in config and modules_of(config) > 0
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -81,24 +80,18 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def find_shipped(folder: Path) -> tuple[NamedTensors, dict[str, str]]:
-    """Return a target's tensors, each read on access, and by our names those of its modules.
-
-    Raises ValueError naming a kind of module that is not supported.
-    """
+    """Return a target's tensors, each read on access, and by our names those of its modules."""
     config = read_json(folder / "config.json")
     layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
     tensors = read_weights(folder, torch.float32, None, progress=False)
-    names = layout.names(tensors, fields.size("num_hidden_layers"), fields.take(MODULES, int, 1))
-    if layout is QWEN_NEXT:
-        kind = "of a hybrid target's layer, with an output gate, which head=mtp has no modules for yet"
-        raise ValueError(f"{folder}: {len(names)} tensors mtp.* are {kind}")
+    names = layout.names(tensors, fields.size("num_hidden_layers"), modules_of(config) or 1)
     if layout is NEMOTRON:
         raise ValueError(f"{folder}: {len(names)} tensors mtp.* are of Nemotron's blocks, of which head=mtp has none")
     return tensors, names
 
 
 def open_shipped(folder: Path) -> dict[str, Tensor]:
-    """Read the modules that a target ships, by our names. Raises ValueError as `find_shipped`."""
+    """Read the modules that a target ships, by our names."""
     tensors, names = find_shipped(folder)
     return {name: tensors[stored] for name, stored in names.items()}
 
@@ -110,7 +103,7 @@ def read_target(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> 
     fields.ignore(*fields.values)
     config = {key: value for key, value in fields.values.items() if key != SECTION}
     target: TargetConfig = ARCHITECTURES[architecture].read_config(config).extended()
-    if not target.experts and target != replace(target, **PLAIN):
+    if not has_own_layers(target) and target != replace(target, **PLAIN):
         raise ValueError(f"{fields.name}: head=mtp has no modules of {architecture}'s layers")
     return ParsedConfig(MtpOptions().for_target(target))
 
