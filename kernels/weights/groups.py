@@ -10,7 +10,7 @@ it once to fp32. Where `why_unread` names a reason, the caller dequantizes the m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,15 @@ class GroupedRows:
     def order(self) -> Tensor | None:
         """Return the columns int64 `[K]` by group, those of each group in order; None if they are so already."""
         return None if self.groups is None else self.groups.argsort(stable=True)
+
+    def of(self, rows: Tensor) -> GroupedRows:
+        """Return the matrix of `rows` int64 `[M]`, in their order."""
+
+        def integers() -> tuple[Tensor, Tensor | None]:
+            values, zeros = self.integers()
+            return values[rows], None if zeros is None else zeros[rows]
+
+        return replace(self, scales=self.scales[rows], integers=integers)
 
     def widened(self) -> Tensor:
         """Return the matrix in fp32."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,12 +55,17 @@ class Views(NamedTensors):
         return [sum(end - first for first, end in rows), *whole[1:]] if rows else whole
 
     def blocks(self, name: str) -> GgmlRows | None:
-        view = self._sources[name]
-        return None if view.rows else self._tensors.blocks(view.stored)
+        stored, ranges, expert = self._sources[name]
+        rows = self._tensors.blocks(stored) if expert is None else None
+        if rows is None or not ranges:
+            return rows
+        index = torch.cat([torch.arange(*each) for each in ranges])
+        return replace(rows, order=index if rows.order is None else rows.order[index])
 
     def groups(self, name: str) -> GroupedRows | None:
-        view = self._sources[name]
-        return None if view.rows else self._tensors.groups(view.stored)
+        stored, ranges, expert = self._sources[name]
+        rows = self._tensors.groups(stored) if expert is None else None
+        return rows and (rows.of(torch.cat([torch.arange(*each) for each in ranges])) if ranges else rows)
 
     def release(self) -> None:
         self._tensors.release()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
+from kernels.cpu.library import library
 from models.attention import CausalAttention
 from models.checkpoint import open_tensors
 from models.config import LAST, UNNORMED, read_json
@@ -26,7 +27,7 @@ from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
 from tests.heads import make_head
 from tests.pairwise import parametrize_each
-from tests.unit.quantized_writers import FP8, fp8_blocks, write
+from tests.unit.quantized_writers import FP8, GPTQ, fp8_blocks, gptq, write
 from tests.unit.reference import (
     TOLERANCE,
     assert_equals_reference,
@@ -671,6 +672,34 @@ def test_block_drafters_cannot_start_from_layers_with_latents(make_family_folder
     with pytest.raises(ValueError, match=r"head.init_from_target=true: needs layers of the target's sizes"):
         initialize(head, target, from_target=True)
     initialize(head, target, from_target=False)
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3 next"])
+def test_what_decides_the_decay_of_delta_nets_is_not_quantized(make_family_folder, name, tmp_path):
+    """Neither by engine.weights= nor in a checkpoint in groups, whose other projections stay in them, in any order."""
+    target = load_target(str(make_family_folder(name)), dtype=torch.bfloat16)
+    wide = {key for key, value in target.layers[0].named_parameters() if value.dtype is torch.float32}
+    assert wide == {"mixer.A_log", "mixer.dt_bias"}
+    pack(target, weight_format="int8")
+    assert not target.layers[0].mixer.ba_proj.packed.narrow
+    assert target.layers[0].mixer.in_proj.packed.narrow
+    quantized = write_gptq(make_family_folder(name), tmp_path)
+    check_weights(quantized, empty_target(quantized))
+    native, plain = load_target(str(quantized), native=True), load_target(str(tmp_path / "plain"))
+    assert native.layers[0].mixer.in_proj.packed is not None
+    assert native.layers[0].mixer.ba_proj.packed is None
+    prompts = torch.randint(1, 384, (2, 30), generator=torch.Generator().manual_seed(8)).tolist()
+    engines = [Engine(each, proposer=name) for each, name in ((native, "none"), (native, "ngram"), (plain, "none"))]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    ids = [[c.token_ids for c in engine.generate(prompts, params)] for engine in engines]
+    assert ids[0] == ids[1] == ids[2]
+
+
+def write_gptq(folder, place):
+    dense = "in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert.down_proj"
+    write(folder, GPTQ, gptq(4, 32), place / "quantized", place / "plain", tuple(f"{name}." for name in dense))
+    return place / "quantized"
 
 
 def test_routers_stay_in_fp32(make_family_folder):
