@@ -29,6 +29,11 @@ def doubling(most: int) -> tuple[int, ...]:
     return tuple(sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)}))
 
 
+def every_second(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return every second of the ascending `sizes`, and the last."""
+    return (*sizes[:-1:2], *sizes[-1:])
+
+
 class Graph(Generic[T]):
     """Capture of `run`, if there is a GPU. Outputs are valid until any graph of the same memory is replayed.
 

@@ -6,7 +6,8 @@ host's; the forward between them launches the same kernels on the same shapes in
 
 Requests are padded to a batch size, and each tree to a number of nodes. Padding requests use the null block. Padding
 nodes write past the tree, where KV counts as free, and no row sees them: the rows of the trees have the bits that they
-have without padding.
+have without padding. Where steps that need no host are captured as a whole (step_graph.py), these are the exception,
+and every second batch size is captured for them: most of a step of few rows is reading the weights, whatever the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from infer.batch.tree import Budget, DraftTree
 from infer.engine.runner import Rows, Runner
-from infer.graphs.cuda_graph import Graph, GraphMemory, at_least
+from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, every_second
 from infer.request import Request
 from kernels.copies import upload
 from kernels.rows import AttentionRows
@@ -29,7 +30,7 @@ class ForwardGraphs:
     """One graph per batch size and width: trees of one node, and of all that `limit` allows.
 
     `aux`: hidden states of the target that a drafter reads. `longest`: bound on the number of keys that a row attends
-    to. `most_rows`: of all requests.
+    to. `most_rows`: of all requests. `rare`: every second batch size suffices.
     """
 
     def __init__(
@@ -41,13 +42,18 @@ class ForwardGraphs:
         longest: int,
         most_rows: int,
         memory: GraphMemory,
+        *,
+        rare: bool,
     ) -> None:
         self._runner, self._pool, self._aux, self._limit, self._memory = runner, runner.pool, tuple(aux), limit, memory
-        self._batches, self._widths, self._longest = tuple(batches), sorted({1, 1 + limit.nodes}), longest
-        self.sizes = [(batch, width) for batch in batches for width in self._widths if batch * width <= most_rows]
+        self._widths, self._longest = sorted({1, 1 + limit.nodes}), longest
+        fitting = {width: [batch for batch in batches if batch * width <= most_rows] for width in self._widths}
+        self._batches = {width: every_second(sizes) if rare else sizes for width, sizes in fitting.items()}
+        self.sizes = [(batch, width) for width, sizes in self._batches.items() for batch in sizes]
         # Slot and root's position of each request; token, depth and tree mask of each node. Even counts, so that each
         # field begins at a multiple of 16 bytes.
-        self._requests, self._nodes = even(max(batches)), even(max(batch * width for batch, width in self.sizes))
+        self._requests = even(max(batch for batch, _ in self.sizes))
+        self._nodes = even(max(batch * width for batch, width in self.sizes))
         self._inputs = torch.zeros(2 * self._requests + 3 * self._nodes, dtype=torch.int64, device=self._pool.device)
         self._graphs: dict[tuple[int, int], Graph[Rows]] = {}
 
@@ -78,8 +84,9 @@ class ForwardGraphs:
         return Rows(rows.hidden[index], kept, rows.positions[index])
 
     def _size_for(self, tree: DraftTree, requests: Sequence[Request]) -> tuple[int, int] | None:
-        batch, width = at_least(self._batches, len(requests)), at_least(self._widths, tree.token.shape[1])
-        if batch is None or width is None or (batch, width) not in self._graphs:
+        width = at_least(self._widths, tree.token.shape[1])
+        batch = None if width is None else at_least(self._batches[width], len(requests))
+        if batch is None or width is None:
             return None
         if not tree.is_chain and self._is_chain(width) and tree.token.shape[1] > 1:
             return None

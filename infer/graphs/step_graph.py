@@ -7,6 +7,12 @@ inputs of the next one (ids and features of the accepted path, the root) in plac
 own. So steps of the same requests can follow each other without the host, which gets each step's results by a small
 asynchronous copy and reads them later (overlap.py).
 
+Limits of sampling (top-k, top-p, min-p) are tensors too. For bf16 logits their search is eleven launches, each of which
+ends at once for a greedy row or one that does not ask for it: in a graph 1 to 2 us. A plain step has one search, and
+one graph for all requests, in which greedy ones pay at most 22 of some 5,000 us (the weights of an 8B target in bf16 on
+an H100). A step that drafts searches at each level as well, and has a second graph without any search. A draft alone,
+beside which the host works for longer than that, has one: 33 launches for the three levels of the default.
+
 The host's changes between steps are in stream order: a page added to a block table, a budget or a dropped row takes
 effect in the steps launched after the change and in none before. On a CPU a step runs when it is launched: the same
 order.
@@ -24,7 +30,7 @@ from torch import Tensor
 from infer.batch.tree import NOTHING, Budget, DraftTree
 from infer.config import EngineConfig
 from infer.engine.runner import Decoded, Runner
-from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling
+from infer.graphs.cuda_graph import Graph, GraphMemory, at_least, doubling, every_second
 from infer.graphs.forward_graph import ForwardGraphs
 from infer.graphs.step_state import UNREAD, GraphBatch, StepState
 from infer.kvcache.memory import MIB
@@ -34,11 +40,10 @@ from infer.speculation.proposers.draft_loops.early_exit import EarlyExit, exit_r
 from infer.speculation.proposers.head import HeadProposer, HeadState
 from kernels.copies import gather_rows
 from kernels.dispatch import uses_triton
-from kernels.operands import LEADING, NO_LIMITS, Limits
+from kernels.operands import ALL_LIMITS, LEADING, NO_LIMITS, Limits
 from kernels.tree import best_nodes
 
 MAX_CONTEXT = 32768  # tokens of the longest request that graphs serve; attention is launched for as many keys
-SEARCHES = (NO_LIMITS, Limits(top_k=False), Limits())  # limits of the graphs of a batch size, in ascending order
 
 
 class Outcome(NamedTuple):
@@ -80,7 +85,8 @@ class Launched(NamedTuple):
 
 
 class StepGraphs:
-    """One graph per batch size and limits of its requests (SEARCHES); without a `proposer` nothing is drafted.
+    """One graph per batch size, of steps with drafts two: without the search for limits and with it; and of some batch
+    sizes one of the drafts alone. Without a `proposer` nothing is drafted.
 
     `limit`: the largest budget of a request. `longest`: bound on the number of keys that a row attends to. `most_rows`:
     of all requests in a verify. `early_exit`: chains exit early if the proposer's `confidence` says so.
@@ -119,7 +125,9 @@ class StepGraphs:
         self._host = torch.zeros(UNREAD, *self._state.results.shape, dtype=torch.int64, pin_memory=pinned)
         self._host_log_probs = torch.zeros(UNREAD, *self._log_probs.shape, pin_memory=pinned)
         self._graphs: dict[tuple[int, Limits], Graph[None]] = {}
-        self._drafts: dict[tuple[int, Limits], Graph[Tensor]] = {}  # without what follows a draft
+        self._searches = (ALL_LIMITS,) if proposer is None else (NO_LIMITS, ALL_LIMITS)
+        self._drafts: dict[int, Graph[Tensor]] = {}  # by batch size, without what follows a draft
+        self._draft_batches = () if proposer is None else every_second(self.batches)
         self._key, self._turn, self._budgets = (0, NO_LIMITS), 0, list[Budget]()
 
     @property
@@ -128,9 +136,8 @@ class StepGraphs:
 
     def recordings(self) -> list[Callable[[], object]]:
         """Return the captures, largest first, so that smaller graphs can reuse the memory of larger ones."""
-        records = (self._record,) if self.proposer is None else (self._record, self._record_draft)
-        sizes = [(batch, limits) for batch in self.batches[::-1] for limits in SEARCHES]
-        return [partial(record, *size) for size in sizes for record in records]
+        steps = [partial(self._record, batch, limits) for batch in self.batches[::-1] for limits in self._searches]
+        return [*steps, *(partial(self._record_draft, batch) for batch in self._draft_batches[::-1])]
 
     def batch_for(self, requests: int) -> int | None:
         """Return the batch size of the graph that holds so many requests; None if there is none."""
@@ -149,13 +156,25 @@ class StepGraphs:
         """
         batch = self.batch_for(len(requests))
         assert batch is not None
+        used = self._load(batch, requests, states, limits, budgets)
+        self._key = batch, self._searches[0] if used == NO_LIMITS else ALL_LIMITS
+
+    def _load(
+        self,
+        batch: int,
+        requests: Sequence[Request],
+        states: Sequence[HeadState | None],
+        limits: Sequence[int],
+        budgets: Sequence[Budget],
+    ) -> Limits:
+        """Load as `load` does, padded to `batch` requests. Returns which limits they use."""
         nothing = self._state.features.new_zeros(1, self._state.features.shape[-1])
         features = [nothing if state is None or state.pending is None else state.rows for state in states]
         bases = [0 if state is None else state.base for state in states]
         used = self._state.load(batch, requests, features, bases, limits)
-        self._key = batch, next(wider for wider in SEARCHES if used == Limits(*map(min, used, wider)))
         self._budgets = []
         self.set_budgets(requests, budgets)
+        return used
 
     def set_budgets(self, requests: Sequence[Request | None], budgets: Sequence[Budget]) -> None:
         """Set how much is drafted in each row from the next launch on; None for a finished request."""
@@ -191,11 +210,13 @@ class StepGraphs:
         assert self.proposer is not None
         unread = max(len(state.rows) for state in states)
         ends = max(len(request.tokens) for request in requests) + self.reach
-        fits = self.batch_for(len(requests)) is not None and unread <= self.width and ends <= self.longest
-        if not fits or any(budget.nodes > self.limit.nodes or budget.depth > self.limit.depth for budget in budgets):
+        batch = at_least(self._draft_batches, len(requests))
+        if batch is None or unread > self.width or ends > self.longest:
             return None
-        self.load(requests, states, [len(request.tokens) - 1 for request in requests], budgets)
-        fields = self._drafts[self._key]()[:, : len(requests)].cpu()
+        if any(budget.nodes > self.limit.nodes or budget.depth > self.limit.depth for budget in budgets):
+            return None
+        self._load(batch, requests, states, [len(request.tokens) - 1 for request in requests], budgets)
+        fields = self._drafts[batch]()[:, : len(requests)].cpu()
         token, parent, depth, ancestors = fields[1:].unflatten(0, (4, -1)).transpose(1, 2)
         length = fields[0]
         width = int(length.max())
@@ -227,15 +248,15 @@ class StepGraphs:
 
         self._graphs[batch, limits] = Graph(run, self._memory)
 
-    def _record_draft(self, batch: int, limits: Limits) -> None:
+    def _record_draft(self, batch: int) -> None:
         self._state.load(batch)
 
         def run() -> Tensor:
-            tree = self._draft(self._state.of(batch, self.longest, limits))
+            tree = self._draft(self._state.of(batch, self.longest, ALL_LIMITS))
             fields = (tree.length[:, None], tree.token, tree.parent, tree.depth, tree.ancestors)
             return torch.cat([field.long() for field in fields], dim=1).T.contiguous()
 
-        self._drafts[batch, limits] = Graph(run, self._memory)
+        self._drafts[batch] = Graph(run, self._memory)
 
     def _draft(self, rows: GraphBatch) -> DraftTree:
         root, proposer = rows.root_tokens, self.proposer
@@ -354,7 +375,8 @@ class GraphCache:
         key = limit, proposer.needs.aux_layers
         if key not in self._forwards:
             target = Runner(shard, runner.pool)  # without graphs of its own, which would be a cycle
-            self._forwards[key] = ForwardGraphs(target, proposer.needs.aux_layers, limit, *sizes)
+            rare = proposer is PLAIN or any(drafter is proposer for drafter, _ in drafters)
+            self._forwards[key] = ForwardGraphs(target, proposer.needs.aux_layers, limit, *sizes, rare=rare)
             work += self._forwards[key].recordings()
         if work:
             self._bytes = memory.record(work, "decode steps")

@@ -148,10 +148,12 @@ def from_order(code):
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def peak_of_block(logits, stride, size, peaks, N: tl.constexpr):
-    """Find the largest logit of a row and block."""
+@triton.jit(do_not_specialize=["repeat"])
+def peak_of_block(logits, stride, size, repeat, temperatures, peaks, N: tl.constexpr):
+    """Find the largest logit of a row and block, unless the row is greedy, which has no limits."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if tl.load(temperatures + row // repeat) <= 0:
+        return
     x = read_logits(logits, row, stride, block * N + tl.arange(0, N), size)
     tl.store(peaks + row * blocks + block, tl.max(x, axis=0))
 
@@ -361,7 +363,7 @@ def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = B
     rows, size = logits.shape
     p, device = parameters, logits.device
     peaks = torch.empty(rows, triton.cdiv(size, block), device=device)
-    peak_of_block[peaks.shape](logits, logits.stride(0), size, peaks, N=block, num_warps=8)
+    peak_of_block[peaks.shape](logits, logits.stride(0), size, p.repeat, p.temperature, peaks, N=block, num_warps=8)
     thresholds = None
     if p.limits.top_k:
         thresholds = threshold(logits, p, peaks, thresholds, p.top_k, block)

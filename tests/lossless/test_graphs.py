@@ -17,7 +17,7 @@ import torch
 
 from infer.config import EngineConfig
 from infer.engine.step import StepRunner
-from infer.graphs.cuda_graph import Graph, doubling
+from infer.graphs.cuda_graph import Graph, doubling, every_second
 from infer.graphs.step_graph import StepGraphs, wants_graphs
 from infer.processes.target_worker import Shard
 from infer.request import DrafterState, SamplingParams
@@ -96,8 +96,9 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, monkeypatch
     if wide:
         monkeypatch.setattr("infer.graphs.step_graph.doubling", lambda most: (most,))
     engine = make_small_engine(dtype, proposer, shape, head=head, threads=1, graphs="on", max_batch=6)
-    # Per batch size: steps and drafts by what is searched, forwards of one node and of as many as are drafted.
-    assert engine.graphs.count == (3 + 1 if proposer == "none" else 3 + 3 + 2) * (1 if wide else 4)
+    # Of 4 batch sizes: steps, with drafts also without a search; of 3: forwards of one node and of many, and drafts.
+    most, some = (1, 1) if wide else (4, 3)
+    assert engine.graphs.count == (most + some if proposer == "none" else 2 * most + (2 + 1) * some)
     actual, wanted = responses(engine), expected(dtype, proposer, shape, head)
     if shape is not None:  # the last trees are grown to full depth, since the host reads a step late
         actual, wanted = (
@@ -149,11 +150,14 @@ def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays, m
 
 
 def test_how_much_is_captured(make_small_engine, monkeypatch, tmp_path):
-    """At defaults: batch sizes x (plain, draft, the draft alone: 3 searches each; 2 forwards)."""
+    """At defaults: of every batch size a plain step and two that draft, of every second one draft and two forwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     engine = make_small_engine(max_batch=EngineConfig().max_batch, max_rows=EngineConfig().max_rows, graphs="on")
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
-    assert engine.graphs.count == len(doubling(EngineConfig().max_batch)) * 11 <= 66
+    sizes = doubling(EngineConfig().max_batch)
+    assert engine.graphs.count == 3 * len(sizes) + 3 * len(every_second(sizes)) == 30
+    engine.set_proposer("ngram")  # whose drafts are made on the host: the forward alone is what every step replays
+    assert engine.graphs.count == 3 * len(sizes) == 18
 
 
 def test_step_costs_are_profiled_by_replays(make_engine, monkeypatch, tmp_path):
@@ -227,6 +231,7 @@ def test_off_by_default_without_a_gpu(make_small_engine, replays):
 def test_batch_sizes():
     assert doubling(1) == (1,)
     assert doubling(6) == (1, 2, 4, 6)
+    assert [every_second(doubling(most)) for most in (1, 2, 6, 32)] == [(1,), (1, 2), (1, 4, 6), (1, 4, 16, 32)]
 
 
 @pytest.mark.parametrize(

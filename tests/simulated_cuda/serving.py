@@ -25,7 +25,9 @@ SAMPLER = {"shape_kernel", "best_of_block", "best_of_row"}
 Phases = dict[str, Counter[Wait]]  # "prompt", "decode": the most waits of each kind in any step of that phase
 
 
-def make_engine(folder: Path, drafter: Drafter, device: str = "cuda:0", **config: Any) -> Engine:
+def make_engine(
+    folder: Path, drafter: Drafter, device: str = "cuda:0", *, profile: bool = True, **config: Any
+) -> Engine:
     """Make an engine of the target in `folder` with random heads.
 
     Every call of the clock that its costs are measured with takes a millisecond, so that drafts seem to cost nothing.
@@ -42,7 +44,7 @@ def make_engine(folder: Path, drafter: Drafter, device: str = "cuda:0", **config
         proposer_config=ProposerConfig(name="auto", **{"adaptive": False} | drafter.config),
         timer=lambda: next(calls) * 1e-3,
         probe=False,
-        profile=adaptive and config.get("graphs") == "on",  # without graphs it takes a minute
+        profile=profile and adaptive and config.get("graphs") == "on",  # without graphs it takes a minute
     )
 
 

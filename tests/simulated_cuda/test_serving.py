@@ -57,6 +57,14 @@ def test_what_is_captured_leaves_numbers_in_the_cache(target_folder: Path) -> No
         assert all(cache.cpu().isfinite().all() for cache in engine._pool.layers.caches)
 
 
+def test_how_much_is_captured(cuda: Machine, target_folder: Path) -> None:
+    """At the defaults of a head with adaptive drafts, as the device counts captures."""
+    defaults = {"max_batch": EngineConfig().max_batch, "max_rows": 512}
+    engine = make_engine(target_folder, DRAFTERS["eagle3, adaptive"], graphs="on", profile=False, **defaults)
+    assert engine.graphs is not None
+    assert engine.graphs.count == sum(map(len, cuda.pools.values())) == 30
+
+
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:0"])
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_every_device_serves(cuda: Machine, target_folder: Path, device: str, graphs: str) -> None:

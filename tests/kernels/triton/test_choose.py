@@ -108,6 +108,14 @@ def test_only_the_limits_that_rows_may_use_are_searched(dtype, limits):
             assert thresholds[row] == -torch.inf
 
 
+def test_greedy_rows_are_not_read():
+    """In a graph for all requests their search costs the launches alone."""
+    logits, peaks = logits_of(2), torch.full((2, -(-V // BLOCK)), 7.0)
+    gpu.peak_of_block[peaks.shape](logits, logits.stride(0), V, 1, torch.tensor([0.0, 0.5]), peaks, N=BLOCK)
+    assert torch.equal(peaks[0], torch.full_like(peaks[0], 7.0))
+    assert torch.equal(peaks[1].max(), logits[1].float().max())
+
+
 def test_top_p_is_the_same_for_every_order_of_summing():
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(6, V, generator=generator) * 2
