@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import attention
-from kernels.cpu.declarations import structure
+from kernels.cpu.declarations import copied, structure
 from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads
 from kernels.linear import PackedLinear, scratch_rows
@@ -140,16 +140,16 @@ class NativeDecoder:
         assert all(
             (entry.centered, entry.gelu, entry.scale) == (first.centered, first.gelu, first.scale) for entry in layers
         )
-        sizes = (
-            max(layer.qkv.in_features for layer in layers),
-            first.qkv.out_features,
-            first.output.in_features,
-            first.gate_up.out_features,
-            first.down.in_features,
-            max((conv.projection.out_features for conv in convolutions), default=0),
-            len(first.post_norm) if convolutions else 0,
-        )
-        self._widths, self._work = sizes, sum(entry.in_features * entry.out_features for entry in first.linears)
+        self._widths = {
+            "normed": max(layer.qkv.in_features for layer in layers),
+            "qkv": first.qkv.out_features,
+            "attended": first.output.in_features,
+            "inner": first.gate_up.out_features,
+            "gated": first.down.in_features,
+            "deltas": max((conv.projection.out_features for conv in convolutions), default=0),
+            "mixed": len(first.post_norm) if convolutions else 0,
+        }
+        self._work = sum(entry.in_features * entry.out_features for entry in first.linears)
         natives = [entry.native for layer in layers for entry in layer.linears]
         natives += [conv.projection.native for conv in convolutions]
         self._scratch = max(entry.scratch for entry in natives if entry is not None)
@@ -205,32 +205,31 @@ class NativeDecoder:
 
         They can be reused for calls with at most `rows` rows, if rows and threads are set for each.
         """
-        a, threads = DecoderArguments.from_buffer_copy(self._arguments), self.threads(rows)
-        sizes = [
-            *(rows * width * self._stream.itemsize for width in self._widths),
-            threads * self._attention_scratch(attention.longest) * 4,
-            threads * scratch_rows(rows) * self._scratch * 4,
-        ]
-        buffer, starts = allocate_aligned(sizes)
-        a.normed, a.qkv, a.attended, a.inner, a.gated, a.deltas, a.mixed, a.scores, a.scratch = starts
+        threads = self.threads(rows)
+        sizes = {name: rows * width * self._stream.itemsize for name, width in self._widths.items()} | {
+            "scores": threads * self._attention_scratch(attention.longest) * 4,
+            "scratch": threads * scratch_rows(rows) * self._scratch * 4,
+        }
+        buffer, addresses = allocate_aligned(sizes)
         cache_pointers = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
         stream_pointers = (ctypes.c_void_p * self.layers)()
         for layer, stream in streams.items():
             stream_pointers[layer] = stream.data_ptr()
+        numbers = {"rows": rows, "slots": caches[0].shape[2], "threads": threads}
+        a = copied(self._arguments, addresses | numbers)
         a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
-        a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
         return a, (buffer, cache_pointers, stream_pointers, attention)
 
     def threads(self, rows: int) -> int:
         return threads(rows * self._work)
 
 
-def allocate_aligned(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+def allocate_aligned(sizes: Mapping[str, int]) -> tuple[Tensor, dict[str, int]]:
     """Allocate parts of these sizes in bytes; return the memory and each part's address, aligned to cache lines."""
-    starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
+    starts = list(accumulate((size + -size % ALIGNED for size in sizes.values()), initial=0))
     buffer = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
     base = buffer.data_ptr() + -buffer.data_ptr() % ALIGNED
-    return buffer, [base + start for start in starts[:-1]]
+    return buffer, {name: base + start for name, start in zip(sizes, starts, strict=False)}
 
 
 def convolved(conv: Convolution) -> tuple[ctypes.Structure, ctypes.Structure]:

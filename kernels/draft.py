@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention import AttentionArguments
-from kernels.cpu.declarations import structure
+from kernels.cpu.declarations import copied, structure
 from kernels.cpu.library import library
 from kernels.decoder import NativeDecoder, allocate_aligned, linear_arguments
 from kernels.dispatch import LANES, address, uses_triton
@@ -59,6 +59,7 @@ def fuse_draft(parts: DraftParts) -> NativeDraft | None:
 
 
 NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of each row
+ADDRESSED = NUMBERS[2:]  # those that attention reads
 
 
 def runs_in_c(parts: DraftParts) -> bool:
@@ -82,6 +83,37 @@ def stored_embedding(parts: DraftParts) -> tuple[Tensor | None, PackedLinear | N
 
 def padded(tensor: Tensor, *pads: int) -> Tensor:
     return F.pad(tensor, pads) if any(pads) else tensor
+
+
+def addresses_of(matrix: Tensor, names: Sequence[str]) -> dict[str, int]:
+    """Return the addresses of the first rows of a matrix, by name."""
+    first, step = matrix.data_ptr(), matrix.stride(0) * matrix.element_size()
+    return {name: first + step * row for row, name in enumerate(names)}
+
+
+def layout(native: NativeDraft, rows: int, most: int, hidden: int, size: int) -> dict[str, int]:
+    """Return the bytes of each buffer that C computes in: `rows` run through the layers, `most` through the LM head.
+
+    `size`: bytes of a number of the states, of which a row has `hidden`.
+    """
+    parts, joined = native.parts, native.joined
+    return {
+        "tokens": rows * hidden * size * (1 if joined is None else 2),
+        "turned": 2 * rows * native.arguments.dim * size,
+        "normed": most * hidden * size,
+        "logits": most * parts.lm_head.out_features * parts.lm_head.out_dtype.itemsize,
+        "scratch": 4 * max(native.lm_head.room(most), 0 if joined is None else joined.room(rows)),
+        "hidden": 0 if parts.decoder.final_norm is None else rows * hidden * size,
+    }
+
+
+def noise_of(parameters: ChoiceParameters | None, chains: int, most: int) -> tuple[Tensor, Tensor]:
+    """Return copies of the seeds `[2, most]` and temperatures `[most]` of C chains, with room for rows of a tree."""
+    if parameters is None:
+        return torch.zeros(2, most, dtype=torch.int64), torch.zeros(most)
+    assert not parameters.restricts
+    seeds = torch.stack([parameters.seed_low, parameters.seed_high])
+    return padded(seeds, 0, most - chains), padded(parameters.temperature.clone(), 0, most - chains)
 
 
 class NativeDraft:
@@ -142,32 +174,24 @@ class Begun:
         levels drafted; the rotary table must cover that many more positions. Per request at most `width` rows continue
         from a level, each with its `count` best tokens; keys take max(`levels`, `places`) places after the root's.
         """
-        assert parameters is None or not parameters.restricts
-        self._native, parts, size = native, native.parts, state.element_size()
-        (num_unread, hidden), chains = state.shape, len(rows.counts)
-        max_next = width * chains  # most rows of a level after the first
-        max_rows = max(num_unread, max_next)
-        self._chains, self._rows = chains, num_unread
+        (num_unread, hidden), chains, parts = state.shape, len(rows.counts), native.parts
+        self._native, self._chains, self._rows = native, chains, num_unread
+        most = width * chains  # rows of a level after the first
+        max_rows = max(num_unread, most)
         # Copies, with room for the rows of further levels.
         self._state = padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, max_rows - num_unread)
         row_numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
         self._numbers = padded(row_numbers, 0, max_rows - num_unread)  # [5, max_rows]
-        last_rows = torch.tensor([end - 1 for end in accumulate(rows.counts)])
-        if parameters is None:
-            self._seeds, self._temperature = torch.zeros(2, max_next, dtype=torch.int64), torch.zeros(max_next)
-        else:
-            seeds = torch.stack([parameters.seed_low, parameters.seed_high])
-            self._seeds = padded(seeds, 0, max_next - chains)
-            self._temperature = padded(parameters.temperature.clone(), 0, max_next - chains)
-        self._columns, self._keys = torch.empty(max_next * count, dtype=torch.int64), torch.empty(max_next * count)
-        self._masses, self._table = torch.empty(max_next), rows.table
-        first, step = self._numbers.data_ptr(), max_rows * self._numbers.element_size()
-        numbers = {name: first + step * row for row, name in enumerate(NUMBERS)}
+        self._seeds, self._temperature = noise_of(parameters, chains, most)
+        self._columns, self._keys = torch.empty(most * count, dtype=torch.int64), torch.empty(most * count)
+        self._masses, self._table = torch.empty(most), rows.table
+        # From the first level's rows, each request's last one continues.
+        self._last_rows = torch.tensor([end - 1 for end in accumulate(rows.counts)])
+        self._ends = self._numbers[:, self._last_rows]
+        numbers, ends = addresses_of(self._numbers, NUMBERS), addresses_of(self._ends, NUMBERS)
+        self._buffer, addresses = allocate_aligned(layout(native, max_rows, most, hidden, state.element_size()))
         self._attention = AttentionArguments(
             table=self._table.data_ptr(),
-            request=numbers["request"],
-            committed=numbers["committed"],
-            offset=numbers["offset"],
             heads=parts.num_heads,
             kv_heads=parts.num_kv_heads,
             dim=native.arguments.dim,
@@ -175,35 +199,16 @@ class Begun:
             page_size=rows.page_size,
             longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,
             first=rows.first,
+            **{name: numbers[name] for name in ADDRESSED},
         )
+        self._kept_attention = copied(self._attention, {name: ends[name] for name in ADDRESSED} | {"rows": chains})
         self._decoder, self._decoder_keepalive = parts.decoder.begin(max_rows, self._attention, caches, {})
-        # From the first level's rows, each request's last one continues.
-        self._last_rows, self._ends = last_rows, self._numbers[:, last_rows]
-        self._kept_attention = AttentionArguments.from_buffer_copy(self._attention)
-        self._kept_attention.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
-        for row, name in enumerate(NUMBERS):
-            if name in ("committed", "offset", "request"):
-                setattr(self._kept_attention, name, first + step * row)
-        self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept_attention), last_rows.data_ptr()
-        sizes = (
-            max_rows * hidden * size * (1 if parts.joined is None else 2),
-            2 * max_rows * native.arguments.dim * size,
-            max_next * hidden * size,
-            max_next * parts.lm_head.out_features * parts.lm_head.out_dtype.itemsize,
-            4 * max(native.lm_head.room(max_next), native.joined.room(max_rows) if native.joined else 0),
-            0 if parts.decoder.final_norm is None else max_rows * hidden * size,
-        )
-        self._buffer, starts = allocate_aligned(sizes)
-        self._decoder.x = self._state.data_ptr()
-        self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else starts[-1]
-        a = self._arguments = DraftArguments.from_buffer_copy(native.arguments)
-        a.tokens, a.turned, a.normed, a.logits, a.scratch = starts[:-1]
-        a.columns, a.keys, a.masses = (tensor.data_ptr() for tensor in (self._columns, self._keys, self._masses))
-        for name, pointer in numbers.items():
-            setattr(a, name, pointer)
-        a.low, a.high = (row.data_ptr() for row in self._seeds)
-        a.decoder = ctypes.addressof(self._decoder)
-        a.temperature = self._temperature.data_ptr()
+        self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept_attention), self._last_rows.data_ptr()
+        self._decoder.x, normed = self._state.data_ptr(), addresses.pop("hidden")
+        self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else normed
+        fields = addresses | numbers | addresses_of(self._seeds, ("low", "high"))
+        fields |= {name: getattr(self, f"_{name}").data_ptr() for name in ("columns", "keys", "masses", "temperature")}
+        self._arguments = copied(native.arguments, fields | {"decoder": ctypes.addressof(self._decoder)})
 
     def read(self) -> None:
         """Prefill the unread rows without drafting: compute only what later rows need of them."""

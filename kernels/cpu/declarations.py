@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ def _text() -> str:
 def structure(name: str) -> type[ctypes.Structure]:
     """Return a structure of the C sources. Setting a field that it does not have is an AttributeError."""
     return type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields(name)})
+
+
+def copied(source: ctypes.Structure, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a structure, with these values of its fields."""
+    copy = type(source).from_buffer_copy(source)
+    for name, value in values.items():
+        setattr(copy, name, value)
+    return copy
 
 
 def fields(structure: str) -> list[tuple[str, Any]]:
