@@ -168,24 +168,6 @@ def store_scales(tiles: GgmlTiles, place: slice, words: Tensor) -> None:
     tiles.scales[place] = words.unflatten(0, (-1, PANEL)).permute(0, 2, 3, 1)
 
 
-def dequantize(rows: GgmlRows) -> Tensor:
-    """Return the weights `[N, K]` in fp32, as the format defines them: the specification of the kernels."""
-    name, storage = rows.ggml_format, STORAGE[rows.ggml_format]
-    stored = rows.data if rows.order is None else rows.data[rows.order]
-    blocks = stored.unflatten(1, (-1, GGML_BLOCK_BYTES[name]))
-    q = _integers(blocks, name).float().unflatten(-1, (-1, storage.group))  # [N, blocks, groups of a block, group]
-    q -= 2 ** (storage.bits + storage.upper - 1) if storage.signed else 0
-    factors = _factors(blocks, name).float()
-    scale, offset = factors[..., :1], factors[..., 1:]
-    if storage.scales == "super_scale":
-        scale = scale * blocks[..., 192:208].contiguous().view(torch.int8)
-    elif storage.scales == "super_offset":
-        scales, offsets = _six_bits(blocks)
-        scale, offset = scale * scales, -offset * offsets
-    weight = scale[..., None] * q
-    return (weight + offset[..., None] if storage.offset else weight).flatten(1)
-
-
 def _chunks(parts: Sequence[GgmlRows], size: int) -> Iterator[Tensor]:
     """Yield the rows of the parts as they are stored, `size` at a time."""
     kept: list[Tensor] = []

@@ -13,11 +13,12 @@ from kernels.linear import PackedLinear
 from kernels.triton import SWITCH
 from kernels.triton.ggml import block_tile_for, layout_of
 from kernels.weights.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows, reads_ggml
-from kernels.weights.ggml_tiles import dequantize, empty_tiles
+from kernels.weights.ggml_tiles import empty_tiles
 from models.attention import CausalAttention
 from models.layers import PackedEmbedding
 from models.targets import load_target
 from tests.gguf_writing import random_blocks, write_gguf
+from tests.kernels.dequantized import dequantize
 from tests.kernels.triton.compiled import DEVICES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -11,9 +11,10 @@ from torch import Tensor
 from kernels.elementwise import add_rms_norm, silu_mul
 from kernels.linear import PackedLinear
 from kernels.weights.ggml import BLOCK, FORMATS, GGML_BLOCK_BYTES, GgmlMatrix, GgmlRows
-from kernels.weights.ggml_tiles import STORAGE, dequantize
+from kernels.weights.ggml_tiles import STORAGE
 from kernels.weights.groups import GroupedMatrix, GroupedRows
 from tests.device import BF16, DEVICE, FP16, FP32, ON_GPU, sized
+from tests.kernels.dequantized import dequantize
 from tests.kernels.grouped import make_groups
 from tests.kernels.triton.test_linear import BOUND, DTYPES, ROWS
 
