@@ -147,7 +147,7 @@ class Simulation:
     ) -> None:
         self.machine, self.content, self.batch, self.output, self.prompt = machine, content, batch, output, prompt
         self.drafter = SimulatedDrafter()
-        self.speculator = Speculator({"head": (self.drafter, limit)}, default, context=4096)
+        self.speculator = Speculator({"head": lambda: (self.drafter, limit)}, default, context=4096)
         self.confidence: Confidence | None = None
         self.split = True  # whether a step's drafting is timed apart, as it is not in overlapped rounds
         self.rng, self.requests, self.count = random.Random(seed), random.Random(seed + 1), 0

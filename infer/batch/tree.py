@@ -5,10 +5,10 @@ A chain is a tree; plain decoding is a tree of one node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from kernels.operands import Nodes
 from kernels.tree import depths_and_masks
 
+T = TypeVar("T", bound=Hashable)
 MAX_NODES = 64  # bits of a node's tree mask, `ancestors`
 PARTS = 8  # a tree may be drafted in eighths of its nodes
 
@@ -45,6 +46,14 @@ def candidate_budgets(limit: Budget) -> list[Budget]:
         return [Budget(level, level) for level in range(1, depth + 1)]
     sizes = sorted({-(-nodes * part // PARTS) for part in range(1, PARTS + 1)})
     return [Budget(size, depth) for size in sizes if size != depth]
+
+
+def grouped(keys: Sequence[T]) -> dict[T, list[int]]:
+    """Return the indices of each key."""
+    groups: dict[T, list[int]] = {}
+    for index, key in enumerate(keys):
+        groups.setdefault(key, []).append(index)
+    return groups
 
 
 class VerifiedDraft(NamedTuple):
@@ -108,6 +117,13 @@ class DraftTree:
         width = token.shape[1]
         above = torch.where(torch.arange(width, device=token.device) < length[:, None], parent.long(), 0).clamp(min=0)
         return cls(token, parent.int(), *depths_and_masks(above, width - 1), length)
+
+    @classmethod
+    def by_group(cls, keys: Sequence[T], draft: Callable[[T, list[int]], DraftTree]) -> DraftTree:
+        """Draft for the rows of each key at once, and combine the batches."""
+        groups = grouped(keys)
+        trees = [draft(key, rows) for key, rows in groups.items()]
+        return trees[0] if len(trees) == 1 else cls.stack(trees, list(groups.values()))
 
     @classmethod
     def stack(cls, trees: Sequence[DraftTree], rows: Sequence[Sequence[int]]) -> DraftTree:

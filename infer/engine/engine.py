@@ -46,9 +46,7 @@ from infer.sampling.emission import check_first_row
 from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
-from infer.speculation.proposers import build_proposers, pack_draft_model, pack_head
-from infer.speculation.proposers.draft_model import DraftModelProposer
-from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.proposers import Maker, build_proposers, pack_draft_model, pack_head
 from infer.speculation.speculator import Speculator
 from infer.speculation.verify import rule_for
 from models.end_tokens import within
@@ -111,13 +109,9 @@ class Engine:
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._controller_state, self._profiles_at_start = ControllerState(AcceptanceModel(priors)), profile
         self._graph_cache, self._warm_up = GraphCache(config, self.context), WarmUp()
-        self._draft_model: DraftModelProposer | None = None
-        self._head: HeadProposer | None = None
-        if draft_model is not None:
-            self._draft_model = pack_draft_model(draft_model, target, config, drafts)
-        if head is not None:
-            self._head = pack_head(head, target, config, drafts, own=own_head)
-        self._proposers: dict[str, tuple[Proposer, Budget]] = {}
+        self._draft_model = None if draft_model is None else pack_draft_model(draft_model, target, config, drafts)
+        self._head = None if head is None else pack_head(head, target, config, drafts, own=own_head)
+        self._proposers: dict[str, Maker] = {}
         self.graphs: Recorded | None = None
         self.sizes, self.memory, self._pool, self._runner, self._scheduler = self._build_parts()
         self.steps = self._steps_with("none")
@@ -344,9 +338,9 @@ class Engine:
         if name == "head" and self._head is None:
             raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
         vocabulary = self.target.config.vocab_size
-        self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
+        self._proposers = build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary)
         self.steps = self._steps_with(name)
-        default = self._proposers.get(name, (PLAIN, NOTHING))
+        default = self._proposers[name]() if name in self._proposers else (PLAIN, NOTHING)
         adaptive = self.proposer_config.adaptive
         if self._head is not None:
             self._head.confidence = None
@@ -361,7 +355,7 @@ class Engine:
         """Add a custom proposer and make it the default. Only while idle; it must not keep KV layers."""
         assert not proposer.needs.kv_layers, "layers of the pool are laid out when the engine is made"
         self.set_proposer("none")
-        self._proposers[proposer.name] = (proposer, limit)
+        self._proposers[proposer.name] = lambda: (proposer, limit)
         self.steps = self._steps_with(proposer.name)
 
     def _use_head(self, head: Head) -> None:
@@ -444,8 +438,5 @@ class Engine:
             raise
 
     def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
-        limits = {name: limit for name, (_, limit) in self._proposers.items()}
-        limiting = (name for name, (proposer, _) in self._proposers.items() if proposer.self_limiting)
-        self._controller_state.acceptance.self_limiting = frozenset(limiting)
-        state = self._controller_state
-        return make_controller(self, limits, state, self._head, self._timer, profile=profile, check=check)
+        state, timer = self._controller_state, self._timer
+        return make_controller(self, self._proposers, state, self._head, timer, profile=profile, check=check)

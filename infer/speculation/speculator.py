@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from infer.batch.tree import NOTHING, Budget, DraftTree, VerifiedDraft
+from infer.batch.tree import NOTHING, Budget, DraftTree, VerifiedDraft, grouped
 from infer.request import PLAIN, Drafter, DrafterState, Phase, Proposer, Request
 from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.planner import PLAN_STEPS, Planner
@@ -22,43 +22,35 @@ from infer.speculation.control.planner import PLAN_STEPS, Planner
 log = logging.getLogger(__name__)
 
 
-def grouped(proposers: Sequence[Proposer]) -> dict[Proposer, list[int]]:
-    """Return the indices of each proposer."""
-    groups: dict[Proposer, list[int]] = {}
-    for index, proposer in enumerate(proposers):
-        groups.setdefault(proposer, []).append(index)
-    return groups
-
-
 class Speculator:
-    """Proposers by name, each with its largest budget per step, and the planner of their drafts.
+    """What builds the proposers by name, each with its largest budget per step, and the planner of their drafts.
 
     Requests cannot select other names. A proposer that fails costs its request the drafts, never a token.
     """
 
     def __init__(
         self,
-        proposers: Mapping[str, tuple[Proposer, Budget]],
+        proposers: Mapping[str, Callable[[], tuple[Proposer, Budget]]],
         default: str,
         context: int,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._proposers: dict[str, tuple[Proposer, Budget]] = {"none": (PLAIN, NOTHING), **proposers}
+        self._proposers = proposers
         self._context, self.default, self._timer = context, default, timer
         self.planner: Planner = Planner()
         self.seconds = 0.0  # spent in proposing, in all
         self.failures = 0  # requests whose proposer failed
-        if default not in self._proposers:
+        if default not in self.names:
             raise ValueError(f"proposer={default}: this engine has {', '.join(self.names)}")
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._proposers)
+        return sorted({"none", *self._proposers})
 
     def assign(self, request: Request) -> None:
         """Choose the request's drafter, before anything else is done with it."""
         name = (request.params.proposer or self.default) if request.params.speculate else "none"
-        proposer, limit = self._proposers[name]
+        proposer, limit = (PLAIN, NOTHING) if name == "none" else self._proposers[name]()
         request.drafter = Drafter(proposer, limit, self._context)
         self._begin(request)
 
@@ -213,20 +205,16 @@ class Speculator:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """Return one tree per request, from whichever proposer drafts for it."""
-        begin = self._timer()
-        pairs = zip(requests, budgets, strict=True)
-        groups = grouped([request.drafter.proposer if budget.nodes else PLAIN for request, budget in pairs])
+        begin, pairs = self._timer(), list(zip(requests, budgets, strict=True))
+        proposers = [request.drafter.proposer if budget.nodes else PLAIN for request, budget in pairs]
         try:
-            trees = [
-                self._propose(proposer, [requests[i] for i in group], [budgets[i] for i in group])
-                for proposer, group in groups.items()
-            ]
-            return trees[0] if len(trees) == 1 else DraftTree.stack(trees, list(groups.values()))
+            return DraftTree.by_group(proposers, lambda each, rows: self._propose(each, [pairs[b] for b in rows]))
         finally:
             self.seconds += self._timer() - begin
 
-    def _propose(self, proposer: Proposer, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def _propose(self, proposer: Proposer, pairs: list[tuple[Request, Budget]]) -> DraftTree:
         """Return the trees of one proposer's requests. A failure costs only the request that caused it its drafts."""
+        requests, budgets = [request for request, _ in pairs], [budget for _, budget in pairs]
         states = [request.drafter.kept for request in requests]
         try:
             return proposer.propose(requests, states, budgets)
@@ -234,9 +222,7 @@ class Speculator:
             if len(requests) == 1:
                 self._give_up(requests[0], error)
                 return PLAIN.propose(requests, states, budgets)
-            pairs = zip(requests, budgets, strict=True)
-            trees = [self._propose(proposer, [request], [budget]) for request, budget in pairs]
-            return DraftTree.stack(trees, [[index] for index in range(len(trees))])
+            return DraftTree.by_group(pairs, lambda pair, _: self._propose(proposer, [pair]))
 
     def verified(self, request: Request, draft: VerifiedDraft) -> None:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""

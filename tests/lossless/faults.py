@@ -39,7 +39,7 @@ def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
             if fault_of(request) == moment:
                 raise Fault(request.request_id)
 
-    for proposer, _ in engine._proposers.values():
+    for proposer, _ in (build() for build in engine._proposers.values()):
         if not isinstance(proposer, CombinedProposer):
             proposer.propose = failing("propose", proposer.propose)
             if proposer.needs.tracking:

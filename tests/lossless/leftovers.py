@@ -20,7 +20,8 @@ def open_files() -> int:
 
 def kept(engine: Engine) -> set[str]:
     """Return the ids of requests of which a proposer keeps state."""
-    states = (value for keeper, _ in engine.speculator._proposers.values() for value in vars(keeper).values())
+    built = [build()[0] for build in engine.speculator._proposers.values()]
+    states = (value for keeper in built for value in vars(keeper).values())
     keys = (key for state in states if isinstance(state, (dict, set)) for key in state)
     return {key for key in keys if isinstance(key, str) and key.startswith(PREFIX)}
 

@@ -158,7 +158,7 @@ def test_soak(make_small_engine, make_plain, request):
         max_rows=80,
         clock=lambda: now[0],
     )
-    responses = engine._proposers["suffix"][0]._responses
+    responses = engine._proposers["suffix"]()[0]._responses
     responses._most_tokens = ANSWER_TOKENS
     plain = make_plain(small=True)
     warm_up_proposers(engine, plain)

@@ -247,7 +247,8 @@ def test_what_is_remembered_is_bounded_and_holds_the_newest(responses, most_resp
 def test_an_response_is_remembered_once_though_two_proposers_draw_on_it():
     suffix, ngram = suffix_proposer(), NgramProposer(1, 2)
     limits = {"suffix": (suffix, Budget(3, 3)), "ngram": (ngram, Budget(3, 3))}
-    speculator = Speculator({**limits, "combined": (CombinedProposer(limits), Budget(3, 3))}, "combined", context=100)
+    combined = CombinedProposer(limits), Budget(3, 3)
+    speculator = Speculator({"combined": lambda: combined}, "combined", context=100)
     request = make_request([1, 2, 3, 2])
     speculator.assign(request)
     speculator.propose([request], [Budget(3, 3)])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 from infer.batch.tree import Budget, DraftTree
+from infer.config import ProposerConfig
 from infer.request import PLAIN, DrafterState, Needs, Proposer, ProposerState
+from infer.speculation.proposers import SELF_LIMITING, build_proposers
+from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.speculator import Speculator
 from tests.drafts import make_request
@@ -33,7 +37,7 @@ class Failing(Proposer):
 
 def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
     proposer = Failing()
-    drafting = Speculator({"failing": (proposer, Budget(1, 1))}, "failing", context=100)
+    drafting = Speculator({"failing": lambda: (proposer, Budget(1, 1))}, "failing", context=100)
     requests = [make_request([1, 2]), make_request([1, 13]), make_request([1, 4])]
     for request in requests:
         drafting.assign(request)
@@ -51,7 +55,10 @@ def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
 
 
 def test_each_request_has_its_own_proposer_and_limits():
-    proposers = {"failing": (Failing(), Budget(5, 5)), "ngram": (NgramProposer(1, 2), Budget(3, 3))}
+    proposers = {
+        "failing": cache(lambda: (Failing(), Budget(5, 5))),
+        "ngram": cache(lambda: (NgramProposer(1, 2), Budget(3, 3))),
+    }
     drafting = Speculator(proposers, "ngram", context=40)
     plain, custom = make_request([1, 2, 1, 2, 1]), make_request([5, 6], proposer="failing")
     off = make_request([1, 2, 1], speculate=False)
@@ -69,7 +76,7 @@ def test_each_request_has_its_own_proposer_and_limits():
 
 
 def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
-    drafting = Speculator({"ngram": (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
+    drafting = Speculator({"ngram": lambda: (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
     for length, expected in itertools.product(range(5, 10), [None]):
         request = make_request(list(range(length)))
         drafting.assign(request)
@@ -103,7 +110,7 @@ class Following(Proposer):
 
 
 def test_each_request_has_a_state_of_its_own_until_it_ends_or_is_begun_anew():
-    proposers = {name: (Following(name), Budget(1, 1)) for name in ("one", "other")}
+    proposers = {name: lambda name=name: (Following(name), Budget(1, 1)) for name in ("one", "other")}
     drafting = Speculator(proposers, "one", context=100)
     batch = [make_request([1, 2]), make_request([3, 4], proposer="other"), make_request([5, 6]), make_request([7, 8])]
     for request in batch:
@@ -127,3 +134,26 @@ def test_an_interface_is_read_at_a_glance(interface):
     inherited = {name for base in interface.__mro__[1:] for name in vars(base)}
     declared = {*vars(interface), *vars(interface).get("__annotations__", {})}
     assert 0 < len([name for name in declared - inherited if not name.startswith("_")]) <= 8
+
+
+def built(proposers):
+    return [name for name, build in proposers.items() if build.cache_info().currsize]
+
+
+def test_a_proposer_is_built_when_it_is_first_asked_for(tmp_path):
+    """By the default, a request, or as a source of another; one whose file may be refused at once."""
+    config = ProposerConfig(name="combined", sources=["ngram", "suffix"])
+    proposers = build_proposers(config, None, None, vocab_size=90)
+    drafting = Speculator(proposers, "ngram", context=40)
+    assert drafting.names == ["combined", "ngram", "none", "suffix"]
+    drafting.assign(make_request([1, 2], speculate=False))
+    assert built(proposers) == []
+    drafting.assign(make_request([1, 2]))
+    assert built(proposers) == ["ngram"]
+    drafting.assign(request := make_request([1, 2], proposer="combined"))
+    assert isinstance(request.drafter.proposer, CombinedProposer)
+    assert request.drafter.proposer.sources == (proposers["ngram"]()[0], proposers["suffix"]()[0])
+    assert {name for name, build in proposers.items() if build()[0].self_limiting} == SELF_LIMITING
+    (tmp_path / "file").write_text("no responses")
+    with pytest.raises(ValueError, match="is no file of responses"):
+        build_proposers(replace(config, memory=str(tmp_path / "file")), None, None, vocab_size=90)

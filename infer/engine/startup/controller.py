@@ -18,6 +18,7 @@ from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import CostModel, CostTable, guessed_cost_model
 from infer.speculation.control.planner import Controller
+from infer.speculation.proposers import SELF_LIMITING, Maker
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import flags, processor
 
@@ -39,7 +40,7 @@ class ControllerState:
 
 def make_controller(
     engine: Serving,
-    limits: Mapping[str, Budget],
+    proposers: Mapping[str, Maker],
     state: ControllerState,
     head: HeadProposer | None,
     timer: Callable[[], float] = time.perf_counter,
@@ -47,13 +48,14 @@ def make_controller(
     profile: bool = True,
     check: Callable[[], None] | None = None,
 ) -> Controller:
-    """Return a controller for the engine. `limits`: the largest budget of each of its proposers.
+    """Return a controller for the engine with these proposers.
 
-    The first time, profiling takes seconds of `timer`. If it fails, or
-    without `profile` if no earlier start has stored a table, the controller starts without drafts and learns what they
-    cost. `check`, for profiling in idle time, may raise to end it; nothing is printed then.
+    The first time, profiling takes seconds of `timer`. If it fails, or without `profile` if no earlier start has stored
+    a table, the controller starts without drafts and learns what they cost. `check`, for profiling in idle time, may
+    raise to end it; nothing is printed then.
     """
-    drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
+    drafters = {name: proposers[name]()[1] for name in proposers if name in (engine.proposer_name, *COSTLY)}
+    state.acceptance.self_limiting = SELF_LIMITING
     chains = head if head is not None and engine.proposer_name == head.name and head.shape is None else None
     say = print if profile and check is None else lambda *_, **__: None
 

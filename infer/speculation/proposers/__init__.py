@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 
 from infer.batch.tree import MAX_NODES, Budget
 from infer.config import EngineConfig, ProposerConfig
@@ -23,31 +24,48 @@ from models.heads.draft_model.head import DraftModelHead
 from models.heads.weights import pack
 from models.targets.llama import LlamaTarget
 
+SELF_LIMITING = frozenset({SuffixProposer.name})  # the proposers below that are
+
+
+Maker = Callable[[], tuple[Proposer, Budget]]
+
 
 def build_proposers(
     config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None, vocab_size: int
-) -> Mapping[str, tuple[Proposer, Budget]]:
-    """Return every proposer available to this engine, each with its budget per step."""
+) -> dict[str, Maker]:
+    """Return every proposer available to this engine, with its budget per step; each is built when first asked for.
+
+    Raises ValueError for a file of responses that cannot be used.
+    """
     chain = Budget(config.draft_tokens, config.draft_tokens)
-    proposers: dict[str, tuple[Proposer, Budget]] = {
-        "ngram": (NgramProposer(*config.lookup_sizes), chain),
-        "suffix": (suffix_proposer(config, vocab_size), chain),
-    }
     most = config.shape.nodes if isinstance(config.shape, Beam) else MAX_NODES - 1
+    makers: dict[str, Maker] = {
+        "ngram": lambda: (NgramProposer(*config.lookup_sizes), chain),
+        "suffix": lambda: (suffix_proposer(config, vocab_size), chain),
+    }
     if head is not None:
         deepest = min(chain.depth, head.max_depth or chain.depth)
-        proposers["head"] = (head, Budget(most, head.shape.depth) if head.shape else Budget(deepest, deepest))
+        makers["head"] = lambda: (head, Budget(most, head.shape.depth) if head.shape else Budget(deepest, deepest))
     if draft_model is not None:
         shape = draft_model.shape
-        proposers["draft_model"] = (draft_model, Budget(most, shape.depth) if shape else chain)
-    if config.acceptance is not None:
-        proposers["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
-    sources = {name: proposers[name] for name in config.sources if name in proposers}
+        makers["draft_model"] = lambda: (draft_model, Budget(most, shape.depth) if shape else chain)
+    if rates := config.acceptance:
+        makers["synthetic"] = lambda: (SyntheticProposer(vocab_size), Budget(len(rates), len(rates)))
+    makers = {name: cache(maker) for name, maker in makers.items()}
+    sources = {name: makers[name] for name in config.sources if name in makers}
     if len(sources) > 1:
-        nodes = min(most, sum(limit.nodes for _, limit in sources.values()))
-        depth = max(limit.depth for _, limit in sources.values())
-        proposers["combined"] = (CombinedProposer(sources), Budget(nodes, depth))
-    return proposers
+        makers["combined"] = cache(lambda: combined(sources, most))  # no reference to `makers`, which would be a cycle
+    if config.memory is not None:
+        makers["suffix"]()
+    return makers
+
+
+def combined(sources: Mapping[str, Maker], most: int) -> tuple[Proposer, Budget]:
+    """Return the proposer that merges these, of at most so many nodes."""
+    built = {name: build() for name, build in sources.items()}
+    limits = [limit for _, limit in built.values()]
+    nodes, depth = min(most, sum(limit.nodes for limit in limits)), max(limit.depth for limit in limits)
+    return CombinedProposer(built), Budget(nodes, depth)
 
 
 def pack_head(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from infer.batch.tree import Budget, DraftTree
 from infer.config import ProposerConfig
 from infer.kvcache.pool import KVPool
-from infer.request import DrafterState, Needs, NoProposer, Phase, Proposer, ProposerState, Request
+from infer.request import PLAIN, DrafterState, Needs, Phase, Proposer, ProposerState, Request
 from infer.sampling.choose import choice_parameters
 from infer.sampling.emission import narrowed
 from infer.speculation.control.confidence import Confidence
@@ -122,16 +122,14 @@ class ModelProposer(Proposer):
 
     def propose(self, requests: Sequence[Request], states: Sequence[Any], budgets: Sequence[Budget]) -> DraftTree:
         """Requests with a depth of 0 get no drafts, those under block verification, which takes no trees, chains."""
-        groups: dict[str, list[int]] = {}
-        for row, (request, budget) in enumerate(zip(requests, budgets, strict=True)):
-            is_chain = self.shape is None or request.params.acceptance == "block"
-            groups.setdefault("none" if budget.depth <= 0 else "chains" if is_chain else "trees", []).append(row)
-        draft = {"none": NoProposer().propose, "chains": self._chains, "trees": self._trees}
-        trees = [
-            draft[kind]([requests[i] for i in rows], [states[i] for i in rows], [budgets[i] for i in rows])
-            for kind, rows in groups.items()
-        ]
-        return trees[0] if len(trees) == 1 else DraftTree.stack(trees, list(groups.values()))
+        deep = self._chains if self.shape is None else self._trees
+        drafts = [self._chains if request.params.acceptance == "block" else deep for request in requests]
+        drafts = [draft if budget.depth > 0 else PLAIN.propose for draft, budget in zip(drafts, budgets, strict=True)]
+
+        def draft(kind: Callable[..., DraftTree], rows: list[int]) -> DraftTree:
+            return kind([requests[b] for b in rows], [states[b] for b in rows], [budgets[b] for b in rows])
+
+        return DraftTree.by_group(drafts, draft)
 
     def _choices(self, config: ProposerConfig) -> int:
         """Return from how many tokens a depth is drafted."""
@@ -373,10 +371,8 @@ class HeadProposer(ModelProposer):
             return None
         self.was_read(requests, states)
         tree, scores = drafted
-        if self.confidence is not None and self.confidence.scoring:
-            for request, budget, log_probs in zip(requests, budgets, scores, strict=True):
-                if log_probs:
-                    self.confidence.record(request, budget.depth, log_probs)
+        if self.confidence is not None and self.confidence.scoring and any(scores):
+            self._record_scores(self.confidence, requests, [budget.depth for budget in budgets], scores)
         return tree
 
     def _needs_host(self, request: Request) -> bool:
@@ -396,17 +392,18 @@ class HeadProposer(ModelProposer):
         self.was_read(requests, states)
         roots, lengths = torch.tensor([request.tokens[-1] for request in requests]), chains.length.cpu()
         if self.confidence is not None and chains.log_probs is not None:
-            self._record_scores(self.confidence, requests, depths, lengths, chains.log_probs)
+            pairs = zip(lengths.tolist(), chains.log_probs.tolist(), strict=True)
+            self._record_scores(self.confidence, requests, depths, [scores[:length] for length, scores in pairs])
         tree = DraftTree.chain(roots, chains.token.cpu(), lengths)
         if adjust is not None:
             tree.draft_probs = {row: torch.stack(probs[: depths[row]]) for row, probs in adjust.draft_probs.items()}
         return tree
 
     def _record_scores(
-        self, confidence: Confidence, requests: Sequence[Request], depths: list[int], lengths: Tensor, log_probs: Tensor
+        self, confidence: Confidence, requests: Sequence[Request], depths: list[int], log_probs: list[list[float]]
     ) -> None:
-        for request, depth, length, scores in zip(requests, depths, lengths.tolist(), log_probs.tolist(), strict=True):
-            confidence.record(request, depth, scores[:length])
+        for request, depth, scores in zip(requests, depths, log_probs, strict=True):
+            confidence.record(request, depth, scores)
 
     def _unread_slots(
         self, requests: Sequence[Request], states: Sequence[HeadState], *, drafting: bool
