@@ -148,18 +148,12 @@ def best_columns(
         return gpu.best(logits, parameters, positions, token_ids, count, as_columns=True)[1].sort(dim=1).values
     native = _native_arguments(logits, parameters, positions, token_ids)
     if native is None or count > MAX_BEST:
-        unrestricted = None if parameters is None else _unrestricted(parameters)
-        keys = choice_keys(logits, unrestricted, positions, token_ids).float()
+        keys = choice_keys(logits, parameters, positions, token_ids).float()
         return keys.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     lib, leading, trailing = native
     columns, keys = torch.empty(len(logits), count, dtype=torch.int64), torch.empty(len(logits), count)
     lib.choose_best(*map(address, leading), columns.data_ptr(), keys.data_ptr(), None, count, *trailing)
     return columns.sort(dim=1).values
-
-
-def _unrestricted(p: ChoiceParameters) -> ChoiceParameters:
-    """Return the parameters without top-k, top-p and min-p."""
-    return replace(p, top_k=p.top_k * 0, top_p=p.top_p * 0 + 1, min_p=p.min_p * 0, limits=NO_LIMITS)
 
 
 def _rank_columns(
@@ -216,7 +210,8 @@ def warped_log_probs(logits: Tensor, parameters: ChoiceParameters | None) -> Ten
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
     if len(sampled):
         p = parameters.rows(sampled)
-        warped[sampled] = restrict(warped[sampled] / p.temperature[:, None], p.top_k, p.top_p, p.min_p)
+        scaled = warped[sampled] / p.temperature[:, None]
+        warped[sampled] = restrict(scaled, p.top_k, p.top_p, p.min_p) if p.restricts else scaled
     return warped
 
 

@@ -127,7 +127,7 @@ class AttentionRows:
 
     @property
     def places(self) -> Tensor:
-        return self.addresses.places
+        return self.addresses.places if uses_triton(self.table.device) else self.committed + self.offset
 
     @property
     def slots(self) -> Tensor:

@@ -117,6 +117,7 @@ class StepRunner:
         self.speculator.planner.record_step(batch, rows, drafting, seconds)
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
+        """Draft for these requests within their budgets, verify, and emit and commit what was accepted."""
         tree = without_forbidden(self.speculator.propose(requests, budgets), requests)
         self.publish(requests)  # of the last step: a head reads what a verify has committed with its next draft
         lengths, depths = tree.length.tolist(), tree.depths()
@@ -133,7 +134,8 @@ class StepRunner:
             self._score(requests, choices, path_rows, outputs)
         survivors = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if survivors:
-            self.commit([requests[b] for b in survivors], features_of(decoded.aux, [path_rows[b] for b in survivors]))
+            kept = [requests[b] for b in survivors]
+            self.commit(kept, features_of(kept, decoded.aux, [path_rows[b] for b in survivors]))
         return outputs
 
     def advance(self, request: Request, tokens: list[int], draft: VerifiedDraft) -> StepOutput:
@@ -158,6 +160,7 @@ class StepRunner:
         return self.runner.decode(tree, batch, self.speculator.wants_features(requests)), batch.choices
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
+        """Compute the next `chunks[b]` positions of each prompt; emit the first token of those that are complete."""
         for request in requests:
             if request.queued_s is None:
                 request.queued_s = self._clock() - request.added
@@ -190,7 +193,7 @@ class StepRunner:
         unfinished = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if unfinished:
             kept = [requests[b] for b in unfinished]
-            self.commit(kept, features_of(rows.aux, [range(first[b], first[b + 1]) for b in unfinished]))
+            self.commit(kept, features_of(kept, rows.aux, [range(first[b], first[b + 1]) for b in unfinished]))
             self.publish(kept)
         return outputs
 
@@ -262,8 +265,9 @@ class StepRunner:
         )
 
 
-def features_of(aux: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Sequence[Tensor]:
-    """Return the features `[n, F]` of the n rows of each request; F is 0 if none were taken."""
+def features_of(requests: Sequence[Request], aux: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+    """Return the features `[n, F]` of the n rows of each request; n is 0 for one whose drafter reads none."""
+    rows = [each if request.drafter.aux_layers else () for request, each in zip(requests, rows, strict=True)]
     counts = [len(each) for each in rows]
     if not aux:
         return torch.empty(sum(counts), 0).split(counts)

@@ -52,8 +52,8 @@ class ForwardGraphs:
         self.sizes = [(batch, width) for width, sizes in self._batches.items() for batch in sizes]
         # Slot and root's position of each request; token, depth and tree mask of each node. Even counts, so that each
         # field begins at a multiple of 16 bytes.
-        self._requests = even(max(batch for batch, _ in self.sizes))
-        self._nodes = even(max(batch * width for batch, width in self.sizes))
+        most = max(batch for batch, _ in self.sizes), max(batch * width for batch, width in self.sizes)
+        self._requests, self._nodes = (count + count % 2 for count in most)
         self._inputs = torch.zeros(2 * self._requests + 3 * self._nodes, dtype=torch.int64, device=self._pool.device)
         self._graphs: dict[tuple[int, int], Graph[Rows]] = {}
 
@@ -128,7 +128,3 @@ class ForwardGraphs:
         # Else the null block would be left with keys that are no numbers, which requests that have ended read.
         self._pad(self._inputs.zero_(), batch, width)
         self._graphs[batch, width] = Graph(run, self._memory)
-
-
-def even(count: int) -> int:
-    return count + count % 2

@@ -30,15 +30,6 @@ class Batch(NamedTuple):
     budgets: list[Budget]
 
 
-class Timed(NamedTuple):
-    """Timing of a round, for `StepRunner`. `drafting` is None: one graph does all, so drafting is not timed."""
-
-    batch: int
-    rows: int
-    drafting: None
-    seconds: float
-
-
 def needs_host(request: Request) -> bool:
     """Return whether sampling or acceptance for this request needs the host between two rounds."""
     params = request.params
@@ -68,7 +59,7 @@ class Overlap:
         self._budgets: list[Budget] = []  # likewise; of the next round
         self._in_flight: Launched | None = None
         self._read_at: float | None = None  # time at which the round before the one in flight was read
-        self.timed: Timed | None = None  # of the last round read, if rounds were in flight before and after it
+        self.timed: tuple[int, int, None, float] | None = None  # if rounds were in flight before and after the last
 
     @property
     def most_rows(self) -> int:
@@ -185,7 +176,7 @@ class Overlap:
         now, before = self._timer(), self._read_at
         self._read_at = now
         if before is not None:
-            self.timed = Timed(batch, rows, None, now - before)
+            self.timed = batch, rows, None, now - before
 
     @property
     def _active(self) -> list[Request]:

@@ -7,11 +7,10 @@ inputs of the next one (ids and features of the accepted path, the root) in plac
 own. So steps of the same requests can follow each other without the host, which gets each step's results by a small
 asynchronous copy and reads them later (overlap.py).
 
-Limits of sampling (top-k, top-p, min-p) are tensors too. For bf16 logits their search is eleven launches, each of which
-ends at once for a greedy row or one that does not ask for it: in a graph 1 to 2 us. A plain step has one search, and
-one graph for all requests, in which greedy ones pay at most 22 of some 5,000 us (the weights of an 8B target in bf16 on
-an H100). A step that drafts searches at each level as well, and has a second graph without any search. A draft alone,
-beside which the host works for longer than that, has one: 33 launches for the three levels of the default.
+Limits of sampling (top-k, top-p, min-p) are tensors too. Of bf16 logits their search is eleven launches that end at
+once for a greedy row: 1 to 2 us each. A plain step has one, so one graph serves all: at most 22 of some 5,000 us (an 8B
+target in bf16, H100). A step that drafts has one at each level too, and a second graph without. A draft alone has one
+graph again: three levels, 33 launches, beside the work of the host.
 
 The host's changes between steps are in stream order: a page added to a block table, a budget or a dropped row takes
 effect in the steps launched after the change and in none before. On a CPU a step runs when it is launched: the same
@@ -54,13 +53,6 @@ class Outcome(NamedTuple):
     depth: int  # of the deepest node
     path: list[int]  # accepted nodes, the root excluded
     log_probs: list[float]  # of a chain's drafted tokens, where it may exit early
-
-
-class Drafted(NamedTuple):
-    """Drafts for a step that the host runs."""
-
-    tree: DraftTree  # on the host
-    log_probs: list[list[float]]  # by request, as in an Outcome
 
 
 class Launched(NamedTuple):
@@ -149,32 +141,22 @@ class StepGraphs:
         states: Sequence[HeadState | None],
         limits: Sequence[int],
         budgets: Sequence[Budget],
+        batch: int | None = None,
     ) -> None:
         """Load these requests, whose roots go no further than `limits[b]`. Nothing may be in flight.
 
-        `states`: what the head keeps of each; None of one that it does not follow.
+        `states`: what the head keeps of each; None of one that it does not follow. `batch`: padded to, by default what
+        `batch_for` returns.
         """
-        batch = self.batch_for(len(requests))
+        batch = batch or self.batch_for(len(requests))
         assert batch is not None
-        used = self._load(batch, requests, states, limits, budgets)
-        self._key = batch, self._searches[0] if used == NO_LIMITS else ALL_LIMITS
-
-    def _load(
-        self,
-        batch: int,
-        requests: Sequence[Request],
-        states: Sequence[HeadState | None],
-        limits: Sequence[int],
-        budgets: Sequence[Budget],
-    ) -> Limits:
-        """Load as `load` does, padded to `batch` requests. Returns which limits they use."""
         nothing = self._state.features.new_zeros(1, self._state.features.shape[-1])
         features = [nothing if state is None or state.pending is None else state.rows for state in states]
         bases = [0 if state is None else state.base for state in states]
         used = self._state.load(batch, requests, features, bases, limits)
+        self._key = batch, self._searches[0] if used == NO_LIMITS else ALL_LIMITS
         self._budgets = []
         self.set_budgets(requests, budgets)
-        return used
 
     def set_budgets(self, requests: Sequence[Request | None], budgets: Sequence[Budget]) -> None:
         """Set how much is drafted in each row from the next launch on; None for a finished request."""
@@ -202,10 +184,11 @@ class StepGraphs:
 
     def draft(
         self, requests: Sequence[Request], states: Sequence[HeadState], budgets: Sequence[Budget]
-    ) -> Drafted | None:
+    ) -> tuple[DraftTree, list[list[float]]] | None:
         """Draft for a step that the host runs. Nothing may be in flight: the state is that of these requests then.
 
-        None, with nothing done, if the requests or what the head has not read of them fit no graph.
+        Returns a tree on the host, and log-probabilities as in an Outcome. None, with nothing done, if the requests or
+        what the head has not read of them fit no graph.
         """
         assert self.proposer is not None
         unread = max(len(state.rows) for state in states)
@@ -215,7 +198,7 @@ class StepGraphs:
             return None
         if any(budget.nodes > self.limit.nodes or budget.depth > self.limit.depth for budget in budgets):
             return None
-        self._load(batch, requests, states, [len(request.tokens) - 1 for request in requests], budgets)
+        self.load(requests, states, [len(request.tokens) - 1 for request in requests], budgets, batch)
         fields = self._drafts[batch]()[:, : len(requests)].cpu()
         token, parent, depth, ancestors = fields[1:].unflatten(0, (4, -1)).transpose(1, 2)
         length = fields[0]
@@ -223,7 +206,7 @@ class StepGraphs:
         columns = token[:, :width], parent[:, :width].int(), depth[:, :width].int(), ancestors[:, :width], length
         log_probs = self._log_probs[: len(requests)].tolist() if self._scored else [[] for _ in requests]
         drafted = [values[: count - 1] for values, count in zip(log_probs, length.tolist(), strict=True)]
-        return Drafted(DraftTree(*columns, is_chain=self._shape is None, max_depth=self.limit.depth), drafted)
+        return DraftTree(*columns, is_chain=self._shape is None, max_depth=self.limit.depth), drafted
 
     def leave(self, row: int) -> None:
         """Stop the row of a finished request: its root no longer advances.

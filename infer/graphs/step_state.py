@@ -135,25 +135,11 @@ class StepState:
 
     def of(self, batch: int, longest: int, limits: Limits) -> GraphBatch:
         """Return the first `batch` requests. Must be called inside the function that is captured."""
-        slots, first, last, roots, base, limit, nodes, depth, top_k, low, high = self._numbers[:, :batch]
-        temperature, top_p, min_p = self._fractions[:, :batch]
-        return GraphBatch(
-            self._pool,
-            longest,
-            ChoiceParameters(temperature, top_k, top_p, min_p, low, high, limits),
-            self._ids[:batch],
-            self.features[:batch],
-            slots,
-            first,
-            last,
-            roots,
-            base,
-            limit,
-            nodes,
-            depth,
-            self._terms[:batch],
-            self.results[:batch],
-        )
+        *numbers, top_k, low, high = self._numbers
+        temperature, top_p, min_p = self._fractions
+        parameters = (x[:batch] for x in (temperature, top_k, top_p, min_p, low, high))
+        tensors = (x[:batch] for x in (self._ids, self.features, *numbers, self._terms, self.results))
+        return GraphBatch(self._pool, longest, ChoiceParameters(*parameters, limits=limits), *tensors)
 
     def load(
         self,

@@ -140,7 +140,7 @@ def test_files_stay_within_their_budgets() -> None:
         assert {name: lines for name, lines in files.items() if lines > most} == {}
 
 
-MOST_SPINE_LINES = 3_900  # 3,850 are meant
+MOST_SPINE_LINES = 3_892  # 3,850 are meant
 # 50,500 are meant; 56,261 are what stands: lower it
 MOST_PRODUCT_LINES = 56_261
 
