@@ -13,12 +13,16 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "demo"
 END = "<|endoftext|>"
 ASKED, ASKED_JSON = "What is 1+2?", "Add 1 and 2, as JSON."
 SAID, JSON_SAID = "It is 3.", '{"a": 1, "b": 2}'
-# The tool by which each agent runs a command, and the name of the argument that holds it
-SHELLS = {"Bash": "command", "bash": "command", "run_shell_command": "command", "exec_command": "cmd"}
 COMMAND = "touch made"
-ASKED_SHELL = "Run it by {}."
+ASKED_TOOL = "Run it by {}."
+# The arguments of agents' tools: of those that run a command, and of those by which they return structured output
+TOOLS = {
+    **dict.fromkeys(("Bash", "bash", "run_shell_command"), json.dumps({"command": COMMAND})),
+    "exec_command": json.dumps({"cmd": COMMAND}),
+    **dict.fromkeys(("StructuredOutput", "structured_output"), JSON_SAID),
+}
 CONTEXT = 65536  # agents request 32,000 output tokens
-QUESTIONS = [ASKED, ASKED_JSON, *map(ASKED_SHELL.format, SHELLS)]
+QUESTIONS = [ASKED, ASKED_JSON, *map(ASKED_TOOL.format, TOOLS)]
 # The prompt contains only the last question that the target knows, else the last line of the last message, and nothing
 # of a tool's result: agents send long instructions and reminders, and a small model reproduces what it has memorised
 # only in the same context.
@@ -39,7 +43,7 @@ def call(name: str, arguments: str) -> str:
 def make_target(folder: Path) -> Path:
     """Make a target with the demo target's tokenizer that responds with text, with JSON and with tool calls.
 
-    The tools it calls are `add` and, for agents, the one that runs commands.
+    The tools it calls are `add` and those of agents.
     """
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -74,8 +78,8 @@ def make_target(folder: Path) -> Path:
         (prompt("user", ASKED, tools=True), call("add", JSON_SAID)),
         (prompt("user", ASKED_JSON, tools=True), call("add", JSON_SAID)),
         *(
-            (prompt("user", ASKED_SHELL.format(tool), tools=True), call(tool, json.dumps({argument: COMMAND})))
-            for tool, argument in SHELLS.items()
+            (prompt("user", ASKED_TOOL.format(tool), tools=True), call(tool, arguments))
+            for tool, arguments in TOOLS.items()
         ),
         (prompt("tool", "", tools=True), SAID),
     ]

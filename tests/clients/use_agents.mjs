@@ -1,6 +1,6 @@
 // Agents, headless and with their own tools: the model runs a command by the agent's shell tool and then says what it has
 // learnt to say; then the session is continued. All of them stream. HEADWAY_CLIENT says which agent.
-import { spawnSync } from "node:child_process";
+import { spawn, spawnSync } from "node:child_process";
 import { mkdirSync, mkdtempSync, unlinkSync, writeFileSync } from "node:fs";
 import { homedir, tmpdir } from "node:os";
 import { dirname, join, resolve } from "node:path";
@@ -15,8 +15,11 @@ function configure(path, content) {
   writeFileSync(file, typeof content === "string" ? content : JSON.stringify(content));
 }
 
+const SCHEMA = JSON.stringify(PARAMETERS);
+
 // Of each agent: its package; the tool by which it runs commands; by API, the command line without the question; what
-// continues the last session; what makes the last answer follow the schema in a file.
+// continues the last session; `structured`: what asks for an answer of SCHEMA, which is also in schema.json, with the
+// tool that returns it, or none, and where in the last line of the output it is, or the function that returns it.
 const agents = {
   "claude-code": {
     package: "@anthropic-ai/claude-code",
@@ -25,6 +28,11 @@ const agents = {
       anthropic: [bin(`@anthropic-ai/claude-code-${MACHINE}/claude`), "-p", "--dangerously-skip-permissions"],
     },
     again: ["--continue"],
+    structured: {
+      options: ["--output-format", "json", "--json-schema", SCHEMA],
+      tool: "StructuredOutput",
+      read: (output) => output.structured_output,
+    },
     env: {
       ANTHROPIC_BASE_URL: URL,
       ANTHROPIC_AUTH_TOKEN: "none",
@@ -41,7 +49,7 @@ const agents = {
       responses: [bin(".bin/codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"],
     },
     again: ["resume", "--last"],
-    schema: (file) => ["--output-schema", file],
+    structured: { options: ["--output-schema", "schema.json"] },
     env: { OPENAI_API_KEY: "none" },
     configure() {
       const provider = `name = "Headway"\nbase_url = "${URL}/v1"\nenv_key = "OPENAI_API_KEY"\n`;
@@ -53,6 +61,7 @@ const agents = {
     tool: "bash",
     apis: { chat: [bin(`opencode-${MACHINE}/bin/opencode`), "run", "-m", `headway/${MODEL}`] },
     again: ["-c"],
+    structured: { tool: "StructuredOutput", ask: askOpencode },
     configure() {
       const provider = { npm: "@ai-sdk/openai-compatible", options: { baseURL: `${URL}/v1` }, models: { [MODEL]: {} } };
       configure(".config/opencode/opencode.json", { provider: { headway: provider }, autoupdate: false });
@@ -86,6 +95,7 @@ const agents = {
       ]),
     ),
     again: ["--continue"],
+    structured: { options: ["--json-schema", SCHEMA], tool: "structured_output" },
     env: {
       ...{ OPENAI_API_KEY: "none", OPENAI_BASE_URL: `${URL}/v1`, OPENAI_MODEL: MODEL },
       ...{ ANTHROPIC_API_KEY: "none", ANTHROPIC_BASE_URL: URL, ANTHROPIC_MODEL: MODEL },
@@ -103,6 +113,30 @@ function ask(cwd, [program, ...options], question) {
   return done.stdout.trim().split("\n").at(-1);
 }
 
+// Only its server takes a schema.
+async function askOpencode(cwd, [program], question) {
+  const server = spawn(program, ["serve"], { cwd });
+  try {
+    let output = "";
+    for await (const part of server.stdout) if ((output += part).includes("listening on")) break;
+    const url = output.match(/http:\S+/)[0];
+    const post = async (path, body) => {
+      const headers = { "content-type": "application/json" };
+      const response = await fetch(url + path, { method: "POST", headers, body: JSON.stringify(body) });
+      return response.json();
+    };
+    const { id } = await post("/session", {});
+    const answer = await post(`/session/${id}/message`, {
+      model: { providerID: "headway", modelID: MODEL },
+      format: { type: "json_schema", schema: PARAMETERS },
+      parts: [{ type: "text", text: question }],
+    });
+    return answer.info.structured ?? answer;
+  } finally {
+    server.kill();
+  }
+}
+
 agent.configure?.();
 const checks = {
   // Two turns of one session, each with a call and its result.
@@ -116,13 +150,17 @@ const checks = {
     }
   },
 };
-if (agent.schema) {
-  checks.structured = () => {
+if (agent.structured) {
+  const { options, tool, read = (output) => output, ask: request } = agent.structured;
+  checks.structured = async () => {
     const cwd = mkdtempSync(join(tmpdir(), "headway-"));
-    writeFileSync(join(cwd, "schema.json"), JSON.stringify(PARAMETERS));
+    writeFileSync(join(cwd, "schema.json"), SCHEMA);
+    const question = tool ? `Run it by ${tool}.` : ASKED_JSON;
     for (const command of Object.values(agent.apis)) {
-      const answer = ask(cwd, [...command, ...agent.schema("schema.json")], ASKED_JSON);
-      expect(JSON.parse(answer), ARGUMENTS);
+      const answer = request
+        ? await request(cwd, command, question)
+        : read(JSON.parse(ask(cwd, [...command, ...options], question)));
+      expect(answer, ARGUMENTS);
     }
   };
 }
