@@ -1,6 +1,7 @@
 """Prepares QKV projections for attention: QK norm, rotary embedding, and writing keys and values to their cache slots.
 
 Contract: a row's bits depend on that row alone; its keys and values go to its own slot, and no other slot changes.
+Values that are not finite are stored as `write_kv` states (kernels/copies.py).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.copies import write_slots
+from kernels.copies import write_kv
 from kernels.dispatch import uses_triton
 from kernels.elementwise import rms_norm, rotate
 from kernels.operands import QKNorm
@@ -32,6 +33,5 @@ def rotate_and_write(
         parts = ((q, norm.q), (k, norm.k))
         qk = torch.cat([rms_norm(part, weight, norm.eps, centered=norm.centered) for part, weight in parts], dim=1)
     qk = rotate(qk, cos, sin)
-    write_slots(cache[0], slots, qk[:, num_heads:])
-    write_slots(cache[1], slots, qkv[:, rotated:])
+    write_kv(cache, slots, qk[:, num_heads:], qkv[:, rotated:])
     return qk[:, :num_heads]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.copies import read_slots, write_slots
+from kernels.copies import read_slots, write_kv
 from kernels.rows import WORD_BITS, AttentionRows, set_bit_positions
 
 KV_TILE = 256
@@ -69,8 +69,7 @@ class TiledAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        for stored, new in zip(cache, (k, v), strict=False):  # of a cache of keys alone no values
-            write_slots(stored, self._slots, new)
+        write_kv(cache, self._slots, k, v)
         dtype, values_dim = q.dtype, v.shape[-1]
         _, heads, dim = q.shape
         G, N, kv_heads, group = self._sequences, self._width, self._kv_heads, self._group
@@ -83,10 +82,9 @@ class TiledAttention:
         bias, keys = self._bias(window).split(QUERIES, 1), keys.transpose(1, 2)
         parts = zip(bias, q.split(QUERIES, 1), strict=True)
         scores = torch.cat([torch.baddbmm(hidden, part, keys, alpha=scale) for hidden, part in parts], 1)
-        # NaN of a key that a row does not see (of another row's draft, of what was in a page) must not reach it; a row
-        # that sees the key has NaN from its score, so that the value may be anything
+        # NaN of a key that a row does not see (of another row's draft, of what was in a page) must not reach it; the
+        # values in the cache are finite (kernels/copies.py)
         scores = torch.where(self._bias(window) < 0, MASKED, scores)
-        values = values.nan_to_num(0.0, torch.inf, -torch.inf)
         out = torch.cat([torch.bmm(part, values) for part in scores.softmax(-1).split(QUERIES, 1)], 1)
         if self._merge.shape[1] > 1 or sinks is not None:
             out = self._combine(out, scores, sinks)

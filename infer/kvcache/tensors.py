@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import LayerShape, NativeAttention, PagedAttention, ProjectedAttention, plan_attention
-from kernels.copies import move_slots, write_slots
+from kernels.copies import move_slots, write_kv
 from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
 from kernels.operands import QKNorm
@@ -81,8 +81,7 @@ class KVLayers:
         """Return the callable that stores keys and values of these rows, which attend to nothing."""
 
         def write(layer: int, k: Tensor, v: Tensor) -> None:
-            for cache, new in zip(self.caches[first_layer + layer], (k, v), strict=True):
-                write_slots(cache, rows.slots, new)
+            write_kv(self.caches[first_layer + layer], rows.slots, k, v)
 
         return write
 

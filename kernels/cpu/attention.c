@@ -91,7 +91,8 @@ INLINE vec times(const vec *q, const vec *key, int chunks) {
     return dot;
 }
 
-/* Replace `count` scores with the numerators of their softmax, and return the sum. There is room for whole vectors. */
+/* Replace `count` scores with the numerators of their softmax, and return the sum, NaN if one of them is. There is room
+ * for whole vectors. */
 INLINE float exponentials(float *scores, int64_t count) {
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < padded; i++) scores[i] = -1e30f;
@@ -103,7 +104,7 @@ INLINE float exponentials(float *scores, int64_t count) {
     }
     vec peak = splat(max_lanes(most)), sums = splat(0.0f);
     for (int64_t i = 0; i < padded; i += LANES) {
-        vec w = vec_exp(load_f32(scores + i) - peak);
+        vec s = load_f32(scores + i) - peak, w = exp_where(~(s <= -87.0f), s);
         store_f32(scores + i, w);
         sums += w;
     }

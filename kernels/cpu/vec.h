@@ -105,10 +105,9 @@ INLINE ivec lane_numbers(void) {
     return n;
 }
 
-/* e^x for x <= 88, to about one unit in the last place (Cephes' polynomial); zero for x <= -87. */
-INLINE vec vec_exp(vec x) {
+/* e^x for x <= 88 where `keep` is set, to about one unit in the last place (Cephes' polynomial); zero elsewhere. */
+INLINE vec exp_where(ivec keep, vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    ivec keep = x > -87.0f;
     vec safe = (vec)((ivec)x & keep);
     vec shifted = safe * 1.44269504088896341f + magic;
     vec n = shifted - magic;
@@ -123,6 +122,9 @@ INLINE vec vec_exp(vec x) {
     ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
     return (vec)((ivec)(p * (vec)power) & keep);
 }
+
+/* e^x for x <= 88; zero for x <= -87 and for NaN. */
+INLINE vec vec_exp(vec x) { return exp_where(x > -87.0f, x); }
 
 /* x times the sigmoid of y. */
 INLINE vec times_sigmoid(vec x, vec y) {

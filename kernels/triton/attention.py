@@ -4,7 +4,8 @@
 Keys are processed in tiles of fixed size at fixed positions, tiles form splits of fixed size, and a row's splits are
 merged in order. Every tile is one matrix product of one shape, whose lines are the query heads of one KV head times as
 many rows of a request as fit, so a key is read once for all of them. A masked key weighs exactly zero, and so does a
-tile or split of masked keys only: the keys that neighbouring rows see do not affect a row's bits.
+tile or split of masked keys only: the keys that neighbouring rows see do not affect a row's bits. Nor do their values,
+which are finite in the cache whatever the model computes (kernels/copies.py).
 
 If a value is part of its key, its D numbers are read once for both, and the REST of the key adds a second product to
 the scores. As many heads as fit the lines then count as those of one KV head, of which all have the same keys.
@@ -31,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.copies import write_slots
+from kernels.copies import write_kv
 from kernels.operands import QKNorm
 from kernels.rotary import rotate_and_write
 from kernels.rows import WORD_BITS, AttentionRows
@@ -419,8 +420,7 @@ class TritonAttention:
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        for stored, new in zip(cache, (k, v), strict=False):  # of a cache of keys alone no values
-            write_slots(stored, self._slots, new)
+        write_kv(cache, self._slots, k, v)
         return self.read(q, cache, scale, window, sinks)
 
     def project(

@@ -3,9 +3,9 @@
 Its `tl.dot` is numpy's matmul, for which BLAS sums in an order that depends on the shape and on a row's index, so that
 bitwise exactness cannot be tested. A tensor core's sum depends on the two vectors alone; here products are summed along
 K one after another. The interpreter's conversion from fp32 to fp8 also loses the carry where a mantissa rounds up to
-the next power of two. Triton 3.6's makes an int of an array of one element, which numpy has refused since 2.5. Up
-to 3.7 the larger of a number and NaN is NaN, where a GPU returns the number. 3.9's loads and stores refuse a mask that
-was made of a scalar, of which the interpreter makes integers.
+the next power of two, and its conversion from fp8 (e4m3) makes 480 of NaN. Triton 3.6's makes an int of an array of one
+element, which numpy has refused since 2.5. Up to 3.7 the larger of a number and NaN is NaN, where a GPU returns the
+number. 3.9's loads and stores refuse a mask that was made of a scalar, of which the interpreter makes integers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,14 @@ InterpreterBuilder.create_masked_store = masked_store  # type: ignore[method-ass
 _convert_float = interpreter._convert_float
 
 
+TORCH = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
+
+
 def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Convert to the bits of `target`; to fp8 (e4m3) with torch's rounding."""
+    """Convert to the bits of `target`; to fp8 (e4m3) with torch's rounding, and from it with NaN."""
+    if source == tl.float8e4nv and target in TORCH:
+        wide = torch.from_numpy(data.view(np.uint8).copy()).view(torch.float8_e4m3fn).to(TORCH[target])
+        return wide.view(torch.uint8).numpy().view(f"uint{target.primitive_bitwidth}").reshape(data.shape)
     if source != tl.float32 or target != tl.float8e4nv:
         return _convert_float(data, source, target, rounding)
     narrow = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(torch.float8_e4m3fn)

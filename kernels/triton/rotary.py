@@ -1,5 +1,9 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""QK norm, rotary embedding and the cache write of keys and values in one launch: a program per row, for all heads."""
+"""QK norm, rotary embedding and the cache write of keys and values in one launch: a program per row, for all heads.
+
+And the cache write alone. Values that are not finite are stored as kernels/copies.py states: no tile of attention can
+hold them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,13 @@ from kernels.triton.launch import Variant
 
 @triton.jit
 def within_fp8(x):
-    """Clamp to the range of e4m3, in fp32."""
-    return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+    """Clamp fp32 to the range of e4m3; NaN stays NaN."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -448.0), 448.0), x)
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x) < float("inf")
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -38,7 +47,6 @@ def rotate_and_write_kernel(
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     LINES: tl.constexpr,
-    KV_LINES: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -62,9 +70,9 @@ def rotate_and_write_kernel(
     source = qkv + row * stride + head * D + i
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    value_head, column = tl.arange(0, KV_LINES)[:, None], tl.arange(0, 2 * HALF)[None, :]
-    values = (value_head < KV_HEADS) & (column < D)
-    value = tl.load(qkv + row * stride + (HEADS + KV_HEADS + value_head) * D + column, mask=values, other=0.0)
+    keys = inside & (head >= HEADS)
+    value1 = tl.load(source + KV_HEADS * D, mask=keys, other=0.0).to(tl.float32)
+    value2 = tl.load(source + KV_HEADS * D + half, mask=keys, other=0.0).to(tl.float32)
     if NORMED:
         root = tl.sqrt_rn((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
         w1, w2 = w1.to(tl.float32), w2.to(tl.float32)
@@ -82,18 +90,21 @@ def rotate_and_write_kernel(
     queries = inside & (head < HEADS)
     tl.store(destination, left, mask=queries)
     tl.store(destination + half, right, mask=queries)
-    slots = slots.to(tl.int64)
-    keys = inside & (head >= HEADS)
-    destination = cache + (head - HEADS) * slots * D + slot_offset + i
-    stored = cache.dtype.element_ty
+    finite1, finite2 = is_finite(value1), is_finite(value2)
+    finite = finite1 & finite2
+    left = tl.where(finite, left.to(tl.float32), float("nan"))
+    right = tl.where(finite, right.to(tl.float32), float("nan"))
+    value1, value2 = tl.where(finite1, value1, 0.0), tl.where(finite2, value2, 0.0)
     if FP8:
-        left, right = within_fp8(left), within_fp8(right)
+        left, right, value1, value2 = within_fp8(left), within_fp8(right), within_fp8(value1), within_fp8(value2)
+    slots = slots.to(tl.int64)
+    stored = cache.dtype.element_ty
+    destination = cache + (head - HEADS) * slots * D + slot_offset + i
     tl.store(destination, left.to(stored), mask=keys)
     tl.store(destination + half, right.to(stored), mask=keys)
-    if FP8:
-        value = within_fp8(value)
-    place = cache + (KV_HEADS + value_head) * slots * D + slot_offset + column
-    tl.store(place, value.to(stored), mask=values)
+    destination += KV_HEADS * slots * D
+    tl.store(destination, value1.to(stored), mask=keys)
+    tl.store(destination + half, value2.to(stored), mask=keys)
 
 
 def rotate_and_write(
@@ -117,8 +128,42 @@ def rotate_and_write(
 def _variant(heads: int, kv_heads: int, dim: int, normed: bool, centered: bool, fp8: bool, pdl: bool) -> Variant:
     padded = triton.next_power_of_2(heads + kv_heads)
     constants = {
-        "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "LINES": padded, "KV_LINES": triton.next_power_of_2(kv_heads),
-        "HALF": triton.next_power_of_2(dim // 2), "NORMED": normed, "CENTERED": centered, "FP8": fp8, "PDL": pdl,
+        "HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "LINES": padded, "HALF": triton.next_power_of_2(dim // 2),
+        "NORMED": normed, "CENTERED": centered, "FP8": fp8, "PDL": pdl,
     }  # fmt: skip
     warps = 8 if padded * dim > 4096 else 4
     return Variant(rotate_and_write_kernel, constants, num_warps=warps, enable_fp_fusion=False, **launched(pdl))
+
+
+@triton.jit(do_not_specialize=["slots"])
+def write_kernel(
+    k, v, slot, cache, k_stride, k_head, v_stride, v_head, slots,
+    D: tl.constexpr, VALUE: tl.constexpr, PADDED: tl.constexpr, BESIDE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    value = tl.load(v + row * v_stride + head * v_head + d, mask=d < VALUE, other=0.0).to(tl.float32)
+    key = tl.load(k + row * k_stride + head * k_head + d, mask=d < D, other=0.0).to(tl.float32)
+    finite = is_finite(value)
+    key = tl.where(tl.min(finite.to(tl.int32), 0) > 0, key, float("nan"))
+    value = tl.where(finite, value, 0.0)
+    if not BESIDE:
+        key = tl.where(d < VALUE, value, key)
+    if FP8:
+        key, value = within_fp8(key), within_fp8(value)
+    slots = slots.to(tl.int64)
+    stored = cache.dtype.element_ty
+    destination = cache + (head * slots + tl.load(slot + row)) * D + d
+    tl.store(destination, key.to(stored), mask=d < D)
+    if BESIDE:
+        tl.store(destination + tl.num_programs(1) * slots * D, value.to(stored), mask=d < D)
+
+
+def write_kv(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """As kernels.copies.write_kv."""
+    rows, kv_heads, dim = k.shape
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    write_kernel[rows, kv_heads](
+        k, v, slots, cache, *k.stride()[:2], *v.stride()[:2], cache.shape[2],
+        D=dim, VALUE=v.shape[-1], PADDED=triton.next_power_of_2(dim), BESIDE=len(cache) == 2,
+        FP8=cache.dtype is torch.float8_e4m3fn, num_warps=1 if dim <= 256 else 4,
+    )  # fmt: skip

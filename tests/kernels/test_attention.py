@@ -7,6 +7,7 @@ import torch
 
 from infer.batch.tree import DraftTree
 from kernels.attention import LayerShape, NativeAttention, assert_rows_independent, plan_attention, runs_in_c
+from kernels.copies import write_kv
 from kernels.cpu.library import library
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows, set_bit_positions
@@ -240,18 +241,35 @@ def test_places_of_bits_lists_set_bits_in_order():
     assert nth[1, :2].tolist() == [0, 63]
 
 
-def test_nan_that_a_row_does_not_see_does_not_reach_it(form):
+BROKEN = {  # numbers of a key and its value
+    "all are NaN": lambda k, v: (k.fill_(torch.nan), v.fill_(torch.nan)),
+    "a key's are NaN": lambda k, v: k.fill_(torch.nan),
+    "a value's are infinite": lambda k, v: v.fill_(torch.inf),
+    "one of a value is": lambda k, v: v[..., 3].fill_(-torch.inf),
+    "one of a value is NaN": lambda k, v: v[..., 3].fill_(torch.nan),
+}
+
+
+@pytest.mark.parametrize("value_dim", [None, 512])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_numbers_that_are_not_finite_do_not_reach_rows_that_do_not_see_them(form, broken, value_dim):
     """Of later rows of a draft, and of what another request left in the page."""
     committed, counts = [5, 40], [3, 4]
-    sizes = {"heads": 4, "kv_heads": 2, "dim": 16, "dtype": torch.float32}
-    expected = run(make_case(committed, counts, **sizes), committed, counts)
-    q, k, v, cache, table = make_case(committed, counts, **sizes)
+    heads, dim = ((4, 2), 16) if value_dim is None else ((4, 1), 576)
+    sizes = dict(zip(("heads", "kv_heads"), heads, strict=True)) | {"dim": dim, "value_dim": value_dim}
+    expected = run(make_case(committed, counts, dtype=torch.float32, **sizes), committed, counts)
+    q, k, v, cache, table = make_case(committed, counts, dtype=torch.float32, **sizes)
     last = [sum(counts[: b + 1]) - 1 for b in range(len(counts))]
-    k[last], v[last] = torch.nan, torch.nan
-    for b, ids in enumerate(table):
-        for place in range(committed[b] + counts[b], PAGE * int((ids > 0).sum())):
-            cache[:, :, ids[place // PAGE] * PAGE + place % PAGE] = torch.nan
+    for row in last:
+        BROKEN[broken](k[row], v[row])
+    left = [
+        ids[place // PAGE] * PAGE + place % PAGE
+        for b, ids in enumerate(table)
+        for place in range(committed[b] + counts[b], PAGE * int((ids > 0).sum()))
+    ]
+    others = k[last[:1]].expand(len(left), -1, -1)
+    write_kv(cache, torch.stack(left), others, v[last[:1]].expand(len(left), -1, -1))
     actual = run((q, k, v, cache, table), committed, counts)
     seen = [row for row in range(sum(counts)) if row not in last]
     assert torch.equal(actual[seen], expected[seen])
-    assert actual[last].isnan().all()
+    assert all(not row.isfinite().all() for row in actual[last].unflatten(1, (4, -1)).flatten(0, 1))

@@ -9,9 +9,15 @@ import math
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from infer.config import EngineConfig
+from infer.engine import Engine
 from infer.request import SamplingParams
 from infer.sampling.emission import NAN
+from kernels.cpu.library import SWITCH, library
+from models.targets import load_target
+from tests.lossless.conftest import SMALL
 from tests.lossless.random_requests import VOCAB_SIZE
 from tests.lossless.test_isolation import nothing_is_held, run
 from tests.pairwise import parametrize_each
@@ -79,3 +85,19 @@ def test_drafts_that_are_rejected_end_nothing_and_leave_nothing(engine, plain):
         assert ends.pop("first").error == NAN
         assert {name: answers[name].token_ids for name in REQUESTS} == plain
         assert {end.finish_reason for end in ends.values()} == {"length"}
+
+
+@pytest.mark.parametrize("kernels", ["c", "torch"])
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_damaged_attention_is_not_served(make_target_folder, monkeypatch, kernels, part):
+    """Scores that are NaN leave no weight of zero behind, with which a row would look like any other."""
+    monkeypatch.setenv(SWITCH, kernels)
+    library.cache_clear()
+    folder = make_target_folder(num_hidden_layers=2, **SMALL)
+    weights = load_file(folder / "model.safetensors")
+    weights[f"model.layers.0.self_attn.{part}_proj.weight"][3, 5] = math.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    engine = Engine(load_target(str(folder)), proposer="none", config=EngineConfig(exact=False))
+    answers, ends = run(engine, {"first": ([7, 3], GREEDY)})
+    library.cache_clear()
+    assert (answers["first"].token_ids, ends["first"].error) == ([], NAN)

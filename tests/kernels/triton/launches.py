@@ -43,7 +43,7 @@ from kernels.triton.block_attention import RangesAttention
 from kernels.triton.ggml import block_rows, ggml_linear
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
-from kernels.triton.rotary import rotate_and_write
+from kernels.triton.rotary import rotate_and_write, write_kv
 from kernels.triton.ttt_attention import TttAttention
 from kernels.weights.ggml_tiles import Storage, empty_tiles
 
@@ -105,6 +105,12 @@ def rotate(norm, cache_dtype=BF16, *, rows=4, dim=128, centered=False):
     slots = empty(rows, dtype=torch.int64)
     qk_norm = QKNorm(weight, weight, 1e-5, centered) if norm else None
     rotate_and_write(empty(rows, 48, dim), angles, angles, qk_norm, slots, cache, 32)
+
+
+def write(cache_dtype=BF16, *, rows=4, dim=128, value=None):
+    cache = empty(2 if value is None else 1, 8 if value is None else 1, SLOTS, dim, dtype=cache_dtype)
+    k = empty(rows, cache.shape[1], dim)
+    write_kv(cache, empty(rows, dtype=torch.int64), k, k[..., :value])
 
 
 def norms(rows, width):
@@ -357,6 +363,10 @@ CASES = {
     "rotary and QK norm, 1 row": partial(rotate, True, rows=1),
     "rotary and centered QK norm": partial(rotate, True, centered=True, dim=256),
     "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
+    "write": write,
+    "write, 1 row of a head": partial(write, rows=1, dim=64),
+    "write, latents": partial(write, dim=576, value=512),
+    "write, fp8 cache": partial(write, torch.float8_e4m3fn),
     "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
     "training-time test, head size 128": partial(unrolled, 128),
     "training-time test, head size 256": partial(unrolled, 256),

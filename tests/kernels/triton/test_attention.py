@@ -19,6 +19,8 @@ from kernels.triton.attention import TritonAttention
 from kernels.triton.attention_tiles import Blocking, row_blocks
 from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.drafts import checked_tree
+from tests.kernels.test_attention import BROKEN
+from tests.pairwise import parametrize_pairs
 
 SMALL = Blocking(lines=16, tile=16, split=32, warps=4, stages=2)  # so that short texts have many tiles and splits
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
@@ -99,6 +101,35 @@ def test_values_may_be_the_first_numbers_of_their_keys(dim, value_dim, heads, dt
     sinks = torch.linspace(-1, 1, heads)
     actual = run(case, committed, counts, whole=whole, sinks=sinks.to(DEVICE))
     assert error(actual, case, committed, counts, sinks=sinks) < TOLERANCE[dtype]
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+@parametrize_pairs(
+    {
+        "broken": list(BROKEN)[1:4],
+        "dtype, cache_dtype": [(FP32, None), (FP16, None), (BF16, None), (FP16, torch.float8_e4m3fn)],
+        "value_dim": [None, 16],
+        "whole": [False, True],
+        "window": [None, 2],
+    }
+)
+def test_numbers_that_are_not_finite_do_not_reach_rows_that_do_not_see_them(
+    in_triton, broken, dtype, cache_dtype, value_dim, whole, window
+):
+    """Of later rows of a draft, of keys before a row's window, and of other branches of a tree."""
+    committed, counts = [0, 29], [5, 3]
+    words = torch.tensor([1, 3, 5, 13, 29, 1, 3, 5], device=DEVICE)  # node 1 has no child
+    for tree_mask, wrong, unseen in ((None, [2, 6], [0, 1, 5]), (words, [1, 6], [0, 2, 3, 4, 5, 7])):
+        sizes = {"heads": 2, "kv_heads": 1, "dim": 32, "dtype": dtype, "value_dim": value_dim}
+        q, k, v, cache, table = make_case(committed, counts, **sizes)
+        cache, options = cache.to(cache_dtype or dtype), {"tree_mask": tree_mask, "whole": whole, "window": window}
+        expected = run((q, k, v, cache.clone(), table), committed, counts, **options)
+        for row in wrong:
+            BROKEN[broken](k[row], v[row])
+        actual = run((q, k, v, cache, table), committed, counts, **options)
+        unseen = [*unseen, 4] if window else unseen
+        assert torch.equal(actual[unseen], expected[unseen])
+        assert all(not row.isfinite().all() for row in actual[wrong].unflatten(1, (2, -1)).flatten(0, 1))
 
 
 TREE = checked_tree(

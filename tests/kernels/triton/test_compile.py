@@ -64,7 +64,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, request):
     most = most_spilled(request.node.callspec.params["compiled"])
     kernels = [(case, kernel) for case, launched in compiled.items() for kernel in launched]
     assert {kernel["kernel"] for _, kernel in kernels} == {
-        *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
+        *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "write_kernel", "move_kernel"),
         *("ggml_linear_kernel", "add_parts_kernel", "block_rows_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
         *("layer_norm_kernel", "gelu_kernel"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import elementwise
-from kernels.copies import gather_rows, move_slots, read_slots
+from kernels.copies import gather_rows, move_slots, read_slots, write_kv
 from kernels.operands import QKNorm
 from kernels.residual import residual_silu
 from kernels.rotary import rotate_and_write
@@ -183,6 +183,25 @@ def test_keys_and_values_are_written_in_8_bits():
     assert stored.abs().max() == 448
     move_slots(cache[None], slots, torch.tensor([0, 3, 4], device=DEVICE))
     assert torch.equal(read_slots(cache, torch.tensor([0, 3, 4], device=DEVICE)).float(), stored)
+
+
+@pytest.mark.parametrize("cache_dtype", [FP32, torch.float8_e4m3fn])
+def test_values_that_are_not_finite_are_stored_as_zeros_under_a_key_of_nan(cache_dtype):
+    """Of this row and KV head alone; a key that is NaN, or saturates, changes no value."""
+    qkv = random(4, 8, 16, dtype=FP32)
+    qkv[0, 6, 3], qkv[1, 7, 9], qkv[2, 4, 1], qkv[2, 5, 15] = torch.nan, -torch.inf, torch.nan, 1e4
+    rotary = torch.ones(4, 1, 16, device=DEVICE), torch.zeros(4, 1, 16, device=DEVICE)
+    slots = torch.tensor([6, 1, 2, 4], device=DEVICE)
+    cache, expected = (torch.zeros(2, 2, 8, 16, device=DEVICE).to(cache_dtype) for _ in range(2))
+    q = rotate_and_write(qkv, *rotary, None, slots, cache, 4)
+    assert torch.equal(q, qkv[:, :4])
+    write_kv(expected, slots, qkv[:, 4:6], qkv[:, 6:])
+    for stored in (read_slots(cache, slots).float(), read_slots(expected, slots).float()):
+        keys, values = stored
+        assert keys.isnan().any(-1).tolist() == [[True, False, True, False], [False, True, False, False]]
+        assert values.isfinite().all()
+        assert (values[0, 0, 3], values[1, 1, 9]) == (0, 0)
+        assert torch.equal(values[:, 2:], qkv[2:, 6:].transpose(0, 1).to(cache_dtype).float())
 
 
 @pytest.mark.parametrize("count", [1, 5, 40])
