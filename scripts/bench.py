@@ -2,7 +2,6 @@
 
     compare      the default: proposers, draft shapes, transformers and other programs, on the same prompts
     evaluate     an exported head by data set, temperature and draft shape
-    tables       writes the tables of the manuals from the result files in scripts/results/
 
 `SUBCOMMAND --help` lists the keys; the docstring of scripts/benchmarks/SUBCOMMAND.py says what is done. The last line
 of standard output is one JSON document. `save=NAME` keeps it in scripts/results/.
@@ -19,7 +18,7 @@ import infer.options.environment  # noqa: F401
 
 import importlib
 
-SUBCOMMANDS = ("compare", "evaluate", "tables")
+SUBCOMMANDS = ("compare", "evaluate")
 
 
 def main() -> None:

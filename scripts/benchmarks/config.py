@@ -98,14 +98,8 @@ class EvaluateConfig(PromptsConfig):
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
 
 
-@dataclass
-class TablesConfig:
-    check: bool = False  # only say whether a page would change, by the exit code
-
-
 COMMANDS: dict[str, type] = {
     "bench": CompareConfig,
     "evaluate": EvaluateConfig,
-    "tables": TablesConfig,
 }
 register({}, COMMANDS)

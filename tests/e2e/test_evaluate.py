@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import tables
 from scripts.benchmarks.evaluate import names_of
+from tests import manual_tables as tables
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kernels.cpu.level import machine_level
-from scripts import bench
-from scripts.benchmarks import tables
 from scripts.benchmarks.document import describe_level, describe_machine, generation, result_file
+from tests import manual_tables as tables
 
 EPYC = "vendor_id\t: AuthenticAMD\ncpu family\t: {}\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 {}\n"
 
@@ -112,12 +110,9 @@ def test_the_command_says_whether_a_page_would_change(
     page = tmp_path / "README.md"
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "PAGES", [page])
-    monkeypatch.setattr(sys, "argv", ["scripts/bench.py", "tables", "check=true"])
     page.write_text("<!-- table few -->\n<!-- end -->\n")
     write(tmp_path, "few-demo_2-core-avx512_2026-11-20", 40, level="avx512", lowered=False)
     text = tables.rewrite(page)
     page.write_text(text)
     write(tmp_path, "few-demo_2-core-avx512_2026-11-20", speed, level="avx512", lowered=False)
-    with pytest.raises(SystemExit) as end:
-        bench.main()
-    assert (end.value.code, page.read_text()) == (changed, text)
+    assert (tables.main(["--check"]), page.read_text()) == (changed, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.benchmarks import tables
+from tests import manual_tables as tables
 
 
 def test_a_name_is_not_the_beginning_of_another(tmp_path, monkeypatch):

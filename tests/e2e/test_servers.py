@@ -20,7 +20,7 @@ from scripts.benchmarks.comparison.rounds import count_matching
 from scripts.benchmarks.comparison.servers import LlamaServer, Server, command_of, free_port
 from scripts.benchmarks.config import CompareConfig
 from scripts.benchmarks.prompts import Task, read_prompts
-from scripts.benchmarks.tables import label
+from tests.manual_tables import label
 
 ROOT = Path(__file__).resolve().parents[2]
 

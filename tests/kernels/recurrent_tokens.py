@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.recurrence import RecurrentRows, convolve, scan
-from kernels.reference import recurrence as reference
+from tests.kernels.reference import recurrence as reference
 
 SLOTS = 6
 

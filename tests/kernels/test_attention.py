@@ -9,10 +9,10 @@ from infer.batch.tree import DraftTree
 from kernels.attention import LayerShape, NativeAttention, assert_rows_independent, plan_attention, runs_in_c
 from kernels.copies import write_kv
 from kernels.cpu.library import library
-from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows, set_bit_positions
 from kernels.tiles import KV_TILE, TiledAttention
 from tests.drafts import checked_tree
+from tests.kernels.reference import attention as oracle
 from tests.pairwise import parametrize_pairs
 
 PAGE = 16

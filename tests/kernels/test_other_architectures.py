@@ -15,13 +15,13 @@ from kernels import attention, linear
 from kernels.attention import LayerShape, plan_attention
 from kernels.cpu.library import library
 from kernels.linear import PackedLinear
-from kernels.reference.attention import paged_attention
 from kernels.rows import AttentionRows
 from kernels.weights.ggml import FORMATS, GgmlMatrix
 from kernels.weights.groups import GroupedMatrix
 from kernels.weights.quantize import quantize, widen
 from tests.kernels.emulated import AARCH64, build, emulate, missing
 from tests.kernels.grouped import make_groups
+from tests.kernels.reference.attention import paged_attention
 from tests.kernels.test_blocks import TOLERANCE, error, make, states
 from tests.kernels.test_integer_linear import quantized
 

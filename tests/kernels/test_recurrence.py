@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kernels import recurrence
 from kernels.cpu.library import library
 from kernels.recurrence import RecurrentRows
-from kernels.reference.recurrence import path
 from tests.kernels.recurrent_tokens import SLOTS, equal, make_tokens, picked
+from tests.kernels.reference.recurrence import path
 from tests.pairwise import parametrize_pairs
 
 BF16, FP32 = torch.bfloat16, torch.float32

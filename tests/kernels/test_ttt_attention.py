@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.reference.ttt_attention import ttt_attention as oracle
 from kernels.triton import SWITCH
 from kernels.triton.ttt_attention import TttAttention
 from kernels.ttt_attention import ttt_attention
 from models.attention import TrainingTimeTestAttention
 from tests.heads import OBJECTIVE_OF, make_head, make_objective
+from tests.kernels.reference.ttt_attention import ttt_attention as oracle
 from train.data.sequences import Sequences
 from train.features.online import compute_features
 from train.objectives.teacher import teach

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels import vocabulary
-from kernels.reference.vocabulary import linear_loss as oracle
 from kernels.vocabulary import linear_loss, teacher_logits
+from tests.kernels.reference.vocabulary import linear_loss as oracle
 
 pytestmark = pytest.mark.skipif(
     not vocabulary.supported(torch.device("cpu"), torch.float32), reason="needs a C compiler"

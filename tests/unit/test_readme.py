@@ -23,7 +23,7 @@ from infer.options.literal_text import literal_overrides
 from models.heads.files import load_head
 from models.targets import load_target
 from scripts.benchmarks import config as benchmark_config
-from scripts.benchmarks.tables import PAGES, newest_by_level, rewrite
+from tests.manual_tables import PAGES, newest_by_level, rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,6 @@ import torch
 from infer.batch.tree import DraftTree
 from kernels.attention import LayerShape, plan_attention
 from kernels.copies import read_slots
-from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention
 from kernels.triton import device
@@ -19,6 +18,7 @@ from kernels.triton.attention import TritonAttention
 from kernels.triton.attention_tiles import Blocking, row_blocks
 from tests.device import BF16, DEVICE, FP16, FP32, served, sized
 from tests.drafts import checked_tree
+from tests.kernels.reference import attention as oracle
 from tests.kernels.test_attention import BROKEN
 from tests.pairwise import parametrize_pairs
 

@@ -1,7 +1,7 @@
 """Generates the tables of README.md, docs/ and the manuals from the newest result files, so no number is typed by hand.
 
-    python scripts/bench.py tables               # rewrites the text between <!-- table NAMES --> and <!-- end -->
-    python scripts/bench.py tables check=true    # only says by its exit code, 1, if something would change
+    python -m tests.manual_tables            # rewrites the text between <!-- table NAMES --> and <!-- end -->
+    python -m tests.manual_tables --check    # only says by its exit code, 1, if something would change
 
 A name is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
 Several names, with spaces between, are comparisons in one table, of one target at other numbers of requests. Results of
@@ -15,15 +15,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from infer.json_schema import keywords
-from infer.options.cli import entry_point
 from infer.settings.paths import REPO_ROOT
 from kernels.cpu.level import LEVELS
-from scripts.benchmarks.config import TablesConfig
 from scripts.benchmarks.document import RESULTS, describe_level, markdown
 
 FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
@@ -226,11 +225,15 @@ def block(files: list[Path], folder: Path) -> str:
     return f"{caption}{text}\n{sources}"
 
 
-@entry_point("tables", TablesConfig)
-def main(config: TablesConfig) -> None:
+def main(words: list[str]) -> int:
     pages = {page: rewrite(page) for page in PAGES}
     changed = [page for page, text in pages.items() if page.read_text(encoding="utf-8") != text]
-    if config.check:
-        raise SystemExit(int(bool(changed)))
+    if "--check" in words:
+        return int(bool(changed))
     for page in changed:
         page.write_text(pages[page], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
