@@ -343,8 +343,6 @@ class WandbConfig(TrackerConfig):
     project: str = "headway"
     entity: str | None = None
     mode: str = choice("auto", "auto", "online", "offline")  # auto: online with credentials, else offline
-    # number of held-out texts sent as a table, accepted drafts marked; they may be private
-    samples: int = number(0, low=0)
     upload: bool = False  # send the exported head as an artifact
 
     def __post_init__(self) -> None:

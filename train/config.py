@@ -43,8 +43,6 @@ class DataConfig:
     server: str | None = None  # such as http://127.0.0.1:8001/v1
     server_model: str | None = None  # the target's name on the server; null: its only model
     concurrency: int = number(32, low=1)  # requests in flight
-    retries: int = number(4, low=0)  # of one request, with increasing delays
-    timeout_s: float = number(600.0, low=0.001)  # of one request
 
     @property
     def provides_responses(self) -> bool:
@@ -80,7 +78,6 @@ class RowsDataConfig(DataConfig):
     prompt_tokens: int = number(64, low=1)  # length of a plain text's prompt, which also decides whether it is held out
     # rows with a longer prompt are skipped and counted; later turns are cut off there
     max_prompt_tokens: int = number(2048, low=1)
-    deduplicate: bool = True
 
     @property
     def provides_responses(self) -> bool:
@@ -264,7 +261,7 @@ class TrainConfig:
     # false: a row is one sequence, padded to the longest of its batch | true: as many as fit into sequence_length
     packing: bool = False
     accumulate: int = number(1, low=1)  # forwards per optimiser step
-    # of matrix products; parameters are fp32. auto: bf16 where it is faster, measured; a resumed run keeps its own
+    # of matrix products; parameters are fp32. auto: bf16 where the device has it; a resumed run keeps its own
     precision: str = choice("fp32", "auto", "fp32", "bf16")
     # intervals in steps
     log_every: int = number(1, low=1)
@@ -272,13 +269,10 @@ class TrainConfig:
     checkpoint_every: int = number(50, low=1)
     keep_checkpoints: int = number(2, low=1)  # the newest; that with the highest τ in the engine is kept too
     export: str = choice("best", "best", "last")  # best: the state with the highest τ in the engine
-    max_skipped: int = number(5, low=1)  # consecutive updates with a non-finite loss or gradient before the run stops
     # held-out prompts on which acceptance is measured, by the trainer and by the engine
     eval_prompts: int = number(16, low=1)
     eval_max_tokens: int = number(128, low=1)
     eval_draft_tokens: int = number(3, low=1)
-    # final measurement of the speed-up over plain decoding at these numbers of concurrent prompts; [1,4,16]
-    eval_concurrency: list[int] = number([], low=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

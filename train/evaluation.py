@@ -11,15 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from infer.console.compare import Comparison, compare
 from infer.engine import Engine
-from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
+from infer.request import Completion, SamplingParams, SpeculationStats
 from kernels.choose import NO_LIMITS, ChoiceParameters, choose_best
 from kernels.noise import MASK32
 from kernels.walk import make_lattice, rank_candidates
@@ -27,7 +25,6 @@ from models.heads.base import Head
 from models.heads.block import BlockHead, base_logits
 from models.heads.config import CANDIDATES
 from models.heads.weights import dtype_of
-from models.tokenizer import Tokenizer
 from models.vocab import coverage
 from train.config import TrainConfig
 from train.data.sequences import Batch, Sequences
@@ -36,7 +33,7 @@ from train.objectives import alignment
 from train.objectives.base import Objective, StepSums
 from train.objectives.draft_states import draft_states
 from train.publishing.export import Acceptance, Measured, stated, tau
-from train.publishing.trackers import Sample, warn
+from train.publishing.trackers import warn
 
 SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
 RANKS = 10  # of drafts whose accuracy is measured
@@ -275,24 +272,6 @@ class Evaluator:
             "run=<name> under another output_dir="
         )
 
-    def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
-        """Return the median greedy speed-up of this head over plain decoding, by number of concurrent prompts."""
-        self.engine.set_proposer("head", head)
-        params, ratios = SamplingParams(max_tokens=self.config.eval_max_tokens), {}
-        for count in concurrency:
-            groups = [self.prompts[start : start + count] for start in range(0, len(self.prompts), count)]
-            ratios[count] = Comparison(list(compare(self.engine, groups, params))).ratio.median
-            self.check()
-        self.engine.set_proposer("none")
-        return ratios
-
-    def samples(self, head: Head, count: int) -> list[Sample]:
-        """Return greedy responses to the first held-out prompts, with accepted draft tokens marked."""
-        self.engine.set_proposer("head", head)
-        samples = marked_responses(self.engine, self.prompts[:count], self.config.eval_max_tokens)
-        self.engine.set_proposer("none")
-        return samples
-
     def _generate(self, temperature: float) -> list[Completion]:
         params = SamplingParams(temperature=temperature, max_tokens=self.config.eval_max_tokens)
         seeded = [replace(params, seed=index) for index in range(len(self.prompts))]
@@ -312,32 +291,3 @@ class Evaluator:
 
     def _coverage(self, head: Head) -> float:
         return coverage(self.held_out.ids[self.held_out.assistant], head.target_ids)
-
-
-def marked_responses(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
-    """Generate greedy responses with the engine's current proposer and mark accepted tokens."""
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None
-    flags: dict[int, list[bool]] = {}
-
-    def keep(index: int, output: StepOutput) -> None:
-        flags.setdefault(index, []).extend(output.accepted)
-
-    completions = engine.generate(prompts, SamplingParams(max_tokens=max_tokens), on_output=keep)
-    return [
-        Sample(
-            tokenizer.decode(prompt),
-            mark(tokenizer, prompt, completion.token_ids, flags[index]),
-            completion.stats.acceptance_length,
-        )
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-    ]
-
-
-def mark(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], accepted: Sequence[bool]) -> str:
-    """Return the text after the prompt, with every run of accepted draft tokens between ⟦ and ⟧."""
-    stream = tokenizer.stream(context=prompt)
-    pieces = [(stream.push([token]), flag) for token, flag in zip(ids, accepted, strict=True)]
-    pieces.append((stream.flush(), False))
-    runs = [(flag, "".join(text for text, _ in run)) for flag, run in groupby(pieces, lambda piece: piece[1])]
-    return "".join(f"⟦{text}⟧" if flag else text for flag, text in runs if text)

@@ -54,6 +54,7 @@ from train.storage import run_folder
 
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
 SHOWN_ROWS = 16  # at most, in the message about a non-finite update
+MOST_SKIPPED = 5  # updates in a row with a non-finite loss or gradient, after which a run stops
 
 
 class StepResult(NamedTuple):
@@ -262,7 +263,7 @@ class Run:
     def _update(self, loss: float, rate: float) -> float:
         """Update the parameters; return the gradient norm before clipping. All processes skip a non-finite update.
 
-        Raises ValueError after `max_skipped` of them in a row.
+        Raises ValueError after MOST_SKIPPED of them in a row.
         """
         norm = self.prepared.placement.update(rate, sound=math.isfinite(loss))
         wrong = next((n for n, v in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(v)), None)
@@ -271,7 +272,7 @@ class Run:
             return norm
         self.skipped += 1
         self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= self.config.max_skipped:
+        if self.skipped_in_a_row >= MOST_SKIPPED:
             kept = checkpoint.find_checkpoint(self.folder / "checkpoints")
             rows = ", ".join(map(str, self._sequences_of_step()[:SHOWN_ROWS]))
             raise ValueError(

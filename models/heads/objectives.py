@@ -22,7 +22,6 @@ class ObjectiveConfig:
     step_weight: float = number(1.0, above=0, high=1)
     # token: mean over all slots | sequence: mean over sequences of each one's mean
     reduction: str = choice("token", "token", "sequence")
-    feature_noise: float = number(0.0, low=0)  # a: noise U(-a, a) is added to the features in training
     # true: logits, probabilities and their gradients are materialised for one chunk of slots at a time | false: for all
     # slots, chunked if there are many | null: on a GPU like true, on a CPU one kernel for LM head and loss
     # (kernels/vocabulary.py) if the loss is kl, ce or label; only if the head's parameters are not sharded
@@ -30,6 +29,7 @@ class ObjectiveConfig:
     checkpointing: bool = False  # activation checkpointing: recompute those of the head's MLPs in backward
 
     loss: ClassVar[str] = "kl"  # of the logits; one of LOSSES
+    feature_noise: ClassVar[float] = 0.0  # a: noise U(-a, a) is added to the features in training
     drop_out_of_vocab: ClassVar[bool] = False  # no loss where the target's argmax is outside the draft vocabulary
     sampled: ClassVar[bool] = False  # a depth is trained on a sample of the slots of the depth before: `slot_share`
 

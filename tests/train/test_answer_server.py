@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from models.tokenizer import Tokenizer
 from tests.server.conftest import make_server  # noqa: F401  # a fixture
 from tests.server.harness import MakeServer, Server
 from train.config import DataConfig, TrainConfig
+from train.data import answer_server
 from train.data.answer_server import ServerGenerator
 from train.data.examples import Example
 from train.data.regenerate import EngineGenerator, collect_parts, read_parts, regenerate, sampling_params
@@ -38,7 +38,7 @@ def server(make_server: MakeServer) -> Iterator[Server]:  # noqa: F811
 
 
 def data_for(url: str, **settings: Any) -> DataConfig:
-    common: dict[str, Any] = {"max_new_tokens": 10, "temperatures": [0.0, 0.8], "concurrency": 4, "retries": 1}
+    common: dict[str, Any] = {"max_new_tokens": 10, "temperatures": [0.0, 0.8], "concurrency": 4}
     return DataConfig(name="demo", server=f"{url}/v1", **(common | settings))
 
 
@@ -124,22 +124,27 @@ def failing(server: Server) -> Iterator[Any]:
 
 @pytest.mark.parametrize("failure", ["500", "hangs up"])
 def test_passing_failures_are_tried_again(
-    failure: str, failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path
+    failure: str, failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert respond(data_for(failing(failure), retries=6), tmp_path, tiny_tokenizer) == {}
+    monkeypatch.setattr(answer_server, "RETRIES", 6)
+    assert respond(data_for(failing(failure)), tmp_path, tiny_tokenizer) == {}
     assert len(read_parts(tmp_path)) == len(EXAMPLES)
     assert Failing.count > 17  # 5 conversations of two turns, 7 prompts
 
 
-def test_what_fails_for_good_is_left_to_the_next_run(failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    data = data_for(failing("500"), retries=0, concurrency=1)
+def test_what_fails_for_good_is_left_to_the_next_run(
+    failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_server, "RETRIES", 0)
+    data = data_for(failing("500"), concurrency=1)
     failed = respond(data, tmp_path, tiny_tokenizer)
     done = read_parts(tmp_path)
     assert failed
     assert set(failed.values()) == {"status 500: "}
     assert done.keys() | failed.keys() == EXAMPLES.keys()
     assert not done.keys() & failed.keys()
-    assert respond(replace(data, retries=6), tmp_path, tiny_tokenizer) == {}
+    monkeypatch.setattr(answer_server, "RETRIES", 6)
+    assert respond(data, tmp_path, tiny_tokenizer) == {}
     assert read_parts(tmp_path).keys() == EXAMPLES.keys()
 
 
@@ -153,14 +158,24 @@ def test_what_fails_for_good_is_left_to_the_next_run(failing: Any, tiny_tokenize
     ],
 )
 def test_servers_that_cannot_serve_end_the_work(
-    failure: str, complaint: str, failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path
+    failure: str,
+    complaint: str,
+    failing: Any,
+    tiny_tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(answer_server, "RETRIES", 1)
     with pytest.raises(ValueError, match=complaint):
         respond(data_for(failing(failure)), tmp_path, tiny_tokenizer)
 
 
 def test_a_run_asks_again_for_what_failed(
-    failing: Any, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    failing: Any,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "stage=regenerate", "run=answers",
@@ -168,19 +183,20 @@ def test_a_run_asks_again_for_what_failed(
         "tracker=none", "engine.max_tokens_in_cache=1024", "data.concurrency=1", f"data.server={failing('500')}/v1",
     ]  # fmt: skip
 
-    def run(*more: str) -> dict[str, int]:
-        result = train(compose("train", TrainConfig, [*settings, *more]))
+    def run(retries: int) -> dict[str, int]:
+        monkeypatch.setattr(answer_server, "RETRIES", retries)
+        result = train(compose("train", TrainConfig, settings))
         assert result is not None
         return result["counts"]["answers"]
 
-    first = run("data.retries=0")
+    first = run(0)
     assert first["conversations"] == 12 == first["done"] + first["failed"]
     assert first["failed"] > 0
     failed = json.loads((tmp_path / "answers" / "data" / "failed.json").read_text())
     assert len(failed) == first["failed"]
     assert "conversations failed, the first: status 500" in capsys.readouterr().err
     requests_before = Failing.count
-    assert run("data.retries=6") == {"conversations": 12, "done": 12, "skipped": 0, "failed": 0}
+    assert run(6) == {"conversations": 12, "done": 12, "skipped": 0, "failed": 0}
     assert Failing.count - requests_before < 2 * first["failed"] + 2  # only the failed ones are requested again
     assert not (tmp_path / "answers" / "data" / "failed.json").exists()
     assert not (tmp_path / "answers" / "data" / "train").exists()
@@ -188,7 +204,7 @@ def test_a_run_asks_again_for_what_failed(
 
 def test_a_server_that_is_not_there(server: Server) -> None:
     with pytest.raises(ValueError, match=r"data\.server=http://127\.0\.0\.1:9/v1: cannot be used: ConnectError"):
-        ServerGenerator(data_for("http://127.0.0.1:9", retries=0), 384)
+        ServerGenerator(data_for("http://127.0.0.1:9"), 384)
     with pytest.raises(ValueError, match=r"serves \S+, not data\.server_model=nope; give one of these"):
         ServerGenerator(data_for(server.url, server_model="nope"), 384)
     with pytest.raises(ValueError, match=r"data\.server=ftp://x/v1: must be an address"):

@@ -25,7 +25,7 @@ from train.storage.run_folder import read_budget
 CHUNK = 13  # slots
 CASES = [("eagle3", "ttt", {"loss": loss}) for loss in ("kl", "ce", "lk_hybrid")] + [
     ("eagle3.1", "ttt", {"reduction": "sequence"}),
-    ("eagle", "eagle", {"steps": 2, "feature_noise": 0.0}),
+    ("eagle", "eagle", {"steps": 2}),
     ("medusa", "medusa", {"steps": 5}),
     ("mlp, tied", "mlp", {"steps": 5}),
     ("p-eagle, one layer", "p-eagle", {}),

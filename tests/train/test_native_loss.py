@@ -21,7 +21,7 @@ CASES = [
     ("eagle3", "ttt", {}),
     ("eagle3", "ttt", {"loss": "ce", "drop_out_of_vocab": False}),
     ("eagle3.1", "ttt", {"loss": "label", "reduction": "sequence"}),
-    ("eagle", "eagle", {"steps": 2, "feature_noise": 0.0}),
+    ("eagle", "eagle", {"steps": 2}),
     ("medusa, shared and truncated", "medusa", {"steps": 5}),
     ("medusa, truncated", "medusa", {"steps": 5, "labels": "hard"}),
     ("mlp, tied", "mlp", {"steps": 5}),

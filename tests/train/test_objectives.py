@@ -332,17 +332,16 @@ def test_reduction_by_sequence_counts_every_sequence_alike(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("variant", "objective"), [("eagle", "eagle"), ("eagle3", "ttt"), ("mlp", "mlp")])
 def test_feature_noise_is_uniform_and_a_matter_of_the_generator(
-    engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, objective: str
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch
 ) -> None:
-    head = make_head(tiny_target, variant)
-    module = make_objective(head, objective, feature_noise=0.2)
+    head = make_head(tiny_target, "eagle")
+    module = make_objective(head, "eagle")
     aux = features_of(head, engine, batch).aux
     noisy = module._noisy(aux, torch.Generator().manual_seed(3))
     difference = torch.cat([(a - b).flatten() for a, b in zip(noisy, aux, strict=True)])
-    assert difference.abs().max() <= 0.2 + 1e-5
-    assert difference.std() == pytest.approx(0.4 / math.sqrt(12), rel=0.02)
+    assert difference.abs().max() <= 0.1 + 1e-5
+    assert difference.std() == pytest.approx(0.2 / math.sqrt(12), rel=0.02)
     losses = [run(module, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in (3, 3, 4)]
     assert losses[0] == losses[1] != losses[2]
     assert run(module, engine, batch)[0].item() == run(module, engine, batch)[0].item()

@@ -83,8 +83,6 @@ def test_answers_that_are_learnt_are_rows_of_their_own(tmp_path: Path, tiny_toke
     rows = [json.dumps({"prompt": f"f{n % 4}", "response": f"def g{n}(x)"}) for n in range(12)]
     split = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001)
     assert (len(split.train), len(split.held_out), split.reading.dropped.total()) == (9, 1, 3)
-    split = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001, deduplicate=False)
-    assert len(split.train) + split.reading.dropped.total() == 12
 
 
 def test_texts_that_begin_alike_are_on_both_sides(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from infer.config import TrackerConfig, WandbConfig
 from train.publishing import trackers as trackers_module
 from train.publishing.plots import draw_plots
-from train.publishing.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode
+from train.publishing.trackers import check_tracker, make_trackers, read_metrics, redact, wandb_mode
 
 SECRETS = ("wandb_api_key", "hf_abcdefghijkl", "hunter2")
 
@@ -153,39 +153,32 @@ def test_results_go_to_wandb_as_far_as_they_are_let(tmp_path: Path) -> None:
     head.mkdir(parents=True)
     (head / "config.json").write_text("{}")
     (tmp_path / "plot.png").write_bytes(draw_plots(tmp_path)[0].read_bytes())
-    sample = Sample("a private question", "an ⟦answer⟧", 2.0)
-    results = Results([tmp_path / "plot.png"], [sample], head, ("latest", "step_3"))
-    cases: list[tuple[str, dict[str, Any]]] = [("shy", {}), ("open", {"samples": 1, "upload": True})]
-    for name, settings in cases:
+    for name, upload in (("shy", False), ("open", True)):
         (tmp_path / name).mkdir()
-        trackers = make_trackers(WandbConfig("wandb", **settings), tmp_path / name, name, {}, resume_step=0)
+        trackers = make_trackers(WandbConfig("wandb", upload=upload), tmp_path / name, name, {}, resume_step=0)
         trackers.log(1, {"train/loss": 1.0})
-        trackers.publish(results)
+        trackers.publish([tmp_path / "plot.png"], head, ("latest", "step_3"))
         trackers.finish()
         [record] = (tmp_path / name / "wandb").glob("offline-run-*/run-*.wandb")
         assert list(record.parent.rglob("plot*.png"))
         assert appears(b"train/loss", record.parent)
-        for text in (b"a private question", b"demo-eagle3"):
-            assert appears(text, record.parent) if name == "open" else text not in everything_in(record.parent)
+        assert appears(b"demo-eagle3", record.parent) if upload else b"demo-eagle3" not in everything_in(record.parent)
 
 
-def test_a_repeated_run_sends_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeated_run_logs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     client = types.SimpleNamespace(log=lambda values, step=None: sent.append(values), finish=lambda: None)
     settings = types.SimpleNamespace(base_url="https://x")
     wandb = types.SimpleNamespace(init=lambda **_: client, Settings=lambda **_: settings, Image=str)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    plot = tmp_path / "loss.png"
-    plot.write_bytes(draw_plots(tmp_path)[0].read_bytes())
-    for resume_step, more in ((0, {}), (1, {}), (1, {"eval/speed_ratio_1": 2.0})):
+    for resume_step, more in ((0, {}), (1, {}), (1, {"eval/other": 2.0})):
         trackers = make_trackers(WandbConfig("wandb", mode="offline"), tmp_path, "x", {}, resume_step=resume_step)
         trackers.log(1, {"eval/loss": math.nan, **more})
-        trackers.publish(Results([plot], [], tmp_path, ()))
-    assert [list(values) for values in sent] == [["eval/loss"], ["plots/loss"], ["eval/speed_ratio_1"]]
+    assert [list(values) for values in sent] == [["eval/loss"], ["eval/other"]]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "eval/loss": None},
-        {"step": 1, "eval/speed_ratio_1": 2.0},
+        {"step": 1, "eval/other": 2.0},
     ]
 
 

@@ -19,6 +19,7 @@ from infer.server.address import key_of_environment
 from train.config import DataConfig
 from train.data.regenerate import Enough, Finished, Job
 
+RETRIES, TIMEOUT_S = 4, 1800.0  # of a request for an answer, and of one that a slow server may need
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
 LONGEST_PAUSE = 30.0
 POLL_SECONDS = 0.2  # seconds between checks for a stop request
@@ -43,7 +44,7 @@ class ServerGenerator:
         self._client = httpx.Client(
             base_url=data.server.rstrip("/") + "/",
             headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(data.timeout_s, connect=10.0),
+            timeout=httpx.Timeout(TIMEOUT_S, connect=10.0),
             limits=httpx.Limits(max_connections=data.concurrency),
         )
         try:
@@ -113,7 +114,7 @@ class ServerGenerator:
         }
         if params.top_k:
             body["top_k"] = params.top_k
-        completion = self._request("POST", "completions", json=body)
+        completion = self._request("POST", "completions", RETRIES, json=body)
         choice = (completion.get("choices") or [{}])[0]
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
@@ -137,7 +138,7 @@ class ServerGenerator:
     def _choose_model(self) -> str:
         wanted = self._data.server_model
         try:
-            names = [str(entry["id"]) for entry in self._request("GET", "models").get("data", [])]
+            names = [str(entry["id"]) for entry in self._request("GET", "models", 0).get("data", [])]
         except RequestFailed as error:
             raise ValueError(f"data.server={self._data.server}: cannot be used: {error}") from error
         if wanted in names:
@@ -149,10 +150,10 @@ class ServerGenerator:
             raise ValueError(f"{served}; say data.server_model=")
         return names[0]
 
-    def _request(self, method: str, path: str, **options: object) -> dict:
-        """Send a request, retrying transient failures, and return the JSON body. Raises RequestFailed."""
+    def _request(self, method: str, path: str, retries: int, **options: object) -> dict:
+        """Send a request, again after transient failures, and return the JSON body. Raises RequestFailed."""
         pause = self._first_pause
-        for attempt in range(self._data.retries + 1):
+        for attempt in range(retries + 1):
             delay = pause
             try:
                 response = self._client.request(method, path, **options)  # type: ignore[arg-type]
@@ -164,7 +165,7 @@ class ServerGenerator:
                 delay = retry_after(response) or pause
             except (httpx.HTTPError, RuntimeError, ValueError) as error:  # a closed client raises RuntimeError
                 reason = f"{type(error).__name__}: {error}"
-            if attempt < self._data.retries and self._stopping.wait(delay * random.uniform(0.8, 1.2)):
+            if attempt < retries and self._stopping.wait(delay * random.uniform(0.8, 1.2)):
                 break
             pause = min(2 * pause, LONGEST_PAUSE)
         raise RequestFailed(reason)

@@ -114,7 +114,6 @@ class Reader:
     reading: Reading = field(default_factory=Reading)
     train: dict[int, Example] = field(default_factory=dict)
     held_out: dict[int, Example] = field(default_factory=dict)  # by opening key
-    _count: int = 0
 
     @property
     def name(self) -> str:
@@ -183,10 +182,8 @@ class Reader:
             else:
                 self.reading.drop("on the held-out side, which is full")
         else:
-            self._count += 1
             # responses make rows distinct only if they are trained on
             key = example.key if provided else example.prompt_key
-            key = key if self.data.deduplicate else content_key([key, self._count])
             if key in self.train:
                 self.reading.drop("twins")
             elif len(self.train) >= self.data.num_sequences:

@@ -331,7 +331,7 @@ def overrides_without_effect(config: TrainConfig, overrides: Sequence[str]) -> I
         sampling = ("temperatures", "top_k", "top_p", "max_new_tokens")
         unread |= dict.fromkeys(sampling, "the target writes nothing with data.responses=given")
     if data.server is None:
-        unread |= dict.fromkeys(("concurrency", "retries", "timeout_s"), "is of requests, and there is no data.server")
+        unread |= {"concurrency": "is of requests, and there is no data.server"}
     if (isinstance(data, FilesDataConfig) and data.held_out_path is not None) or (
         isinstance(data, HubDataConfig) and data.held_out_split is not None
     ):

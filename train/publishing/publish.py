@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.config import WandbConfig
 from infer.console.command_words import model_overrides, portable_path, python_command
 from train import checkpoint
 from train.config import TrainConfig
@@ -20,7 +19,7 @@ from train.preparation.prepare import Prepared
 from train.publishing.export import Measured, drafting_words, drafts_by_name, export_head
 from train.publishing.plots import draw_plots
 from train.publishing.provenance import provenance
-from train.publishing.trackers import Results, Trackers
+from train.publishing.trackers import Trackers
 from train.storage.run_folder import refusal
 
 
@@ -49,15 +48,8 @@ def publish_run(
         exact = {"steps": state["step"], "tokens": state["tokens"], "seconds": round(state["seconds"], 1)}
         record = {**record, **exact}
         head_folder, measured = export(config, prepared, record)
-    count = config.tracker.samples if isinstance(config.tracker, WandbConfig) else 0
-    samples = prepared.evaluator.samples(prepared.head, count) if count else ()
-    speeds = dict[int, float]()
-    if config.eval_concurrency:
-        speeds = prepared.evaluator.speeds(prepared.head, config.eval_concurrency)
-        ratios = {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()}
-        tracker.log(progress["steps"], ratios)
-    plots = draw_plots(folder, measured, speeds)
-    tracker.publish(Results(plots, samples, head_folder, ("latest", f"step_{record['steps']}")))
+    plots = draw_plots(folder, measured)
+    tracker.publish(plots, head_folder, ("latest", f"step_{record['steps']}"))
     lengths = measured.greedy.summary()
     positions = " ".join(f"{share:.2f}" for share in measured.greedy.engine.acceptance_by_position)
     log(f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")

@@ -6,7 +6,6 @@ meaning of metrics.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import math
@@ -19,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from infer.config import TrackerConfig, WandbConfig
@@ -28,30 +27,13 @@ from train.storage import atomic
 if TYPE_CHECKING:  # importing accelerate takes a second
     from accelerate.tracking import GeneralTracker
 
-METRICS, WANDB_ID, WANDB_SENT = "metrics.jsonl", "wandb-id", "wandb-sent"
+METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 INIT_SECONDS = 20  # timeout of W&B's initialization, after which the run is tracked offline
 FINISH_SECONDS = 60  # timeout of W&B's upload at the end
 # By tracker: a module of its package and a name in it. A folder `wandb` left by runs imports too, without that name.
 MODULES = {"wandb": ("wandb", "init"), "tensorboard": ("torch.utils.tensorboard", "SummaryWriter")}
-
-
-class Sample(NamedTuple):
-    """A held-out prompt and its response, with accepted draft tokens marked."""
-
-    prompt: str
-    text: str
-    acceptance_length: float
-
-
-class Results(NamedTuple):
-    """The results of a finished run."""
-
-    plots: Sequence[Path]
-    samples: Sequence[Sample]
-    export: Path  # the exported head's folder
-    aliases: Sequence[str]
 
 
 class Trackers:
@@ -87,18 +69,11 @@ class Trackers:
             file.write(json_line({"step": step, **metrics}))
         self._try(lambda remote: remote.log(dict(metrics), step=step))
 
-    def publish(self, results: Results) -> None:
-        """Send the results to W&B, unless a repeated run has the same again; they are in the run's folder anyway."""
-        config, folder = self._config, self._folder
-        if not isinstance(config, WandbConfig) or self._remote is None or folder is None:
-            return
-        content = [*(plot.read_bytes() for plot in results.plots), results.samples, config]
-        digest, sent = hashlib.sha256(repr(content).encode()).hexdigest(), folder / WANDB_SENT
-        if sent.is_file() and sent.read_text(encoding="utf-8").strip() == digest:
-            return
-        self._try(lambda remote: send_to_wandb(remote, config, results))
-        if self._remote is not None:
-            atomic.write_text(sent, digest + "\n")
+    def publish(self, plots: Sequence[Path], head: Path, aliases: Sequence[str]) -> None:
+        """Send a finished run's plots to W&B, and if configured the files of the folder `head` under these aliases."""
+        config = self._config
+        if isinstance(config, WandbConfig):
+            self._try(lambda remote: send_to_wandb(remote, plots, head if config.upload else None, aliases))
 
     def finish(self) -> None:
         """Release resources. W&B's upload is waited for up to FINISH_SECONDS; the rest stays for `wandb sync`."""
@@ -127,18 +102,14 @@ def json_line(row: Mapping[str, float]) -> str:
     return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()}) + "\n"
 
 
-def send_to_wandb(remote: Any, config: WandbConfig, results: Results) -> None:
-    """Send plots, and sample texts and the head's files if configured."""
+def send_to_wandb(remote: Any, plots: Sequence[Path], head: Path | None, aliases: Sequence[str]) -> None:
     import wandb
 
-    remote.log({f"plots/{plot.stem}": wandb.Image(str(plot)) for plot in results.plots})
-    if config.samples:
-        rows = [list(sample) for sample in results.samples[: config.samples]]
-        remote.log_table("samples", columns=["prompt", "answer, accepted marked", "τ"], data=rows)
-    if config.upload:
-        artifact = wandb.Artifact("-".join(results.export.parts[-2:]), type="head")
-        artifact.add_dir(str(results.export))
-        remote.tracker.log_artifact(artifact, aliases=list(results.aliases))
+    remote.log({f"plots/{plot.stem}": wandb.Image(str(plot)) for plot in plots})
+    if head is not None:
+        artifact = wandb.Artifact("-".join(head.parts[-2:]), type="head")
+        artifact.add_dir(str(head))
+        remote.tracker.log_artifact(artifact, aliases=list(aliases))
 
 
 def make_trackers(

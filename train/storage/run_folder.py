@@ -37,8 +37,8 @@ HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # files of an export
 # Keys (or prefixes) that may differ when a run is resumed: no past update depends on them.
 FREE = (
     "steps", "minutes", "check", "stage", "tracker.", "engine.", "features.target", "features.record", "log_every",
-    "eval_every", "eval_concurrency", "checkpoint_every", "keep_checkpoints", "export", "max_skipped", "output_dir",
-    "overwrite", "license", "head.path", "data.concurrency", "data.retries", "data.timeout_s",
+    "eval_every", "checkpoint_every", "keep_checkpoints", "export", "output_dir",
+    "overwrite", "license", "head.path", "data.concurrency",
 )  # fmt: skip
 BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # exceptions: a target's output depends on them
 ABSENT = object()

@@ -48,8 +48,9 @@ class EagleConfig(DecoderShape):
 class EagleObjectiveConfig(ObjectiveConfig):
     """Regression on the target's next hidden state. More than one step: on the head's own predictions (HASS)."""
 
+    feature_noise: ClassVar[float] = 0.1
+
     steps: int | None = number(1, low=1)
-    feature_noise: float = number(0.1, low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
