@@ -15,7 +15,6 @@ import infer.options.environment  # noqa: F401
 
 # isort: split
 
-import contextlib
 import importlib.util
 import json
 import platform
@@ -99,21 +98,6 @@ def check_kernels(version: str | None, location: Path | None) -> Check:
     if location is None or ROOT not in location.parents:
         return Check("kernels package", "broken", f"`import kernels` finds {location}", "remove it from PYTHONPATH")
     return Check("kernels package", "ok", "`import kernels` finds this repository's folder")
-
-
-def check_wandb(version: str | None, has_init: bool, folder: Path) -> Check:
-    """Check that `import wandb` finds the distribution: without it a wandb/ folder of run files is an empty namespace
-    package.
-    """
-    if version is None:
-        if folder.is_dir():
-            detail = f"not installed, and {folder} would import in its place"
-            return Check("wandb package", "broken", detail, f"rm -r {folder}; pip install -e '.[train]'")
-        return Check("wandb package", "warning", "not installed", "pip install -e '.[train]', or tracker=none")
-    if not has_init:
-        detail = f"{version}, but `import wandb` finds something else"
-        return Check("wandb package", "broken", detail, "remove the other wandb from PYTHONPATH")
-    return Check("wandb package", "ok", "importable")
 
 
 def check_torch_build(torch_version: str, has_nvidia: bool, has_cuda: bool, torchvision: str | None) -> Check:
@@ -248,16 +232,10 @@ def ask_ptxas(device: torch.device) -> Check:
 def run_checks() -> list[Check]:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     spec = importlib.util.find_spec("kernels")
-    has_wandb_init = False
-    with contextlib.suppress(ImportError):
-        import wandb
-
-        has_wandb_init = hasattr(wandb, "init")
     checks = [
         check_python(pyproject, platform.python_version()),
         *(check_package(extra, each, installed_version(each.name)) for extra, each in requirements(pyproject)),
         check_kernels(installed_version("kernels"), Path(spec.origin).resolve() if spec and spec.origin else None),
-        check_wandb(installed_version("wandb"), has_wandb_init, ROOT / "wandb"),
         check_disk(shutil.disk_usage(ROOT).free, ROOT),
         check_cache(writable_folder(), os.environ.get("TMPDIR") or "/tmp"),
         check_demo(ROOT / "models" / "demo"),

@@ -68,10 +68,9 @@ class HeadShape(ABC):
     max_depth: int | None = None  # how many tokens it can draft; None: unbounded
     attention: AttentionShape | None = None  # None for a head without decoder layers, which keeps no KV
     projected_heads: tuple[int, int] = (1, 1)  # of query and KV heads in a merged projection
-    reads_lm_head: bool = False  # initializing it needs the target's LM head even without `init_from_target`
-    donor_layers: range = range(
-        -1, 0
-    )  # the target's layers that `init_from_target` copies; negative from the last with attention
+    reads_lm_head: bool = False  # initializing it needs the target's LM head, whether it `starts_from_target` or not
+    # the target's layers that initializing copies; negative from the last with attention
+    donor_layers: range = range(-1, 0)
 
     @abstractmethod
     def to_json(self, facts: Facts) -> dict[str, Any]:
@@ -128,9 +127,9 @@ class NewHeadConfig(HeadConfig, ABC):
     is_target: ClassVar[bool] = False  # its export is a target, which `proposer=draft_model` serves
     output_layers: ClassVar[tuple[str, ...]] = ("lm_head", "lm_heads")  # modules that map to the vocabulary
     loose_parameters: ClassVar[tuple[str, ...]] = ()  # those that are read without calling the module that holds them
+    starts_from_target: ClassVar[bool] = True  # initialized from the target's weights where it can hold them
     files: ClassVar[str]  # the model card's sentence on the exported files
 
-    init_from_target: bool = True  # initialize from the target's weights where the head can hold them
     start_from: str | None = None  # a folder or hub id of a head of the same shape: training continues from its weights
 
     @abstractmethod

@@ -24,6 +24,7 @@ from infer.engine import Engine
 from infer.graphs.cuda_graph import Graph
 from infer.options.cli import compose
 from infer.request import SamplingParams
+from models.heads.eagle3.config import Eagle3Options
 from models.heads.files import load_head
 from models.targets import load_target
 from models.tokenizer import Tokenizer
@@ -381,8 +382,11 @@ def test_a_loss_over_no_slot_is_undefined(
     assert "0.000 (coverage" not in log
 
 
-def test_losses_of_draft_vocabularies_are_means_over_what_they_cover(settings: list[str], tmp_path: Path) -> None:
+def test_losses_of_draft_vocabularies_are_means_over_what_they_cover(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A head that gives all its tokens the same probability has log(size), however few slots it covers."""
+    monkeypatch.setattr(Eagle3Options, "starts_from_target", False)
     for size in (20, 100, 384):
         run(
             settings,
@@ -390,7 +394,6 @@ def test_losses_of_draft_vocabularies_are_means_over_what_they_cover(settings: l
             "steps=1",
             f"head.draft_vocab_size={size}",
             "objective.loss=ce",
-            "head.init_from_target=false",
         )
     rows = {size: read_metrics(tmp_path / f"v{size}")[0] for size in (20, 100, 384)}
     assert rows[20]["eval/coverage"] < rows[100]["eval/coverage"] < rows[384]["eval/coverage"] == 1

@@ -247,8 +247,6 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ),
         ("train", ["head=medusa", "eval_draft_tokens=5"], "eval_draft_tokens=5: this medusa head drafts 4 tokens at"),
         ("train", ["head=p-eagle", "objective.ratio=0"], "objective.ratio=0.0: must be above 0 and at most 1"),
-        ("train", ["head=mlp", "head.init_from_target=true"], "head.init_from_target=true: an MLP speculator has no"),
-        ("train", ["head=lstm", "head.init_from_target=true"], "head.init_from_target=true: an LSTM speculator has no"),
         ("train", ["head=lstm", "head.tie_weights=false"], "head.tie_weights=False: head.method=sum_lstm has one cell"),
         ("train", ["head=lstm", "head.inner_dim=[8,9]"], "head.inner_dim=[8, 9]: head.method=sum_lstm has one cell of"),
         ("train", ["head=lstm", "head.method=gru"], "head.method=gru: must be one of sum_lstm, sum_rnn"),

@@ -33,7 +33,7 @@ def test_this_environment_is_sound() -> None:
     assert (result.returncode, report["ok"]) == (0, True)
     names = [check["name"] for check in report["checks"]]
     assert len(names) == len(set(names))
-    for name in ("python", "torch", "kernels package", "wandb package", "demo target", "devices", "cpu", "threads"):
+    for name in ("python", "torch", "kernels package", "demo target", "devices", "cpu", "threads"):
         assert name in names
 
 
@@ -105,14 +105,6 @@ def test_foreign_kernels_is_broken(tmp_path: Path) -> None:
     assert doctor.check_kernels(None, here).status == "ok"
     assert doctor.check_kernels("0.18.2", here).fix == "pip uninstall kernels"
     assert doctor.check_kernels(None, tmp_path / "kernels" / "__init__.py").status == "broken"
-
-
-def test_local_wandb_folder_is_broken_only_without_the_package(tmp_path: Path) -> None:
-    (tmp_path / "wandb").mkdir()
-    assert doctor.check_wandb(None, False, tmp_path / "wandb").status == "broken"
-    assert doctor.check_wandb(None, False, tmp_path / "none").status == "warning"
-    assert doctor.check_wandb("0.31.0", False, tmp_path / "wandb").status == "broken"
-    assert doctor.check_wandb("0.31.0", True, tmp_path / "wandb").status == "ok"
 
 
 def test_torch_build_against_the_machine() -> None:

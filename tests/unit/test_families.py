@@ -666,12 +666,14 @@ def test_deepseek_is_served_in_blocks_of_fp8_as_published(make_family_folder, tm
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_block_drafters_cannot_start_from_layers_with_latents(make_family_folder):
+def test_block_drafters_do_not_start_from_layers_with_latents(make_family_folder):
     target = load_target(str(make_family_folder("deepseek v3")))
     head = HEADS["dflash"](num_layers=1, aux_layers=[1, 3]).make(target.config)
-    with pytest.raises(ValueError, match=r"head.init_from_target=true: needs layers of the target's sizes"):
-        initialize(head, target, from_target=True)
-    initialize(head, target, from_target=False)
+    weights = []
+    for from_target in (True, False):
+        initialize(head, target, from_target=from_target)
+        weights.append(head.layers[0].self_attn.qkv_proj.weight.clone())
+    assert torch.equal(*weights)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler on this machine")

@@ -32,7 +32,7 @@ from train.features.layout import Layout
 from train.features.online import Features, compute_features
 from train.features.recorded import RecordedFeatures
 from train.preparation.threads import WorkThreads
-from train.publishing.provenance import code_state
+from train.publishing.provenance import git_state, versions
 from train.signals import Interrupted
 from train.storage import atomic
 from train.storage.run_folder import tokenizer_record
@@ -40,7 +40,6 @@ from train.storage.run_folder import tokenizer_record
 MANIFEST, FORMAT = "manifest.json", 3
 SHARD_MB = 512  # an interruption loses at most about this much
 LEAST_SHARDS = 32  # if there are enough sequences, so that an interruption loses little of a small store too
-CODE = "code"  # manifest key: version and commit, for which no store is refused
 OPEN_SHARDS = 64  # memory maps open at the same time
 
 
@@ -101,29 +100,20 @@ def wider_layout(layout: Layout, wanted: dict[str, Any], folder: Path) -> Layout
     return replace(layout, layers=layers) if agrees and set(layout.layers) < set(layers) else None
 
 
-def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+def open_store(folder: Path, wanted: dict[str, Any]) -> None:
     """Create the folder and its manifest, or check existing ones and remove unfinished files.
 
-    Returns the code (version, commit) that made the store. Raises ValueError naming every difference if the store holds
-    other features.
+    Raises ValueError naming every difference if the store holds other features.
     """
-    record = refuse_other_store(folder, wanted)
-    if record is None:
+    if refuse_other_store(folder, wanted) is None:
         atomic.make_folder(folder)
-        record = {**wanted, CODE: code_state()}
+        record = {
+            **wanted,
+            "code": {"version": versions().get("headway"), **git_state()},
+        }  # for people: none is refused
         atomic.write_text(folder / MANIFEST, json.dumps(record, indent=2) + "\n")
     else:
         atomic.sweep(folder)
-    return record.get(CODE, {})
-
-
-def other_code(made_by: dict[str, Any]) -> str | None:
-    """Return a warning if other code made the store: its features should be the same, but that is not verified."""
-    current = code_state()
-    if made_by == current:
-        return None
-    parts = [f"{key} {made_by.get(key)}, here {value}" for key, value in current.items() if made_by.get(key) != value]
-    return f"this store was made by other code ({'; '.join(parts)}); to use another store, set features.path"
 
 
 def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:

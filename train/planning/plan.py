@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +46,6 @@ from train.publishing.trackers import check_tracker
 from train.storage.atomic import free_disk
 from train.storage.run_folder import check_run, other_export, refuse_other_export
 
-BUSY = 0.7  # share of the cores' time below which other processes compute too
-SLOWEST = 1e9  # FLOP/s; a single core of any processor in use reaches more in the dtype that is faster on it
 SAVED_BYTES = 12  # per trained parameter in a checkpoint: value and two moments
 
 
@@ -66,7 +63,6 @@ class Plan:
 class Speed:
     flops: float  # per second
     bytes: float
-    share: float = 1.0  # of the time of the cores in use that this process had; the rest went to others
 
 
 def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -231,7 +227,7 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
     text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
     rate = f"{speed.flops / 1e9:.{0 if speed.flops > 1e10 else 2}f} GFLOP/s in {precision.name}"
-    plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {rate}, estimated){busy(speed)}")
+    plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {rate}, estimated)")
     if precision.reason:
         plan.add("time", f"precision={precision.name}: {precision.reason}")
     plan.numbers["precision"] = precision.name
@@ -245,13 +241,6 @@ def plan_kernels(plan: Plan, config: TrainConfig, dtype: torch.dtype) -> None:
         slower = f"; slow, faster: {trial.slower}" if trial.slower else ""
         more = "; python scripts/doctor.py says more" if trial.fault else slower
         plan.add("kernels", f"the target's {trial.name}: {trial.detail}{more}")
-
-
-def busy(speed: Speed) -> str:
-    """Return a remark if other processes slowed the measurement, so that an idle machine would take less time."""
-    if speed.share >= BUSY and speed.flops >= SLOWEST:
-        return ""
-    return f"; this machine is busy: this process had {speed.share:.0%} of its cores' time, so idle it takes less"
 
 
 def uses_of_weights(config: TrainConfig, head: Head) -> float:
@@ -280,15 +269,11 @@ def measure(device: torch.device, dtype: torch.dtype) -> Speed:
         "w": torch.ones(side, side, dtype=dtype, device=device),
         "block": torch.zeros(size, dtype=torch.uint8, device=device),
     }
-    threads, began, used = torch.get_num_threads(), time.perf_counter(), time.process_time()
     product, copy = (
-        Timer(statement, globals=tensors, num_threads=threads).blocked_autorange().median
+        Timer(statement, globals=tensors, num_threads=torch.get_num_threads()).blocked_autorange().median
         for statement in ("x @ w.t()", "block.clone()")
     )
-    share = 1.0
-    if device.type == "cpu":
-        share = min(1.0, (time.process_time() - used) / (threads * (time.perf_counter() - began)))
-    return Speed(2.0 * rows * side * side / product, 2.0 * size / copy, share)
+    return Speed(2.0 * rows * side * side / product, 2.0 * size / copy)
 
 
 def readable(seconds: float) -> str:

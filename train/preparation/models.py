@@ -96,13 +96,13 @@ def give_vocabulary(head: Head, config: TrainConfig, target: LlamaTarget, counts
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
     set_vocabulary(head, *build_draft_vocab(counts, head.config.draft_vocab_size, forced))
-    reads = config.head.init_from_target or head.config.reads_lm_head
+    reads = config.head.starts_from_target or head.config.reads_lm_head
     count = target.config.num_layers
     attending = [layer for layer in range(count) if target.config.mixes(layer, ATTENTION)]
     donors = (index for index in head.config.donor_layers if -len(attending) <= index < count)
     layers = [attending[index] if index < 0 else index for index in donors]
     donor = unpacked_target(config, head, layers=layers) if reads else target
-    initialize(head, donor, from_target=config.head.init_from_target, seed=config.seed)
+    initialize(head, donor, from_target=config.head.starts_from_target, seed=config.seed)
     if config.head.start_from is not None:
         folder = head_at(config.head.start_from, config.head.revision, option="head.start_from=")
         earlier = load_head(folder, name=head.config.name, dtype=dtype_of(head), target=target)

@@ -36,14 +36,12 @@ from train.features.store import (
     manifest,
     open_store,
     origin,
-    other_code,
     refuse_small_disk,
     wider_layout,
 )
 from train.objectives.registry import OBJECTIVES
 from train.preparation.models import give_vocabulary, make_head, open_engine
 from train.preparation.threads import work_threads
-from train.publishing.trackers import warn
 from train.schedule import peak_rate
 from train.signals import StopRequest
 from train.storage.run_folder import recipe
@@ -118,11 +116,7 @@ class Prepared:
             kept += f"; those of {len(recorded)} sequences were taken while they were generated"
         log_main(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be stored{kept}")
         if accelerator.is_main_process:
-            made_by = open_store(folder, record)
-            writer = f"{made_by.get('version')}, commit {made_by.get('commit')}"
-            log_main(accelerator, f"the store was written by Headway {writer}")
-            if note := other_code(made_by):
-                warn(note)
+            open_store(folder, record)
         accelerator.wait_for_everyone()
         return store, recorded
 

@@ -69,11 +69,6 @@ def hub_id(model: ModelConfig) -> str | None:
     return path if is_hub_id(path) else None
 
 
-def code_state() -> dict[str, Any]:
-    """Return version, commit and whether tracked files differ from it; None where unknown."""
-    return {"version": versions().get("headway"), **git_state()}
-
-
 def git_state() -> dict[str, Any]:
     """Return commit and whether tracked files differ from it; None outside of a git checkout."""
     commit = run_git("rev-parse", "HEAD")

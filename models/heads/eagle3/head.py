@@ -129,7 +129,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
 
     Call after `set_vocabulary` (the LM head takes the rows of the draft vocabulary) and before the target is
     packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts
-    random, as the rest does without `from_target`.
+    random, as the rest does without `from_target` and in a head of other sizes.
     """
     size = head.config.layer.hidden_size
     same_width = size == target.config.hidden_size
@@ -149,7 +149,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
             or attention.o_proj.weight.shape != donor.self_attn.o_proj.weight.shape
         )
     ):
-        raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
+        return
     head.lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
     head.norm.weight.copy_(target.norm.scale)
     head.fc.weight[:, -size:].copy_(torch.eye(size))

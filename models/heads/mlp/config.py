@@ -124,14 +124,9 @@ class SpeculatorOptions(NewHeadConfig):
     separate_depths: ClassVar = True
     output_layers: ClassVar = ("head",)
 
-    init_from_target: bool = False
-    n_predict: int = number(4, low=1)  # heads
+    starts_from_target: ClassVar = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.init_from_target:
-            kind = self.name.upper()
-            raise ValueError(f"head.init_from_target=true: an {kind} speculator has no place for the target's weights")
+    n_predict: int = number(4, low=1)  # heads
 
     @property
     def max_depth(self) -> int:

@@ -142,7 +142,6 @@ def initialize(head: Head, target: LlamaTarget, *, from_target: bool, seed: int)
     """Draw each matrix of a checkpoint from N(0, 1/sqrt(n)): IBM's n is the state's width, which `state_weight` and
     `embedding_weight` assume, Arctic's the matrix's smaller size.
     """
-    assert not from_target, "it starts from nothing of the target's"
     generator = torch.Generator().manual_seed(seed)
     for name, parts in layout(head).items():
         parameter = head.get_parameter(name)

@@ -91,7 +91,7 @@ class MtpObjectiveConfig(ObjectiveConfig):
 
 @dataclass
 class MtpOptions(NewHeadConfig):
-    """With `init_from_target`, modules that the target ships are trained further."""
+    """Modules that the target ships are trained further."""
 
     objectives: ClassVar = {"mtp": MtpObjectiveConfig, "ttt": TttConfig}
     files: ClassVar = "The files follow the `speculators` layout of MTP modules."

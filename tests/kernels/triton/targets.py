@@ -64,7 +64,7 @@ def untaught_head(kind: str, target: LlamaTarget) -> Head:
     head = options.make(target.config)
     counts = torch.arange(target.config.vocab_size, 0, -1)
     set_vocabulary(head, *build_draft_vocab(counts, head.config.draft_vocab_size, []))
-    initialize(head, target, from_target=options.init_from_target)
+    initialize(head, target, from_target=options.starts_from_target)
     return head.requires_grad_(False)
 
 
