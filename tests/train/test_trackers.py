@@ -251,6 +251,6 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     files = draw_plots(tmp_path / "run")
     assert [path.name for path in files] == ["loss.png", "acceptance.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert draw_plots(tmp_path / "run") == []
     assert "matplotlib is not installed" in capsys.readouterr().err
