@@ -190,7 +190,7 @@ def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int
 
 SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # keys of a record
 LIMITED = "limited"  # key of a record: by how many minutes, and how many of the conversations were left out for that
-WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # keys of data that do not change what is generated
+WITHOUT_EFFECT = ("concurrency",)  # keys of data that do not change what is generated
 
 
 def text_hash(text: str) -> str:
