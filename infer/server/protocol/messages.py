@@ -41,7 +41,8 @@ REFUSED: dict[str, Unless] = {
     **dict.fromkeys(("container", "mcp_servers", "compaction"), Unless()),
     "thread": Unless(hint="nothing is stored here; send the whole conversation"),
     "context_management": Unless(
-        ({"edits": []}, KEEP_ALL_THINKING), hint="the whole conversation is read, and nothing of it cleared; leave it out"
+        ({"edits": []}, KEEP_ALL_THINKING),
+        hint="the whole conversation is read, and nothing of it cleared; leave it out",
     ),
 }
 BLOCKS: dict[str, tuple[str, ...]] = {  # type -> required fields
