@@ -192,15 +192,19 @@ def scan(
     native = _native(values, v, q, k)
     if native is None or keys % LANES:
         return _scan_in_torch(q, k, v, decay, gain, states, rows, delta=delta)
-    assert states is None or (states.dtype is torch.float32 and states[0].is_contiguous())
+    assert states is None or (states.dtype is torch.float32 and states.stride()[1:] == (keys * values, values, 1))
     (q, k, v), (visits, places) = (x if _has_whole_rows(x) else x.contiguous() for x in (q, k, v)), rows.visits
     decay, gain, out = decay.float().contiguous(), gain.float().contiguous(), torch.empty(count, heads, values)
     team = threads(2 * count * heads * keys * values)
     scratch = torch.empty(team * native.scan_scratch(keys, values, places))
     arguments = ScanArguments(
         **rows.fields,
-        **{name: address(x) for name, x in (("q", q), ("k", k), ("v", v), ("decay", decay), ("gain", gain))},
         visits=address(visits),
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        decay=decay.data_ptr(),
+        gain=gain.data_ptr(),
         states=address(states),
         out=out.data_ptr(),
         scratch=scratch.data_ptr(),

@@ -122,16 +122,21 @@ INLINE void convolve_request(const convolve_args *a, int64_t b, int64_t channel,
     }
 }
 
+/* Widen the weights of channels, tap by tap, and then their biases. */
+INLINE void widen_taps(const convolve_args *a, int64_t channel, int64_t size, float *taps, int kind) {
+    for (int64_t tap = 0; tap < a->taps; tap++, taps += CHANNELS)
+        for (int64_t i = 0; i < size; i++) taps[i] = element(a->weight, (channel + i) * a->taps + tap, kind);
+    for (int64_t i = 0; i < size; i += LANES)
+        store_f32(taps + i, a->bias ? load(a->bias, channel + i, kind) : splat(0.0f));
+}
+
 static void convolve_part(void *data) {
     convolve_args *a = data;
     float taps[(MOST_TAPS + 1) * CHANNELS]; /* [taps, CHANNELS], and the bias */
     for (int64_t channel; (channel = __atomic_fetch_add(&a->taken, CHANNELS, __ATOMIC_RELAXED)) < a->channels;) {
         int64_t size = a->channels - channel < CHANNELS ? a->channels - channel : CHANNELS;
-        for (int64_t i = 0; i < size; i++) {
-            for (int64_t tap = 0; tap < a->taps; tap++)
-                taps[tap * CHANNELS + i] = element(a->weight, (channel + i) * a->taps + tap, (int)a->weight_kind);
-            taps[a->taps * CHANNELS + i] = a->bias ? element(a->bias, channel + i, (int)a->weight_kind) : 0.0f;
-        }
+        if (a->weight_kind == FLOAT32) widen_taps(a, channel, size, taps, FLOAT32);
+        else widen_taps(a, channel, size, taps, BFLOAT16);
         for (int64_t b = 0; b < a->requests; b++) {
             if (a->kind == FLOAT32 && a->silu) convolve_request(a, b, channel, size, taps, FLOAT32, 1);
             else if (a->kind == FLOAT32) convolve_request(a, b, channel, size, taps, FLOAT32, 0);
