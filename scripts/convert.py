@@ -152,7 +152,7 @@ def stitch(args: argparse.Namespace, checkpoint: Checkpoint, target: Path | None
         )
     values = {name: value.to(tensors[names[name]].dtype) for name, value in checkpoint.tensors.items()}
     with destination(args.out, dry_run=args.dry_run) as staging:
-        write_with(target, staging, {names[name]: value for name, value in values.items()})
+        write_with(target, staging, tensors.stored({names[name]: value for name, value in values.items()}))
         assert all(torch.equal(value, values[name]) for name, value in open_shipped(staging).items())
     dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in values.items()}
     return RenderedCheckpoint({}, values, names, dtypes, [])

@@ -44,6 +44,8 @@ class Qwen35Target(LlamaTarget):
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         config = DEFAULTS | config
         fields = Fields(config)
+        fields.only("attn_output_gate", True)
+        fields.only("output_gate_type", "swish")  # of gated delta nets
         rope = fields.take("rope_scaling", dict, {}) | fields.take("rope_parameters", dict, {})
         factor = Fields({PARTIAL: rope.pop(PARTIAL, config[PARTIAL])})
         plain = {key: value for key, value in rope.items() if key not in OF_IMAGES}

@@ -7,7 +7,7 @@ Newer versions of transformers may write all experts of a layer as one tensor, `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -70,14 +70,29 @@ class Views(NamedTensors):
     def release(self) -> None:
         self._tensors.release()
 
+    def stored(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the stored tensors with other values of some of the views, each tensor whole."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in values.items():
+            stored, ranges, expert = self._sources[name]
+            if not ranges:
+                tensors[stored] = value
+                continue
+            if stored not in tensors:
+                tensors[stored] = self._tensors[stored].clone()
+            whole = tensors[stored] if expert is None else tensors[stored][expert]
+            for (first, end), rows in zip(ranges, value.split([end - first for first, end in ranges]), strict=True):
+                whole[first:end] = rows
+        return tensors
+
 
 def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> NamedTensors:
     """Return a checkpoint's tensors under the names of `target`'s layout, and of merged ones the rows of `part`."""
     views: dict[str, View] = {}
     for name in tensors:
         kind = name.rpartition(".")[0].rpartition(".")[2]
-        if (match := STACKED.fullmatch(name)) and isinstance(tensors, LazyTensors) and len(tensors.shape(name)) == 3:
-            views |= _experts(target, name, match, tensors.shape(name), part)
+        if stacked := stacked_views(tensors, name, target.published_name, part):
+            views |= stacked
         elif rows := target.stored_rows(name):
             views |= {each: View(name, ranges) for each, ranges in rows.items()}
         elif part is not None and kind in (*MERGED, *RENAMED):
@@ -89,13 +104,17 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
     return tensors if all(View(name) == view for name, view in views.items()) else Views(tensors, views)
 
 
-def _experts(
-    target: LlamaTarget, stored: str, match: re.Match[str], shape: Sequence[int], part: Part | None
+def stacked_views(
+    tensors: NamedTensors, stored: str, published_name: Callable[[str], str], part: Part | None = None
 ) -> dict[str, View]:
+    """Return the matrices of all experts that are stored in one tensor, by their own names; of another tensor none."""
+    match = STACKED.fullmatch(stored)
+    if match is None or not isinstance(tensors, LazyTensors) or len(shape := tensors.shape(stored)) != 3:
+        return {}
     views, kind = dict[str, View](), GRANITE.get(match[2], match[2])
     experts = match[1] if match[1].endswith(".experts") else f"{match[1]}.experts"
     for expert in range(shape[0]):
-        names = [*map(target.published_name, merged_parts(f"{experts}.{expert}.{kind}.weight"))]
+        names = [*map(published_name, merged_parts(f"{experts}.{expert}.{kind}.weight"))]
         size = shape[1] // len(names)
         for place, name in enumerate(names):
             views[name] = View(stored, (_rows(name, place * size, size, part),), expert)

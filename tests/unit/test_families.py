@@ -592,6 +592,8 @@ def edit(folder, tmp_path, **changes):
             {"layer_types": ["sliding_attention"] * 4},
             "layer_types=.*each full_attention or linear_attention",
         ),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate=False: only True"),
+        ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid': only 'swish'"),
         ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads=3: must be a multiple of 2 key heads"),
         ("qwen3.5", {"linear_conv_kernel_dim": 17}, "linear_conv_kernel_dim=17: must be 1 to 16"),
         (
@@ -696,6 +698,20 @@ def test_what_decides_the_decay_of_delta_nets_is_not_quantized(make_family_folde
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [[c.token_ids for c in engine.generate(prompts, params)] for engine in engines]
     assert ids[0] == ids[1] == ids[2]
+
+
+def test_ranks_divide_heads_with_their_gates_and_the_outputs_of_delta_nets(make_family_folder):
+    folder = str(make_family_folder("qwen3.5"))
+    whole, ranks = load_target(folder), []
+    for rank in range(2):
+        ranks.append(load_target(folder, part=Part(rank, 2, lambda x, sizes, *, everywhere=True: x)))
+    divided = [target.layers[1].self_attn.qkv_proj.weight.split([4 * 32, 32, 32]) for target in ranks]
+    together = torch.cat([torch.cat(pieces) for pieces in zip(*divided, strict=True)])
+    assert torch.equal(together, whole.layers[1].self_attn.qkv_proj.weight)
+    mixers = [target.layers[0].mixer for target in ranks]
+    assert torch.equal(torch.cat([mixer.o_proj.weight for mixer in mixers]), whole.layers[0].mixer.o_proj.weight)
+    for mixer in mixers:
+        assert torch.equal(mixer.in_proj.weight, whole.layers[0].mixer.in_proj.weight)
 
 
 def write_gptq(folder, place):

@@ -252,6 +252,7 @@ def test_the_module_of_a_hybrid_target_is_served_trained_and_stitched_back(famil
     check_weights(folder, empty_target(folder))
     target, stored = load_target(str(folder)), load_file(folder / "model.safetensors")
     head = load_head(folder, name="mtp", target=target)
+    assert_stacked_experts_are_read_and_written(folder, head, tmp_path / "stacked")
     flags = head.config.hidden_first, head.config.pre_norm, head.config.norm_recycled, head.config.zero_first
     assert flags == (False, False, True, False)
     assert head.mtp_layers[0].self_attn.output_gate
@@ -283,6 +284,32 @@ def test_the_module_of_a_hybrid_target_is_served_trained_and_stitched_back(famil
     ]
     assert [a.token_ids for a in answers[0]] == [a.token_ids for a in answers[1]]
     assert sum(a.stats.drafted for a in answers[1]) > 0
+
+
+def assert_stacked_experts_are_read_and_written(folder, head, place):
+    """Some files have all experts of the module in one tensor each, as transformers has them."""
+    tensors, experts = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if name.startswith("mtp.") and ".experts." in name]:
+        prefix, _, rest = name.partition(".experts.")
+        index, kind, _ = rest.split(".")
+        experts.setdefault(prefix, {})[kind, int(index)] = tensors.pop(name)
+    for prefix, parts in experts.items():
+        pairs = [torch.cat([parts["gate_proj", i], parts["up_proj", i]]) for i in range(len(parts) // 3)]
+        tensors[f"{prefix}.experts.gate_up_proj"] = torch.stack(pairs)
+        tensors[f"{prefix}.experts.down_proj"] = torch.stack([parts["down_proj", i] for i in range(len(pairs))])
+    shutil.copytree(folder, place)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    target = load_target(str(place))
+    again = load_head(place, name="mtp", target=target)
+    assert all(torch.equal(value, checkpoint_tensors(head)[name]) for name, value in checkpoint_tensors(again).items())
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter -= 0.05
+    exported, out = export(again, target, place.with_name("stacked-head")), place.with_name("stacked-out")
+    assert stitch(place, exported, out) == 0
+    assert load_file(out / "model.safetensors").keys() == tensors.keys()
+    stitched = checkpoint_tensors(load_head(out, name="mtp", target=load_target(str(out))))
+    assert all(torch.equal(value, stitched[name]) for name, value in checkpoint_tensors(again).items())
 
 
 def test_without_the_modules_that_its_config_states_a_target_lends_its_last_layer(tmp_path):

@@ -20,7 +20,7 @@ from models.heads.mtp.config import FLAGS, MtpConfig, MtpOptions
 from models.mtp_names import NEMOTRON, layout_of, modules_of
 from models.quantized.scheme import SECTION
 from models.targets import ARCHITECTURES, read_weights
-from models.weights import NamedTensors
+from models.targets.views import View, Views, stacked_views
 
 MODULES = "num_nextn_predict_layers"
 # as in speculators' own modules, whose files state none of these
@@ -79,12 +79,18 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
-def find_shipped(folder: Path) -> tuple[NamedTensors, dict[str, str]]:
-    """Return a target's tensors, each read on access, and by our names those of its modules."""
+def find_shipped(folder: Path) -> tuple[Views, dict[str, str]]:
+    """Return a target's tensors, each read on access, and by our names those of its modules, experts one by one."""
     config = read_json(folder / "config.json")
     layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
-    tensors = read_weights(folder, torch.float32, None, progress=False)
-    names = layout.names(tensors, fields.size("num_hidden_layers"), modules_of(config) or 1)
+    fields.only("mtp_use_dedicated_embeddings", False)
+    sizes = fields.size("num_hidden_layers"), modules_of(config) or 1
+    stored, layers, modules = read_weights(folder, torch.float32, None, progress=False), *sizes
+    prefixes, views = layout.prefixes(layers, modules), dict[str, View]()
+    for name in (name for name in stored if name.startswith(prefixes)):
+        views |= stacked_views(stored, name, str) or {name: View(name)}
+    tensors = Views(stored, views)
+    names = layout.names(tensors, layers, modules)
     if layout is NEMOTRON:
         raise ValueError(f"{folder}: {len(names)} tensors mtp.* are of Nemotron's blocks, of which head=mtp has none")
     return tensors, names
