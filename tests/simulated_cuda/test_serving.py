@@ -59,7 +59,7 @@ def test_what_is_captured_leaves_numbers_in_the_cache(target_folder: Path) -> No
 
 def test_how_much_is_captured(cuda: Machine, target_folder: Path) -> None:
     """At the defaults of a head with adaptive drafts, as the device counts captures."""
-    defaults = {"max_batch": EngineConfig().max_batch, "max_rows": 512}
+    defaults: dict[str, Any] = {"max_batch": EngineConfig().max_batch, "max_rows": 512}
     engine = make_engine(target_folder, DRAFTERS["eagle3, adaptive"], graphs="on", profile=False, **defaults)
     assert engine.graphs is not None
     assert engine.graphs.count == sum(map(len, cuda.pools.values())) == 30

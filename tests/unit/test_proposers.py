@@ -13,7 +13,8 @@ from torch import Tensor
 
 from infer.batch.tree import Budget, DraftTree
 from infer.config import ProposerConfig
-from infer.request import PLAIN, DrafterState, Needs, Proposer, ProposerState
+from infer.engine.step import features_of
+from infer.request import PLAIN, Drafter, DrafterState, Needs, Proposer, ProposerState
 from infer.speculation.proposers import SELF_LIMITING, build_proposers
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.ngram import NgramProposer
@@ -157,3 +158,14 @@ def test_a_proposer_is_built_when_it_is_first_asked_for(tmp_path):
     (tmp_path / "file").write_text("no responses")
     with pytest.raises(ValueError, match="is no file of responses"):
         build_proposers(replace(config, memory=str(tmp_path / "file")), None, None, vocab_size=90)
+
+
+def test_features_are_selected_for_those_who_read_them():
+    """Of a verify that computed them for all its rows, since one request wants them."""
+    requests = [make_request([1, 2]), make_request([3, 4]), make_request([5, 6])]
+    for request in requests[::2]:
+        request.drafter = Drafter(Following("one"), Budget(1, 1), 100)
+    requests[2].drafter.state = DrafterState.NONE
+    aux = [torch.arange(5.0)[:, None], torch.arange(5.0)[:, None] + 10]
+    selected = features_of(requests, aux, [(0, 2), (3,), (4,)])
+    assert [rows.tolist() for rows in selected] == [[[0, 10], [2, 12]], [], []]
