@@ -16,7 +16,9 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 
 from models.checkpoint import open_tensors
+from models.gguf.mamba2 import LAYERS
 from models.targets.gpt_bigcode import RENAMED
+from tests.gguf_hybrids import as_mamba2, known_name, parted, write_hybrid
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
@@ -37,6 +39,9 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": gguf.MODEL_ARCH.QWEN3NEXT,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
     "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
+    "GraniteMoeHybridForCausalLM": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "FalconH1ForCausalLM": gguf.MODEL_ARCH.FALCON_H1,
+    "NemotronHForCausalLM": gguf.MODEL_ARCH.NEMOTRON_H,
 }
 QWEN = (gguf.MODEL_ARCH.QWEN3NEXT, gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)
 MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
@@ -101,7 +106,10 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config |= {name: config[key] for key, name in RENAMED.items() if key in config}
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     architecture = ARCHITECTURES[config["architectures"][0]]
+    if architecture is gguf.MODEL_ARCH.NEMOTRON_H and "moe" in config["layers_block_type"]:
+        architecture = gguf.MODEL_ARCH.NEMOTRON_H_MOE
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
     _write_sizes(writer, config, older)
     if tokenizer:
@@ -109,7 +117,7 @@ def write_gguf(
     if change is not None:
         change(writer)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    tensors = dict(open_tensors(folder))
+    tensors = {name: part for stored, tensor in open_tensors(folder).items() for name, part in parted(stored, tensor)}
     if config.get("tie_word_embeddings", "layer_norm_epsilon" in config):
         tensors.pop("lm_head.weight", None)
     expected: dict[str, torch.Tensor] = {}
@@ -118,7 +126,7 @@ def write_gguf(
     if architecture is gguf.MODEL_ARCH.QWEN3NEXT:
         tensors = _apart(tensors, config)
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
-        value = tensor.float().numpy()
+        value, known = tensor.float().numpy(), known_name(name, config)
         if architecture in QWEN:
             value = _as_in_qwens_files(architecture, name, tensor.float(), config).numpy()
         if "conv.weight" in name:
@@ -128,8 +136,10 @@ def write_gguf(
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             value = value + 1
-        unquantized = ".experts." in name or value.ndim < 2 or "conv" in name.rpartition(".")[0].rpartition(".")[2]
-        kind = Kind.F32 if unquantized else kinds[turn % len(kinds)]
+        value = value if architecture in QWEN else as_mamba2(name, value, config)
+        convolution = "conv" in name.rpartition(".")[0].rpartition(".")[2]
+        plain = ".experts." in name or min(value.ndim, tensor.ndim) < 2 or convolution
+        kind = Kind.F32 if plain else kinds[turn % len(kinds)]
         if architecture is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name and value.ndim == 2:
             kind = Kind.MXFP4
         if name.endswith(".kv_b_proj.weight") and not older:
@@ -146,15 +156,17 @@ def write_gguf(
         restored = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
         if architecture in QWEN:
             restored = _as_in_qwens_files(architecture, name, restored, config, back=True)
+        elif name.endswith(".A_log"):
+            restored = torch.log(-restored)
         if heads:
             restored = restored.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
         scale = 0.5 + turn / 7 if scaled and ".layers." in name and value.ndim == 2 else 1.0
         expected[name] = restored * torch.tensor(scale) if scale != 1 else restored
         if ".experts." in name:
-            layer, _, rest = name.partition(".experts.")
+            layer, _, rest = known.partition(".experts.")
             stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append((kind, raw))
         else:
-            stored[_name(names, name)] = raw, kind
+            stored[_name(names, known)] = raw, kind
         if scale != 1:
             stem = _name(names, re.sub(r"experts\.\d+", "experts", name)).removesuffix(".weight")
             stored.update(_scales(stored, stem, scale))
@@ -282,7 +294,7 @@ def _name(names: gguf.TensorNameMap, name: str) -> str:
 
 def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, Any]) -> int:
     """Return the number of heads if converters permute the tensor's rows for ggml's rotary embedding, otherwise 0."""
-    if architecture not in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE):
+    if architecture not in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE, gguf.MODEL_ARCH.GRANITE_HYBRID):
         return 0
     if ".q_proj." in name:
         return int(config["num_attention_heads"])
@@ -296,6 +308,9 @@ def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], older: bool) -
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
+    if writer.arch in LAYERS:
+        write_hybrid(writer, config)
+        return
     if "intermediate_size" in config:
         writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])

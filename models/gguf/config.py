@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from models.config import RopeConfig
-from models.gguf import hybrid
+from models.gguf import hybrid, mamba2
 from models.gguf.file import GgufFile
 from models.layers import rope_frequencies
 
@@ -33,6 +33,10 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
+    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
+    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
 DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")  # of "deepseek2" whose router is a sigmoid
@@ -89,12 +93,25 @@ OF_ONE = {  # keys of one architecture alone
     "gpt-oss": WINDOW,
     "deepseek2": DEEPSEEK,
     **hybrid.KEYS,
+    "granitehybrid": (
+        *mamba2.SSM,
+        *MULTIPLIERS,
+        "expert_count",
+        "expert_used_count",
+        "expert_shared_feed_forward_length",
+    ),
+    "falcon-h1": mamba2.SSM,
+    "nemotron_h": (*mamba2.SSM, "attention.layer_norm_epsilon"),
+    "nemotron_h_moe": (*mamba2.SSM, "attention.layer_norm_epsilon", *mamba2.EXPERTS),
 }
 TEXTS = ("rope.scaling.type",)
 FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "factor", "scale", "beta_fast", "beta_slow", "multiplier")
 IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
 FLAGS = (*IGNORED, "expert_weights_norm")
-MAY_BE_ZERO = (*("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count", hybrid.MODULES),)
+MAY_BE_ZERO = (
+    *("phi3.attention.sliding_window", "expert_shared_count", "leading_dense_block_count", hybrid.MODULES),
+    *("granitehybrid.expert_count", "granitehybrid.expert_used_count"),
+)
 # Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
@@ -103,6 +120,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (0.0,),
     "expert_count": (0,),
     "expert_used_count": (0,),
+    "expert_group_count": (1,),
     "expert_weights_norm": (True,),  # what qwen3moe does
     "expert_weights_scale": (0.0, 1.0),
 }
@@ -125,7 +143,10 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     experts = EXPERTS.get(architecture, {})
     if mixtral := architecture == "llama" and bool(values.get("expert_count")):
         experts = {"expert_count": "num_local_experts", **USED}
+    lists = mamba2.per_layer(file, architecture, values)
     translated = {**SIZES, **FORWARD, **experts}
+    if EPSILON not in values and "attention.layer_norm_epsilon" in OF_ONE.get(architecture, ()):
+        del translated[EPSILON]
     if architecture == "starcoder":
         translated = {key: name for key, name in translated.items() if key != EPSILON} | STARCODER
     supported = {*translated, *READ, *IGNORED, *OF_ONE.get(architecture, ())}
@@ -134,7 +155,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
             raise ValueError(
                 f"{file.path}: {architecture}.{key}={shown(value)}: is not supported, and may change the logits"
             )
-        if key in supported:
+        if key in supported and key not in lists:
             check_type(file, f"{architecture}.{key}", value)
     name, kind = MIXTRAL if mixtral else CLASSES[architecture]
     if architecture == "deepseek2" and values.get("expert_gating_func") == SIGMOID:
@@ -143,7 +164,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     for key, name in translated.items():
         if key in FORWARD and architecture in EXPERTS and key not in values:
             continue
-        config[name] = file.need(f"{architecture}.{key}")
+        config[name] = values[key] if key in lists else file.need(f"{architecture}.{key}")
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = kv_heads = values.get("attention.head_count_kv", heads)
     if heads % kv_heads:
@@ -166,8 +187,10 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         config.setdefault("intermediate_size", config["moe_intermediate_size"])
     if architecture == "gemma3":
         config |= gemma(file, values, config)
-    if architecture == "granite":
-        config |= multipliers(file, values, config)
+    if architecture in mamba2.LAYERS:
+        config |= mamba2.config_keys(file, architecture, values, lists, config)
+    if architecture in ("granite", "granitehybrid"):
+        config |= multipliers(file, architecture, values, config)
     if architecture == "phi3":
         config["sliding_window"] = file.need("phi3.attention.sliding_window") or None
         config |= longrope(file)
@@ -325,10 +348,12 @@ def latent(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> di
     }
 
 
-def multipliers(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def multipliers(file: GgufFile, architecture: str, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return Granite's multipliers; llama.cpp leaves those out that are absent or zero."""
-    file.need("granite.logit_scale")
-    if values.get("rope.scaling.finetuned") is False:  # llama.cpp takes it so in this architecture
+    file.need(f"{architecture}.logit_scale")
+    if (
+        architecture == "granite" and values.get("rope.scaling.finetuned") is False
+    ):  # llama.cpp takes it so in this architecture
         raise ValueError(f"{file.path}: granite.rope.scaling.finetuned=False: attention without rotary embedding")
     absent = {"attention.scale": config["head_dim"] ** -0.5}
     return {name: values.get(key) or absent.get(key, 1.0) for key, name in MULTIPLIERS.items()}

@@ -56,6 +56,9 @@ class Keys(NamedTuple):
 
 
 GRANITE = Keys()
+NEMOTRON = Keys(
+    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
+)
 
 
 def read_mamba2(config: Mapping[str, Any], inner_size: int | None = None, keys: Keys = GRANITE) -> Mamba2Config:

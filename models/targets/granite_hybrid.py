@@ -44,8 +44,8 @@ NAMES = {
     r"\.mlp\.gate\.": ".block_sparse_moe.router.layer.",
     r"\.block_sparse_moe\.router\.weight": ".block_sparse_moe.router.layer.weight",  # of newer files
     r"\.mlp\.experts\.": ".block_sparse_moe.experts.",
-    r"\.mlp\.(shared_experts\.)?gate_up_proj\.": ".shared_mlp.input_linear.",
-    r"\.mlp\.(shared_experts\.)?down_proj\.": ".shared_mlp.output_linear.",
+    r"\.mlp\.(?:shared_experts\.)?(gate|up)_proj\.": r".shared_mlp.\1_proj.",
+    r"\.mlp\.(?:shared_experts\.)?down_proj\.": ".shared_mlp.output_linear.",
 }
 EXPERT = re.compile(r"(.*\.block_sparse_moe)\.experts\.(\d+)\.(gate|down)_proj\.weight")
 
@@ -77,13 +77,15 @@ class GraniteHybridTarget(GraniteTarget):
             inner = fields.size("intermediate_size")
             experts = ExpertsConfig(count, active, inner, normalize=True, shared_size=shared)
         types = fields.take("layer_types", list, fields.take("layers_block_type", list, []))
+        mixers = typed_mixers(types, base.num_layers, LAYER_TYPES)
+        inner_size = int(fields.positive("mamba_expand", 2) * base.hidden_size)
         return replace(
             base,
             mlp_bias=False,  # whatever is stated: transformers has none
             unrotated=config.get("position_embedding_type") != "rope",
             experts=experts,
-            mixers=typed_mixers(types, base.num_layers, LAYER_TYPES),
-            recurrent=read_mamba2(config, int(fields.positive("mamba_expand", 2) * base.hidden_size)),
+            mixers=mixers if RECURRENT in mixers else (),  # some have none
+            recurrent=read_mamba2(config, inner_size) if RECURRENT in mixers else None,
         )
 
     @staticmethod
@@ -99,19 +101,15 @@ class GraniteHybridTarget(GraniteTarget):
             name = re.sub(ours, theirs, name)
         return name
 
-    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        layout, merged = super().checkpoint_layout(), ("mlp.gate_up_proj", "shared_experts.gate_up_proj")
-        names = [name for name in layout if any(key in name for key in merged)]
-        return layout | {name: (self.published_name(f"model.{name}"),) for name in names}
-
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Merge gate and up, and stack the experts of a layer."""
         kept, experts = dict[str, Tensor](), dict[str, list[Tensor]]()
         for name, value in tensors.items():
-            match = EXPERT.fullmatch(name)
-            if match is None and ".experts." not in name:
-                kept[name] = value
-            elif match is not None:
-                gate = match[3] == "gate"
-                rows = torch.cat([value, tensors[name.replace(".gate_proj.", ".up_proj.")]]) if gate else value
-                experts.setdefault(f"{match[1]}.{'input' if gate else 'output'}_linear.weight", []).append(rows)
+            match, up = EXPERT.fullmatch(name), tensors.get(name.replace(".gate_proj.", ".up_proj."))
+            rows = torch.cat([value, up]) if up is not None and ".gate_proj." in name else value
+            if match is not None:
+                stored = f"{match[1]}.{'input' if match[3] == 'gate' else 'output'}_linear.weight"
+                experts.setdefault(stored, []).append(rows)
+            elif ".up_proj." not in name:
+                kept[name.replace(".gate_proj.", ".input_linear.")] = rows
         return kept | {name: torch.stack(values) for name, values in experts.items()}

@@ -19,7 +19,7 @@ from models.config import ATTENTION, NEITHER, RECURRENT, ExpertsConfig, TargetCo
 from models.decoder import DecoderLayer, SelfAttention
 from models.fields import Fields
 from models.layers import Linear, PlainMLP, RMSNorm
-from models.mixers.mamba2 import NO_LIMIT, Keys, Mamba2, Mamba2Config, read_mamba2
+from models.mixers.mamba2 import NEMOTRON, NO_LIMIT, Mamba2, Mamba2Config, read_mamba2
 from models.targets.deepseek import DeepseekExperts
 from models.targets.lfm2 import typed_mixers
 from models.targets.llama import LlamaTarget
@@ -42,9 +42,6 @@ DEFAULTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 7688,
     "norm_topk_prob": True,
 }
-KEYS = Keys(
-    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias")
-)
 MLP, MOE = "mlp", "moe"
 PATTERN = {"M": "mamba", "*": "attention", "-": MLP, "E": MOE}
 LAYER_TYPES = {
@@ -165,7 +162,7 @@ class NemotronHTarget(LlamaTarget):
         base = TargetConfig.from_json(config | eps | sizes, activation="relu2")
         latent = fields.size("moe_latent_size") if "moe_latent_size" in config else None
         sparse = tuple(layer for layer, kind in enumerate(types) if kind == MOE)
-        own = NemotronConfig(**vars(read_mamba2(config, keys=KEYS)), sparse=sparse, latent_size=latent)
+        own = NemotronConfig(**vars(read_mamba2(config, keys=NEMOTRON)), sparse=sparse, latent_size=latent)
         return replace(
             base,
             unrotated=True,

@@ -22,7 +22,6 @@ from models.targets.llama import LlamaTarget
 from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts
 
 STACKED = re.compile(r"(.*\.experts|.*\.block_sparse_moe)\.(gate_up_proj|up_proj|down_proj|(in|out)put_linear\.weight)")
-RENAMED = {"c_attn": "qkv_proj", "input_linear": "gate_up_proj"}  # of GPT-BigCode and Granite
 GRANITE = {"input_linear.weight": "gate_up_proj", "output_linear.weight": "down_proj"}
 
 
@@ -95,8 +94,11 @@ def viewed(tensors: NamedTensors, target: LlamaTarget, part: Part | None) -> Nam
             views |= stacked
         elif rows := target.stored_rows(name):
             views |= {each: View(name, ranges) for each, ranges in rows.items()}
-        elif part is not None and kind in (*MERGED, *RENAMED):
-            names, total = merged_parts(name.replace(kind, RENAMED.get(kind, kind))), tensors.shape(name)[0]
+        elif kind == "input_linear":  # Granite's gate and up
+            names, size = merged_parts(name.replace(kind, "gate_up_proj")), tensors.shape(name)[0] // 2
+            views |= {each: View(name, (_rows(each, n * size, size, part),)) for n, each in enumerate(names)}
+        elif part is not None and kind in (*MERGED, "c_attn"):  # the last is GPT-BigCode's qkv_proj
+            names, total = merged_parts(name.replace("c_attn", "qkv_proj")), tensors.shape(name)[0]
             sizes = rows_of_parts(total, len(names), (target.config.num_heads, target.config.num_kv_heads))
             views[name] = View(name, tuple(map(_rows, names, accumulate(sizes, initial=0), sizes, [part] * len(sizes))))
         else:

@@ -22,7 +22,6 @@ from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
 from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantizes
 from models.sharding import Part
-from models.stacked_experts import stack
 from models.targets import check_weights, empty_target, load_target, read_target_config
 from models.targets.views import viewed
 from models.targets.writing import save_target
@@ -56,6 +55,21 @@ DELTA_NET = {
     "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2, "rms_norm_eps": 1e-2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 16, "mamba_d_state": 12, "mamba_chunk_size": 32, "mamba_n_groups": 2}
+GRANITE_H = {
+    **{**MAMBA, "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+    **{"shared_intermediate_size": 96},
+}
+NEMOTRON = {
+    **{"mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 12, "chunk_size": 32},
+    **{"head_dim": 32, "time_step_min": 1e-30, "time_step_floor": 0.5},
+}
+NEMOTRON_MOE = {
+    **{**NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "routed_scaling_factor": 2.5},
+    **{"moe_shared_expert_intermediate_size": 64},
+}
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -139,6 +153,20 @@ FAMILIES = {
         "Qwen3NextConfig",
         DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 6},
     ),
+    "granite hybrid": ("GraniteMoeHybridConfig", GRANITE_H | {"num_local_experts": 0, "tie_word_embeddings": True}),
+    "granite hybrid with experts, rotary": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE_H, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "mamba_n_groups": 1}
+        | {"position_embedding_type": "rope"},
+    ),
+    "falcon h1": ("FalconH1Config", {**MAMBA, "mamba_d_ssm": 128, "head_dim": 32}),
+    "falcon h1, norm after the gate": (
+        "FalconH1Config",
+        {**MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
+    "nemotron h": ("NemotronHConfig", NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    "nemotron h with experts": ("NemotronHConfig", NEMOTRON_MOE),
+    "nemotron h with experts of a latent": ("NemotronHConfig", NEMOTRON_MOE | {"moe_latent_size": 32}),
     "starcoder": ("GPTBigCodeConfig", {"n_inner": 96, "bos_token_id": 0, "eos_token_id": 0}),
     "starcoder tied": ("GPTBigCodeConfig", {"n_inner": 96, "tie_word_embeddings": True}),
 }
@@ -175,7 +203,7 @@ def written(tmp_path_factory):
         model.save_pretrained(folder)
         randomise_biases_and_norms(folder)
         tensors = write_gguf(folder, file, older="older" in name)
-        tensors = stack(tensors) if name == "gpt-oss" else tensors
+        tensors = tensors if "next" in name else empty_target(folder).as_stored(tensors)  # which are as stored already
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         cached[name] = file, folder
         return cached[name]
@@ -343,7 +371,13 @@ def test_smollm2_gives_the_logits_of_transformers():
 
 @pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 @pytest.mark.parametrize(
-    ("name", "formats"), [("gpt-oss", ("Q8_0", "int8 in groups of 32")), ("deepseek v3", ("Q8_0",))]
+    ("name", "formats"),
+    [
+        ("gpt-oss", ("Q8_0", "int8 in groups of 32")),
+        ("deepseek v3", ("Q8_0",)),
+        ("granite hybrid", ("Q8_0",)),
+        ("nemotron h with experts of a latent", ("Q8_0",)),
+    ],
 )
 def test_what_stays_as_published_gives_the_logits_of_what_is_widened(written, tmp_path, name, formats):
     file = tmp_path / "tiny.gguf"
@@ -371,7 +405,13 @@ def test_a_scale_of_mxfp4_that_is_no_number_is_named(written, tmp_path):
         load_target(str(file), native=True)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied", "granite hybrid"),
+        *("granite hybrid with experts, rotary", "falcon h1", "nemotron h"),
+    ],
+)
 def test_a_rank_reads_its_rows(written, name):
     file, folder = written(name)
     part = Part(1, 2, lambda x, sizes, *, everywhere=True: x)
@@ -498,6 +538,11 @@ OF_OTHERS = {
     ),
     "qwen2": (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "rope_factors_long.weight"),
     "deepseek v3": (lambda w: w.add_uint32("deepseek2.nextn_predict_layers", 1), "nextn_predict_layers=1"),
+    "granite hybrid": (lambda w: w.add_head_count_kv([0, 2, 2]), r"head_count_kv=\[0, 2, 2\]: must be 4 whole numbers"),
+    "nemotron h": (lambda w: w.add_head_count_kv([0, 0, 0]), r"head_count_kv=\[0, 0, 0\]: a layer with such"),
+    "nemotron h with experts": (lambda w: w.add_expert_group_count(4), "expert_group_count=4: is not supported"),
+    "falcon h1": (lambda w: w.add_ssm_time_step_rank(3), "ssm.time_step_rank=3: must divide ssm.inner_size=128"),
+    "falcon h1, norm after the gate": (lambda w: w.add_head_count_kv([2, 0]), r"head_count_kv=\[2, 0\]: layers that"),
     "deepseek v2": (lambda w: w.add_uint32("deepseek2.expert_gating_func", 3), "expert_gating_func=3: .* 1 or 2"),
     "deepseek v3, older": (
         lambda w: w.add_tensor("blk.0.attn_k_b.weight", np.ones((4, 32, 32), np.float32)),
@@ -516,6 +561,36 @@ def test_what_other_families_do_not_support_is_named(written, tmp_path, name):
     write_gguf(written(name)[1], tmp_path / "tiny.gguf", change=add, older="older" in name)
     with pytest.raises(ValueError, match=message):
         load_target(str(tmp_path / "tiny.gguf"))
+
+
+def test_decays_of_mamba2_stay_in_fp32_and_are_negative(written, tmp_path):
+    file, folder = written("granite hybrid")
+    rounded, target = load_target(str(file), dtype=torch.bfloat16), load_target(str(folder))
+    for kind in ("A_log", "D", "dt_bias"):
+        value = rounded.get_parameter(f"layers.0.mixer.{kind}")
+        assert value.dtype is torch.float32
+        assert torch.equal(value, target.get_parameter(f"layers.0.mixer.{kind}"))
+    rate = GgufFile(file).tensors["blk.3.ssm_a"]
+    content = bytearray(file.read_bytes())
+    content[rate.offset : rate.offset + 4] = np.float32(0.5).tobytes()
+    (damaged := tmp_path / "tiny.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tiny\.gguf: blk.3.ssm_a: damaged: 0.5 is no negative rate"):
+        load_target(str(damaged))
+
+
+@pytest.mark.parametrize("name", ["granite hybrid with experts, rotary", "falcon h1", "nemotron h with experts"])
+def test_the_config_of_a_file_is_one_for_transformers(written, tmp_path, name):
+    import transformers
+
+    file, folder = written(name)
+    (tmp_path / "config.json").write_text(json.dumps(read_config(file)))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, tmp_path)
+    ]
+    with torch.no_grad():
+        logits, wanted = (model.eval()(IDS).logits for model in models)
+    assert relative_error(logits, wanted) < TOLERANCE
 
 
 def test_keys_that_change_nothing_are_left_out(make_target_folder, tmp_path):
