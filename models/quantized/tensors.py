@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,10 @@ class QuantizedTensors(NamedTensors):
             return self._tensors.shape(name)
         rows = self.described(name)
         return rows.count, rows.inputs
+
+    def slice(self, name: str) -> Any:
+        """As of LazyTensors, of a tensor of no quantized layer."""
+        return self._tensors.slice(name)
 
     def groups(self, name: str) -> GroupedRows | None:
         """Return a layer's weight as it is stored, all rows; None for another tensor."""

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from kernels.weights.ggml import GgmlRows
 from kernels.weights.groups import GroupedRows
+from models.quantized.tensors import QuantizedTensors
 from models.sharding import Part
 from models.targets.llama import LlamaTarget
 from models.weights import MERGED, LazyTensors, NamedTensors, merged_parts, rows_of_parts
 
 STACKED = re.compile(r"(.*\.experts|.*\.block_sparse_moe)\.(gate_up_proj|up_proj|down_proj|(in|out)put_linear\.weight)")
+SLICED = (LazyTensors, QuantizedTensors)  # of files whose stacks of experts are read one by one
 GRANITE = {"input_linear.weight": "gate_up_proj", "output_linear.weight": "down_proj"}
 
 
@@ -44,7 +46,7 @@ class Views(NamedTensors):
         if expert is None:
             value = self._tensors[stored]
             return torch.cat([value[first:end] for first, end in rows]) if rows else value
-        assert isinstance(self._tensors, LazyTensors)
+        assert isinstance(self._tensors, SLICED)
         piece = self._tensors.slice(stored)
         return torch.cat([piece[expert : expert + 1, first:end][0] for first, end in rows])
 
@@ -111,7 +113,7 @@ def stacked_views(
 ) -> dict[str, View]:
     """Return the matrices of all experts that are stored in one tensor, by their own names; of another tensor none."""
     match = STACKED.fullmatch(stored)
-    if match is None or not isinstance(tensors, LazyTensors) or len(shape := tensors.shape(stored)) != 3:
+    if match is None or not isinstance(tensors, SLICED) or len(shape := tensors.shape(stored)) != 3:
         return {}
     views, kind = dict[str, View](), GRANITE.get(match[2], match[2])
     experts = match[1] if match[1].endswith(".experts") else f"{match[1]}.experts"

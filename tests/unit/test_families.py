@@ -27,7 +27,7 @@ from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
 from tests.heads import make_head
 from tests.pairwise import parametrize_each
-from tests.unit.quantized_writers import FP8, GPTQ, fp8_blocks, gptq, write
+from tests.unit.quantized_writers import FP8, GPTQ, compressed, fp8_blocks, gptq, packed, write
 from tests.unit.reference import (
     TOLERANCE,
     assert_equals_reference,
@@ -117,6 +117,12 @@ FAMILIES = {
         "FalconH1Config",
         {**MAMBA, "mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True}
         | {"mlp_bias": True, "attention_bias": True, "head_dim": 32},
+    ),
+    "granite hybrid without recurrence": (
+        "GraniteMoeHybridConfig",
+        GRANITE_H
+        | {"layer_types": ["full_attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
     "granite hybrid": ("GraniteMoeHybridConfig", GRANITE_H | {"num_local_experts": 0, "tie_word_embeddings": True}),
     "granite hybrid with experts, one group, rotary": (
@@ -666,6 +672,29 @@ def test_deepseek_is_served_in_blocks_of_fp8_as_published(make_family_folder, tm
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     ids = [[c.token_ids for c in engine.generate(prompts, params)] for engine in engines]
     assert ids[0] == ids[1] == ids[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantized", "count"),
+    [
+        ("granite hybrid", "_proj", 8),
+        ("granite hybrid", "_linear", 4),  # gate and up are stored merged, and widened therefore
+        ("granite hybrid with experts, one group, rotary", "shared_mlp.output", 4),
+        ("falcon h1", "_proj", 24),
+        ("nemotron h", "_proj", 10),
+    ],
+)
+def test_quantized_hybrids(make_family_folder, tmp_path, monkeypatch, name, quantized, count):
+    """Convolutions and decays are as they were; so are experts in one tensor, which quantizers leave alone."""
+    monkeypatch.setattr("tests.unit.quantized_writers.LAYER", quantized)
+    section = compressed("pack-quantized", num_bits=4, group_size=32, strategy="group")
+    write(make_family_folder(name), section, packed(4, 32), tmp_path / "int4", tmp_path / "plain")
+    check_weights(tmp_path / "int4", empty_target(tmp_path / "int4"))
+    widened, plain = (load_target(str(tmp_path / folder)) for folder in ("int4", "plain"))
+    for (key, parameter), reference in zip(widened.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter, reference), key
+    native = load_target(str(tmp_path / "int4"), native=True)
+    assert sum(getattr(module, "packed", None) is not None for module in native.modules()) == count
 
 
 def test_block_drafters_do_not_start_from_layers_with_latents(make_family_folder):
