@@ -7,6 +7,7 @@ every key head, then the second ones; a checkpoint has those of a key head one a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ KEYS = {
     **dict.fromkeys(LFM, ("shortconv.l_cache", "expert_gating_func")),
     **dict.fromkeys(QWEN, (*DELTA_NET, "ssm.inner_size", "full_attention_interval", SHARED, MODULES)),
 }
+LAYER = re.compile(r"blk\.(\d+)\.")
 SIGMOID = 2  # of expert_gating_func
 
 GLOBAL = {"token_embd_norm": "model.norm"}
@@ -110,6 +112,12 @@ def hybrid_json(
     more = {"linear_value_head_dim": width // heads, "mtp_num_hidden_layers": 0}
     more |= {"intermediate_size": values["feed_forward_length"]} if "feed_forward_length" in values else {}
     return kinds | sizes | more | ({"shared_expert_intermediate_size": values[SHARED]} if SHARED in values else {})
+
+
+def layer_of(name: str) -> int:
+    """Return the layer of a tensor, -1 for one of none."""
+    match = LAYER.match(name)
+    return -1 if match is None else int(match[1])
 
 
 def shape_of(piece: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -124,9 +124,9 @@ class GgufTensors(NamedTensors):
         for name, info in file.tensors.items():
             if name in (ROPE_FREQS, *(LONGROPE.values() if architecture == "phi3" else ())):  # read by config_json
                 continue
-            layer, kind, part = split_name(file, name)
-            if layer is not None and architecture in hybrid.NAMES and layer >= int(str(config["num_hidden_layers"])):
+            if architecture in hybrid.NAMES and hybrid.layer_of(name) >= int(str(config["num_hidden_layers"])):
                 continue  # of a module for multi-token prediction
+            layer, kind, part = split_name(file, name)
             if kind == VALUES and architecture == "deepseek2":  # read with KEYS
                 continue
             if part in (SCALE, INPUT_SCALE) and beside(name, "weight") in file.tensors:  # read with the weight, or not

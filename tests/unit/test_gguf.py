@@ -245,6 +245,23 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
         assert relative_error(target.logits(out.hidden), model(IDS).logits) < TOLERANCE
 
 
+def test_modules_of_multi_token_prediction_are_not_the_target_s(written, tmp_path):
+    """llama.cpp's converter counts them as blocks after the target's."""
+    file, plain = tmp_path / "tiny.gguf", load_target(str(written("qwen35")[0]))
+
+    def change(writer):
+        writer.add_nextn_predict_layers(1)
+        writer.kv_data[0]["qwen35.block_count"].value = 5
+        for name in ("attn_q", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.4.{name}.weight", np.ones((64, 64), np.float32))
+
+    write_gguf(written("qwen35")[1], file, change=change)
+    check_weights(file, empty_target(file))
+    target = load_target(str(file))
+    assert target.config.num_layers == 4
+    assert [*dict(target.named_parameters())] == [*dict(plain.named_parameters())]
+
+
 FUSED = (
     "llama",
     "llama biased",
@@ -374,9 +391,8 @@ def test_smollm2_gives_the_logits_of_transformers():
     ("name", "formats"),
     [
         ("gpt-oss", ("Q8_0", "int8 in groups of 32")),
-        ("deepseek v3", ("Q8_0",)),
-        ("granite hybrid", ("Q8_0",)),
-        ("nemotron h with experts of a latent", ("Q8_0",)),
+        *((name, ("Q8_0",)) for name in ("deepseek v3", "lfm2", "qwen35", "qwen35 moe", "qwen3 next")),
+        *((name, ("Q8_0",)) for name in ("granite hybrid", "nemotron h with experts of a latent")),
     ],
 )
 def test_what_stays_as_published_gives_the_logits_of_what_is_widened(written, tmp_path, name, formats):
@@ -385,6 +401,10 @@ def test_what_stays_as_published_gives_the_logits_of_what_is_widened(written, tm
     assert why_widened(file, torch.bfloat16, torch.device("cpu"), divided=False) is None
     native, widened = load_target(str(file), native=True), load_target(str(file))
     assert native.ggml_formats == formats
+    outputs = [layer.mixer.o_proj for layer in native.layers if hasattr(layer, "mixer")]
+    assert all(
+        output.packed is not None and output.packed.narrow for output in outputs
+    )  # whatever their columns' order
     logits = []
     for target in (native, widened):
         with torch.no_grad():
@@ -408,7 +428,7 @@ def test_a_scale_of_mxfp4_that_is_no_number_is_named(written, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied", "granite hybrid"),
+        *("gpt-oss", "deepseek v3", "deepseek v2 lite, older", "starcoder tied", "qwen35", "granite hybrid"),
         *("granite hybrid with experts, rotary", "falcon h1", "nemotron h"),
     ],
 )
