@@ -87,7 +87,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}, ("LiquidAI/LFM2-1.2B",)),
     "qwen3_5": (
         "Qwen3_5TextConfig",
-        {**DELTA_NET, "full_attention_interval": 2},
+        {**EIGHT, **DELTA_NET, "full_attention_interval": 4},
         ("Qwen/Qwen3.5-4B",),
     ),
     "qwen3_next": (
@@ -143,7 +143,10 @@ HEADS: dict[str, Source] = {
     "RedHatAI/Qwen3-8B-speculator.dflash": SOURCES["speculators dflash"],
     "RedHatAI/Qwen3-8B-speculator.dflash2": SOURCES["speculators dflash2"],
     "path/fastmtp": SOURCES["speculators-mtp"],
-    "z-lab/Qwen3-8B-DFlash-b16": replace(DFLASH, config=DFLASH.config | {"block_size": 16}),
+    **dict.fromkeys(
+        ("z-lab/Qwen3-8B-DFlash-b16", "z-lab/Qwen3.5-4B-DFlash"),
+        replace(DFLASH, config=DFLASH.config | {"block_size": 16}),
+    ),
     "deepseek-ai/dspark_qwen3_4b_block7": replace(DSPARK, config=DSPARK.config | {"block_size": 7}),
     "Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct": LSTM,
     **{
