@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         self.rotary_dim = config.rotary_dim
         self.rotary_table = int(config.local_rope is not None and self.window is not None)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
-        self.qk_norm, self.output_gate = config.qk_norm, config.output_gate
+        self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centered=config.centered_norms)
@@ -53,24 +53,13 @@ class SelfAttention(nn.Module):
         self, x: Tensor, rotary: Rotary, attention: Attention, residual: Tensor | None = None, reach: int = 0
     ) -> Tensor:
         """Return the output `[..., H]`, added to `residual` if there is one; a window reaches back `reach` further."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        qkv, gate = self._split(qkv)
-        attended = self._attend(qkv, rotary, attention, reach)
-        if gate is not None:
-            attended = (attended * uniform(torch.sigmoid, gate.flatten(-2).float())).to(x.dtype)
+        attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
     @property
     def qkv_weight(self) -> Tensor:
-        """The rows `[(nh + 2 nkv) D, H]` of the projection that are of no gate, for heads that start from them."""
-        return self._split(self.qkv_proj.weight.T.unflatten(-1, (-1, self.head_dim)))[0].flatten(-2).T
-
-    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return queries, keys and values `[..., nh + 2 nkv, D]`, and gates `[..., nh, D]` if there are any."""
-        if not self.output_gate:
-            return qkv, None
-        q, gate = qkv[..., : 2 * self.num_heads, :].unflatten(-2, (-1, 2)).unbind(-2)
-        return torch.cat([q, qkv[..., 2 * self.num_heads :, :]], dim=-2), gate
+        """The rows `[(nh + 2 nkv) D, H]` of the projection for heads that start from them."""
+        return self.qkv_proj.weight
 
     def _attend(self, qkv: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention, reach: int) -> Tensor:
         project: Project | None = getattr(attention, "project", None)  # None in training, and of most attentions
@@ -87,6 +76,27 @@ class SelfAttention(nn.Module):
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
         v = qkv[..., num_rotated:, :]
         return attention(self.layer, q, k, v, **scoring)
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose output the sigmoid of a gate scales, which is projected behind each head's query (Qwen3.5)."""
+
+    def forward(
+        self, x: Tensor, rotary: Rotary, attention: Attention, residual: Tensor | None = None, reach: int = 0
+    ) -> Tensor:
+        qkv, gate = self._split(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)))
+        attended = self._attend(qkv, rotary, attention, reach)
+        attended = (attended * uniform(torch.sigmoid, gate.flatten(-2).float())).to(x.dtype)
+        return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
+
+    @property
+    def qkv_weight(self) -> Tensor:
+        return self._split(self.qkv_proj.weight.T.unflatten(-1, (-1, self.head_dim)))[0].flatten(-2).T
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries, keys and values `[..., nh + 2 nkv, D]`, and gates `[..., nh, D]`."""
+        q, gate = qkv[..., : 2 * self.num_heads, :].unflatten(-2, (-1, 2)).unbind(-2)
+        return torch.cat([q, qkv[..., 2 * self.num_heads :, :]], dim=-2), gate
 
 
 class DecoderLayer(nn.Module):
@@ -147,7 +157,7 @@ def parts_of(
     mlp_norm: RMSNorm | None = None,
 ) -> LayerParts | None:
     """Return a layer's weights for the fused decoder; None if no kernel runs such a layer."""
-    if type(mlp) is not GatedMLP or attention.rotary_dim is not None:
+    if type(mlp) is not GatedMLP or attention.rotary_dim is not None or isinstance(attention, GatedAttention):
         return None
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     packed = [linear.packed for linear in linears if type(linear) is Linear and linear.packed is not None]

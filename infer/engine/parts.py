@@ -20,7 +20,6 @@ from infer.kvcache.memory import (
     workspace_bytes,
 )
 from infer.kvcache.pool import KVPool
-from infer.kvcache.states import HybridLayers
 from infer.processes.target_worker import Shard
 from infer.speculation.proposers.head import ModelProposer
 
@@ -46,13 +45,10 @@ def build_parts(config: EngineConfig, context: int, shard: Shard, drafters: Sequ
     sizes = engine_sizes(config, context, facts)
     shapes = [*shard.layer_shapes, *draft_layers]
     memory = plan_memory(config, target.config, shapes, dtype, sizes=sizes, weights=weights, free=free)
-    first, bounds = len(shapes) - len(draft_layers), {"max_requests": config.max_batch, "max_positions": context}
-    if memory.state_slots:
-        layers = shard.allocate(memory.pages, config.page_size, draft_layers, state_slots=memory.state_slots)
-        assert isinstance(layers, HybridLayers)
-        pool: KVPool = HybridPool(layers, **bounds, state_slots=memory.state_slots)
-    else:
-        pool = KVPool(shard.allocate(memory.pages, config.page_size, draft_layers), **bounds)
+    states = {"state_slots": memory.state_slots} if memory.state_slots else {}
+    layers = shard.allocate(memory.pages, config.page_size, draft_layers, **states)
+    make_pool, first = (HybridPool if states else KVPool), len(shapes) - len(draft_layers)
+    pool = make_pool(layers, max_requests=config.max_batch, max_positions=context)
     for drafter in drafters:
         drafter.attach(pool, first)
         first += len(drafter.needs.kv_layers)

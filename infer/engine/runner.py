@@ -79,8 +79,7 @@ class HostBatch:
         else:
             last = verify_by_rules(self.requests, tree, self.choices, choice, self._rates)
         accepted = accepted_path(tree.token, None if tree.is_chain else tree.ancestors, last, choice, tree.path_width)
-        moves = self._pool.commit(self.requests, accepted, chains=tree.is_chain)
-        return accepted if moves is None else accepted._replace(moves=moves)
+        return accepted._replace(moves=self._pool.settle(self.requests, accepted, chains=tree.is_chain))
 
 
 class Decoded(NamedTuple):

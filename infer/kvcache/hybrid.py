@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infer.kvcache.pool import KVPool
 from infer.kvcache.states import HybridLayers
+from infer.kvcache.tensors import KVLayers
 from infer.request import Phase, Request
 from kernels.rows import AttentionRows
 from kernels.verify import Accepted
@@ -57,13 +58,14 @@ class Snapshots:
 
 
 class HybridPool(KVPool):
-    """`state_slots`: of a request of each row of the block table, of its null row, and of snapshots."""
+    """States have a slot for each row of the block table, the null row's included, and then for snapshots."""
 
     layers: HybridLayers
 
-    def __init__(self, layers: HybridLayers, *, max_requests: int, max_positions: int, state_slots: int) -> None:
+    def __init__(self, layers: KVLayers, *, max_requests: int, max_positions: int) -> None:
+        assert isinstance(layers, HybridLayers)
         super().__init__(layers, max_requests=max_requests, max_positions=max_positions)
-        self.snapshots = Snapshots(range(max_requests + 1, state_slots))
+        self.snapshots = Snapshots(range(max_requests + 1, layers.windows.shape[1]))
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Return cached pages up to the last one within the prefix that has a snapshot."""
@@ -114,9 +116,9 @@ class HybridPool(KVPool):
         rows.states = tuple((r.table_row, int(count == 1 or r.phase is Phase.PREFILL)) for r, count in pairs if count)
         return rows
 
-    def commit(self, requests: Sequence[Request], accepted: Accepted, *, chains: bool) -> tuple[Tensor, Tensor] | None:
+    def settle(self, requests: Sequence[Request], accepted: Accepted, *, chains: bool) -> tuple[Tensor, Tensor] | None:
         """Advance the states along the accepted paths too, with a stop at the end of a page for a snapshot."""
-        moves = super().commit(requests, accepted, chains=chains)
+        moves = super().settle(requests, accepted, chains=chains)
         before, after = list[list[int]](), list[list[int]]()
         states = self.layers.last_states
         for request, (_, certain), path, depth in zip(

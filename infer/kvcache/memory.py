@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from infer.config import EngineConfig
+from infer.kvcache.states import plan_states
 from infer.kvcache.tensors import kv_dtype
 from kernels.attention import LayerShape
-from models.config import RECURRENT, TargetConfig
+from models.config import TargetConfig
 from models.layers import Linear, PackedEmbedding
 
 MIB, GIB = 2**20, 2**30
@@ -25,7 +26,6 @@ ROWS, MOST_ROWS = 512, 4096  # of a step: the default, and the most that pays on
 CACHE_TOKENS = 65536  # the default cache where memory is not plentiful
 LARGE = 40 * GIB  # free memory from which on a GPU's sizes follow from it: GPUs of 80 GB and more
 ROWS_SHARE = 0.05  # of the free memory for the activations of a step
-SNAPSHOT_BYTES, MOST_SNAPSHOTS = GIB // 4, 16  # of recurrent states; for each request at most
 SPARE = 0.1  # share of free memory left for everything that is not planned here
 
 
@@ -130,19 +130,6 @@ def plan_memory(
             )
         pages = min(pages, fitting)
     return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel, states, slots)
-
-
-def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many states of a hybrid target are kept, and their bytes: of each request, and snapshots beside them.
-
-    Snapshots are as many as SNAPSHOT_BYTES hold, at least one for each second request.
-    """
-    if target.recurrent is None:
-        return 0, 0
-    each = target.recurrent.bytes(dtype) * target.count(RECURRENT)
-    snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
-    slots = config.max_batch + 1 + snapshots  # one of the null row
-    return slots, slots * each
 
 
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:

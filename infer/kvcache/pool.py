@@ -93,9 +93,7 @@ class KVPool:
         These positions must be verified, and filled in every layer that the keys cover.
         """
         keys = request.publish_keys
-        if keys is None:
-            return
-        while request.published + self.page_size <= positions:
+        while keys is not None and request.published + self.page_size <= positions:
             block = request.published // self.page_size
             key = keys.upto(request.tokens, block + 1)[block]
             request.published += self.page_size
@@ -126,8 +124,8 @@ class KVPool:
         """Return how many of its next positions the request should compute, given that many rows."""
         return min(rows, len(request.tokens) - request.computed)
 
-    def commit(self, requests: Sequence[Request], accepted: Accepted, *, chains: bool) -> tuple[Tensor, Tensor] | None:
-        """Take what was accepted of the requests' drafts. Return the slots between which KV moves, as `moves` does."""
+    def settle(self, requests: Sequence[Request], accepted: Accepted, *, chains: bool) -> tuple[Tensor, Tensor] | None:
+        """Take what was accepted of the requests' drafts; return the `moves` that follow, in a chain none."""
         return None if chains else self.moves(requests, accepted)
 
     def moves(self, requests: Sequence[Request], accepted: Accepted) -> tuple[Tensor, Tensor] | None:

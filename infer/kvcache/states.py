@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.config import EngineConfig
 from infer.kvcache.tensors import KVLayers, PooledAttention
 from kernels.cpu.memory import zeros
 from kernels.recurrence import RecurrentRows, advance, convolve, scan
 from kernels.rows import AttentionRows, set_bit_positions
 from models.config import RECURRENT, TargetConfig
+
+SNAPSHOT_BYTES, MOST_SNAPSHOTS = 2**28, 16  # of all copies of states; for each request at most
 
 
 class HybridLayers(KVLayers):
@@ -118,3 +121,16 @@ def recurrent_rows(rows: AttentionRows) -> RecurrentRows:
         nth, count = set_bit_positions(rows.tree_mask)  # a row's last ancestor but itself
         parents = torch.where(count > 1, nth.gather(1, (count - 2).clamp(min=0)[:, None])[:, 0], -1).int()
     return RecurrentRows(rows.counts, slots.contiguous(), certain.bool(), parents)
+
+
+def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many states of a hybrid target are kept, and their bytes: of each request, and snapshots beside them.
+
+    Snapshots are as many as SNAPSHOT_BYTES hold, at least one for each second request.
+    """
+    if target.recurrent is None:
+        return 0, 0
+    each = target.recurrent.bytes(dtype) * target.count(RECURRENT)
+    snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
+    slots = config.max_batch + 1 + snapshots  # one of the null row
+    return slots, slots * each

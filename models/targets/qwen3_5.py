@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from models.config import ATTENTION, RECURRENT, ExpertsConfig, RecurrentConfig, TargetConfig
-from models.decoder import DecoderLayer, RecurrentLayer
+from models.decoder import DecoderLayer, GatedAttention, RecurrentLayer
 from models.fields import Fields
 from models.mixers.delta_net import GatedDeltaNet
 from models.targets.experts import GatedShareExperts
@@ -64,7 +64,7 @@ class Qwen35Target(LlamaTarget):
     def make_layer(config: TargetConfig, index: int) -> nn.Module:
         mlp = config.experts and GatedShareExperts(config.hidden_size, config.experts)
         if config.mixes(index, ATTENTION):
-            return DecoderLayer(config, index, mlp)
+            return DecoderLayer(config, index, mlp, GatedAttention(config, index))
         return RecurrentLayer(config, GatedDeltaNet(config, index), mlp)
 
     @staticmethod

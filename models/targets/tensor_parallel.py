@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from kernels.linear import PackedLinear
-from models.decoder import SelfAttention
+from models.decoder import GatedAttention, SelfAttention
 from models.layers import GatedMLP, Linear, PlainMLP
 from models.mixers.convolution import ShortConvolution
 from models.mixers.delta_net import GatedDeltaNet
@@ -83,7 +83,8 @@ def _divide_attention(attention: SelfAttention, part: Part) -> None:
     attention.num_kv_heads = max(attention.num_kv_heads // ranks, 1)
     if attention.sinks is not None:
         attention.sinks = nn.Parameter(attention.sinks[: attention.num_heads])
-    rows = (attention.num_heads * (1 + attention.output_gate) + 2 * attention.num_kv_heads) * attention.head_dim
+    queries = attention.num_heads * (1 + isinstance(attention, GatedAttention))
+    rows = (queries + 2 * attention.num_kv_heads) * attention.head_dim
     attention.qkv_proj = ShardedLinear(qkv, part, (rows,) * ranks)
     attention.o_proj = _divide_output(attention.o_proj, part)
 

@@ -16,6 +16,7 @@ from infer.generate import run
 from infer.options.cli import compose
 from infer.options.exported_heads import with_head
 from infer.request import SamplingParams
+from models.decoder import GatedAttention
 from models.heads import HEADS
 from models.heads.files import load_head, save_head
 from models.heads.weights import checkpoint_tensors, initialize
@@ -255,7 +256,7 @@ def test_the_module_of_a_hybrid_target_is_served_trained_and_stitched_back(famil
     assert_stacked_experts_are_read_and_written(folder, head, tmp_path / "stacked")
     flags = head.config.hidden_first, head.config.pre_norm, head.config.norm_recycled, head.config.zero_first
     assert flags == (False, False, True, False)
-    assert head.mtp_layers[0].self_attn.output_gate
+    assert isinstance(head.mtp_layers[0].self_attn, GatedAttention)
     assert head.config.layer.centered_norms
     tensors = checkpoint_tensors(head)
     shipped = {name: value for name, value in stored.items() if name.startswith("mtp.")}
