@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.gguf.file import GgufFile
+from models.gguf.mamba2 import logarithm
 
 LFM, QWEN, TILED = ("lfm2", "lfm2moe"), ("qwen3next", "qwen35", "qwen35moe"), ("qwen35", "qwen35moe")
 DELTA_NET = {
@@ -122,13 +123,13 @@ def layer_of(name: str) -> int:
 
 def shape_of(piece: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the checkpoint's shape of a tensor: convolutions have a dimension more, as may a gate of one output."""
-    if piece in ("shortconv.conv", "ssm_conv1d"):
+    if piece == "shortconv.conv":
         return shape[0], 1, shape[-1]
     return (1, shape[-1]) if piece == "ffn_gate_inp_shexp" else shape
 
 
-def change_of(architecture: str, piece: str, config: Mapping[str, Any]) -> Change:
-    """Return what makes the checkpoint's tensor of one of Qwen's files."""
+def change_of(architecture: str, piece: str, config: Mapping[str, Any], source: str) -> Change:
+    """Return what makes the checkpoint's tensor of one of Qwen's files, which messages call `source`."""
     groups, heads, key, value = (
         int(config[f"linear_{name}"]) for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
     )
@@ -146,7 +147,7 @@ def change_of(architecture: str, piece: str, config: Mapping[str, Any]) -> Chang
     }
     order = grouped(starts[piece][0], groups, heads, starts[piece][1]) if tiled and piece in starts else None
     if piece == "ssm_a":
-        return Change(lambda a: (-a if order is None else -a[order]).log())
+        return Change(lambda a: logarithm(source, a if order is None else a[order]))
     return Change() if order is None else Change(lambda rows: rows[order])
 
 

@@ -163,7 +163,7 @@ class GgufTensors(NamedTensors):
                     raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
                 change, columns, run = None, None, 1
                 if architecture in hybrid.QWEN:
-                    change, columns, run = hybrid.change_of(architecture, piece, config)
+                    change, columns, run = hybrid.change_of(architecture, piece, config, f"{file.path}: {name}")
                 if architecture in PAIRED and piece in heads and piece != "attn_v":
                     if shape[0] % (2 * heads[piece]):
                         raise ValueError(
