@@ -216,12 +216,25 @@ def ship_module(folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def put_beside_vision(folder: Path) -> None:
+    """Make a checkpoint of Qwen3.5's language model one of a model that reads images too, as they are published."""
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    renamed["model.visual.patch_embed.proj.weight"] = torch.ones(8, 3)
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    names = [str(name).replace("ForCausalLM", "ForConditionalGeneration") for name in config.pop("architectures")]
+    outer = {"architectures": names, "model_type": "qwen3_5", "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": False, "text_config": config}))
+
+
 def write_hub(hub: Path, content: Path) -> None:
     """Write the folders to `content`, and links to them to `hub`, in the layout of huggingface_hub."""
     for family, (kind, changes, ids) in TARGETS.items():
         folder = write_target(content / family, kind, changes)
         if family in SHIPS_MODULE:
             ship_module(folder, SHIPS_MODULE[family])
+        if family == "qwen3_5":
+            put_beside_vision(folder)
         for name in ids:
             link(hub, name, folder)
     for family, name in DRAFTS.items():  # other weights than the target's

@@ -80,8 +80,8 @@ class ShardedLayers(nn.Module):
         dtype, *others = {parameter.dtype for layer in layers for parameter in layer.parameters()}
         if others:
             raise ValueError(
-                "features.target=sharded: this target keeps routers or decays in fp32, whatever the model's dtype is, and "
-                "a shard has one dtype; use model.dtype=float32 or another features.target"
+                "features.target=sharded: this target keeps routers or decays in fp32, whatever the model's dtype is, "
+                "and a shard has one dtype; use model.dtype=float32 or another features.target"
             )
         spans = [_spans(layer) for layer in layers]
         sizes = [_shard_size(layer_spans, exchange.ranks) for layer_spans in spans]

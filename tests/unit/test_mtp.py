@@ -24,7 +24,7 @@ from models.targets import check_weights, empty_target, load_target
 from models.weights import INDEX, LazyTensors, shard_files
 from scripts import convert
 from tests.heads import make_head
-from tests.hub_cache import SHIPS_MODULE, TARGETS, ship_module, write_target
+from tests.hub_cache import SHIPS_MODULE, TARGETS, put_beside_vision, ship_module, write_target
 from tests.unit.quantized_writers import FP8, fp8_blocks, write
 
 AROUND = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
@@ -245,11 +245,13 @@ def test_modules_in_blocks_of_fp8_are_read_widened_and_not_stitched(tmp_path, ca
     assert "is quantized, and its modules with it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_the_module_of_a_hybrid_target_is_served_trained_and_stitched_back(family, tmp_path):
+@pytest.mark.parametrize(("family", "reads_images"), [("qwen3_5", True), ("qwen3_next", False)])
+def test_the_module_of_a_hybrid_target_is_served_trained_and_stitched_back(family, reads_images, tmp_path):
     """It is the family's attention layer, with an output gate, and with experts where the target has some."""
     folder, (kind, changes, _) = tmp_path / "target", TARGETS[family]
     ship_module(write_target(folder, kind, changes), SHIPS_MODULE[family])
+    if reads_images:
+        put_beside_vision(folder)
     check_weights(folder, empty_target(folder))
     target, stored = load_target(str(folder)), load_file(folder / "model.safetensors")
     head = load_head(folder, name="mtp", target=target)
