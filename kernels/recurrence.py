@@ -6,7 +6,10 @@ its ancestors alone. The state of a request whose rows are `advance`d becomes th
 stay, and are brought up to date by the same functions over the rows of the accepted path (`RecurrentRows.along`).
 
 Order of evaluation, everywhere: token by token from the state, which is fp32 and is kept as it is stored. Sums over the
-key's numbers run in ascending order, taps from the oldest. The convolution's inputs are stored in the dtype of x.
+key's numbers have one order, taps go from the oldest. The convolution's inputs are stored in the dtype of x.
+
+CUDA devices use Triton kernels (kernels/triton/recurrence.py), CPUs C kernels (kernels/cpu/recurrence.c). torch is used
+with gradients, without a C compiler, and for sizes that are no whole vectors.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class RecurrentRows:
     counts: tuple[int, ...]  # rows of each request, on the host
     slots: Tensor | None  # [B] int64, of the requests' states; None: they begin with zeros, and none is kept
     advance: Tensor  # [B] bool: the state of the request's last row replaces the one in its slot; a chain then
-    parents: Tensor | None = None  # [R] int32: the parent among its request's rows, -1: the state. None: chains
+    parents: Tensor | None = None  # [R] int32: the parent among its request's rows, -1: the state. None: chains.
+    # Where there are parents, a request that does not advance has at most 64 rows on a GPU.
 
     @classmethod
     def chains(cls, counts: Sequence[int], slots: Sequence[int] | None, device: torch.device) -> RecurrentRows:
@@ -53,14 +57,17 @@ class RecurrentRows:
     def owner(self) -> Tensor:
         """int64 `[R]`: which request each row belongs to."""
         device = self.advance.device
-        if len(set(self.counts)) == 1:
+        if len(set(self.counts)) == 1:  # captured in a CUDA graph, where nothing can be uploaded
             return torch.arange(len(self.counts), device=device).repeat_interleave(self.counts[0])
         return upload([b for b, count in enumerate(self.counts) for _ in range(count)], device)
 
     @cached_property
     def first(self) -> Tensor:
         """int64 `[B + 1]`: where each request's rows begin."""
-        return upload([0, *itertools.accumulate(self.counts)], self.advance.device)
+        device = self.advance.device
+        if len(set(self.counts)) == 1:
+            return self.counts[0] * torch.arange(len(self.counts) + 1, device=device)
+        return upload([0, *itertools.accumulate(self.counts)], device)
 
     @cached_property
     def above(self) -> Tensor:
@@ -123,12 +130,17 @@ def convolve(
     oldest first, which are zeros before a text begins. Sums in fp32, rounded once, after SiLU if there is one.
     """
     (count, channels), taps = x.shape, weight.shape[1]
+    if _in_triton(x) and x.stride(1) == 1:
+        from kernels.triton import recurrence as gpu
+
+        return gpu.convolve(x, weight, bias, windows, rows, silu=silu)
     native = _native(channels, x, x if windows is None else windows)
     if native is None or taps > MOST_TAPS or x.stride(1) != 1 or weight.dtype not in KINDS:
         return _convolve_in_torch(x, weight, bias, windows, rows, silu=silu)
     assert windows is None or windows.stride()[1:] == (channels, 1)
     out, weight = torch.empty(count, channels, dtype=x.dtype), weight.contiguous()
-    bias = None if bias is None else bias.to(weight.dtype)
+    if bias is not None and bias.dtype is not weight.dtype:
+        weight, bias = weight.float(), bias.float()
     arguments = ConvolveArguments(
         **rows.fields,
         parents=address(rows.parents),
@@ -189,12 +201,18 @@ def scan(
     those of group h // (H / G); v `[R, H, V]`; decay, gain `[R, H]` fp32; states `[S, H, K, V]` fp32.
     """
     (count, heads, values), (_, groups, keys) = v.shape, k.shape
-    native = _native(values, v, q, k)
-    if native is None or keys % LANES:
+    native, in_triton = _native(values, v, q, k), _in_triton(v)
+    if not in_triton and (native is None or keys % LANES):
         return _scan_in_torch(q, k, v, decay, gain, states, rows, delta=delta)
     assert states is None or (states.dtype is torch.float32 and states.stride()[1:] == (keys * values, values, 1))
-    (q, k, v), (visits, places) = (x if _has_whole_rows(x) else x.contiguous() for x in (q, k, v)), rows.visits
-    decay, gain, out = decay.float().contiguous(), gain.float().contiguous(), torch.empty(count, heads, values)
+    q, k, v = (x if _has_whole_rows(x) else x.contiguous() for x in (q, k, v))
+    decay, gain = decay.float().contiguous(), gain.float().contiguous()
+    if in_triton:
+        from kernels.triton import recurrence as gpu
+
+        return gpu.scan(q, k, v, decay, gain, states, rows, delta=delta)
+    assert native is not None
+    out, (visits, places) = torch.empty(count, heads, values), rows.visits
     team = threads(2 * count * heads * keys * values)
     scratch = torch.empty(team * native.scan_scratch(keys, values, places))
     arguments = ScanArguments(
@@ -259,6 +277,12 @@ def _unit(x: Tensor) -> Tensor:
 
 
 softplus = partial(uniform, partial(F.softplus, beta=1.0, threshold=20.0))
+
+
+def _in_triton(x: Tensor) -> bool:
+    if x.device.type == "cpu" and not INTERPRETED:
+        return False
+    return x.is_floating_point() and not torch.is_grad_enabled() and uses_triton(x.device)
 
 
 def _native(size: int, first: Tensor, *others: Tensor) -> ctypes.CDLL | None:

@@ -10,6 +10,13 @@
 
 void linear(void *arguments);
 void paged_attention(void *arguments);
+void convolve(void *arguments);
+void scan(void *arguments);
+
+static const struct {
+    const char *name;
+    void (*call)(void *arguments);
+} KERNELS[] = {{"linear", linear}, {"paged_attention", paged_attention}, {"convolve", convolve}, {"scan", scan}};
 
 static void must(int condition, const char *what) {
     if (condition) return;
@@ -44,12 +51,10 @@ int main(int count, char **arguments) {
         data[i] = bytes(in, sizes[i]);
         memcpy(structure + offset, &data[i], sizeof data[i]);
     }
-    if (!strcmp(name, "linear"))
-        linear(structure);
-    else if (!strcmp(name, "paged_attention"))
-        paged_attention(structure);
-    else
-        must(0, "unknown function");
+    size_t kernel = 0, kernels = sizeof KERNELS / sizeof *KERNELS;
+    while (kernel < kernels && strcmp(name, KERNELS[kernel].name)) kernel++;
+    must(kernel < kernels, "unknown function");
+    KERNELS[kernel].call(structure);
     for (int64_t i = 0; i < pointers; i++)
         must(fwrite(data[i], 1, sizes[i], out) == (size_t)sizes[i], "cannot write");
     return fclose(out);

@@ -33,6 +33,9 @@ class Tokens:
     def copy(self) -> Tokens:
         return replace(self, windows=self.windows.clone(), states=self.states.clone())
 
+    def to(self, device: torch.device) -> Tokens:
+        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
+
     def x(self, index: Tensor | slice) -> Tensor:
         """Return `[n, C]`, of which rows lie further apart."""
         return self.wide[index].chunk(3, dim=1)[2]

@@ -1,4 +1,4 @@
-"""The C kernels compiled for aarch64 and run in its emulator: layers and attention match float64, row by row."""
+"""The C kernels compiled for aarch64 and run in its emulator: layers, attention and recurrences match float64."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import attention, linear
+from kernels import attention, linear, recurrence
 from kernels.attention import LayerShape, plan_attention
 from kernels.cpu.library import library
 from kernels.linear import PackedLinear
+from kernels.recurrence import RecurrentRows
 from kernels.rows import AttentionRows
 from kernels.weights.ggml import FORMATS, GgmlMatrix
 from kernels.weights.groups import GroupedMatrix
 from kernels.weights.quantize import quantize, widen
 from tests.kernels.emulated import AARCH64, build, emulate, missing
 from tests.kernels.grouped import make_groups
+from tests.kernels.recurrent_tokens import equal, make_tokens, picked
 from tests.kernels.reference.attention import paged_attention
 from tests.kernels.test_blocks import TOLERANCE, error, make, states
 from tests.kernels.test_integer_linear import quantized
@@ -43,8 +45,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def aarch64(program: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Layers and attention made in this test compute as on aarch64. Tensors made before it are not looked at."""
-    structures = {"linear": linear.LinearArguments, "paged_attention": attention.AttentionArguments}
+    """The kernels called in this test compute as on aarch64. Tensors made before it are not looked at."""
+    structures = {
+        "linear": linear.LinearArguments, "paged_attention": attention.AttentionArguments,
+        "convolve": recurrence.ConvolveArguments, "scan": recurrence.ScanArguments,
+    }  # fmt: skip
     for name, structure in structures.items():
         monkeypatch.setattr(library(), name, emulate(name, structure, program, AARCH64[1:]))
     monkeypatch.setattr(library(), "linear_takes_bf16", lambda: 0)  # there rows are widened, which takes more scratch
@@ -98,3 +103,20 @@ def test_attention_matches_the_oracle_alone_and_among_others(dim: int, dtype: to
     assert (out.double() - expected).abs().max() <= tolerance * expected.abs().max()
     for count in (1, 3):
         assert torch.equal(attend(count), out[:count])
+
+
+@pytest.mark.usefixtures("aarch64")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+@pytest.mark.parametrize("delta", [True, False])
+def test_recurrent_layers_match_the_oracle_in_trees_and_steps(
+    delta: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    parents = [-1, 0, 0, 1, 2, 3, 2]
+    tokens = make_tokens(len(parents), dtype, delta=delta)
+    slots, advance = torch.tensor([3]), torch.tensor([False])
+    rows = RecurrentRows((len(parents),), slots, advance, torch.tensor(parents, dtype=torch.int32))
+    outputs, expected = tokens.run(range(len(parents)), rows), tokens.true(range(len(parents)), 3, parents)
+    torch.testing.assert_close(outputs[0].double(), expected[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(outputs[1].double(), expected[1], atol=1e-5, rtol=1e-4)
+    assert equal(tokens.plain([0, 1, 3], 3), picked(outputs, [0, 1, 3]))
+    torch.testing.assert_close(tokens.states[3].double(), expected[2][3], atol=1e-5, rtol=1e-4)

@@ -22,6 +22,7 @@ from kernels.operands import (
     Shaping,
     Transition,
 )
+from kernels.recurrence import RecurrentRows
 from kernels.rows import AttentionRows
 from kernels.triton import (
     acceptance,
@@ -31,6 +32,7 @@ from kernels.triton import (
     early_exit,
     elementwise,
     gather,
+    recurrence,
     residual,
     rows,
     shape,
@@ -245,6 +247,21 @@ def draft_blocks(dim, *, dtype=BF16, short=False):
     torch.autograd.grad(out, q, torch.empty_like(out))
 
 
+def recur(batch, width, *, delta=True, trees=False, heads=32, groups=16, keys=128, values=128, slots=True, bias=False):
+    """A layer with a convolution of its queries, keys and values, of four taps, and a recurrence over them."""
+    parents = empty(batch * width, dtype=torch.int32) if trees else None
+    at = empty(batch, dtype=torch.int64) if slots else None
+    rows = RecurrentRows((width,) * batch, at, empty(batch, dtype=torch.bool), parents)
+    sizes = [groups * keys, groups * keys, heads * values]
+    x, weight, windows = empty(batch * width, sum(sizes)), empty(sum(sizes), 4), empty(64, 3, sum(sizes))
+    x = recurrence.convolve(x, weight, weight[:, 0] if bias else None, windows, rows, silu=not bias)
+    q, k, v = (
+        part.unflatten(1, (-1, size)) for part, size in zip(x.split(sizes, 1), (keys, keys, values), strict=True)
+    )
+    gates, states = empty(batch * width, heads, dtype=FP32), empty(64, heads, keys, values, dtype=FP32)
+    recurrence.scan(q, k, v, gates, gates, states, rows, delta=delta)
+
+
 DISASSEMBLED = ()  # as test_tiles.py does for the kernels whose tiles depend on the device
 CASES = {
     "choose, greedy": partial(pick, 4, 128256, 1, sampled=False),
@@ -351,6 +368,12 @@ CASES = {
     "add and centered norm": lambda: elementwise.add_rms_norm(
         empty(4, 1152), empty(4, 1152), empty(1152), 1e-6, centered=True
     ),
+    "recurrence of chains": partial(recur, 8, 6),
+    "recurrence of trees": partial(recur, 8, 16, trees=True),
+    "recurrence, 1 row": partial(recur, 1, 1, heads=1, groups=1, keys=1, values=1),
+    "recurrence, Mamba-2": partial(recur, 8, 1, delta=False, groups=1, values=64, bias=True),
+    "recurrence, states of 256 rows": partial(recur, 8, 16, delta=False, groups=1, keys=256, values=64, trees=True),
+    "recurrence from zeros": partial(recur, 1, 512, slots=False),
     "gather": lambda: gather.gather_rows([empty(64, 4096)] * 3, empty(4, dtype=torch.int64)),
     "residual blocks, 1 row": partial(residuals, 1),
     "residual blocks, 64 rows": partial(residuals, 64),

@@ -4,6 +4,8 @@ the interpreter each call is made once, at a small size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from kernels.copies import gather_rows, move_slots
 from kernels.early_exit import exit_level
 from kernels.linear import PackedLinear
 from kernels.operands import Nodes
+from kernels.recurrence import RecurrentRows, convolve, scan
 from kernels.residual import residual_silu
 from kernels.rotary import rotate_and_write
 from kernels.shape import shape
@@ -24,6 +27,7 @@ from kernels.ttt_attention import dense, ttt_attention
 from kernels.verify import accept
 from kernels.walk import walk_chain
 from tests.device import BF16, DEVICE, FP32, ON_GPU, served, sized
+from tests.kernels.recurrent_tokens import make_tokens
 from tests.kernels.triton import (
     test_acceptance,
     test_attention,
@@ -154,6 +158,31 @@ def measure_move(in_triton, timed):
     destination = (torch.arange(paths)[:, None] * 64 + torch.arange(6)).flatten().to(DEVICE)
     moved = 2 * stack[:, :, :, : len(source)].numel() * DTYPE.itemsize
     timed("move", f"{paths} paths of 6, {layers} layers, {DTYPE}", moved, move_slots, stack, source, destination)
+
+
+@pytest.mark.gpu(seconds=2)
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "width", "trees"), sized([(1, 2, 1)], [(1, 1, 0), (4, 1, 0), (4, 16, 1), (1, 512, 0)])
+)
+@torch.no_grad()
+def measure_recurrence(in_triton, timed, batch, width, trees, delta):
+    """A layer of Qwen3.5-4B's sizes, or of a Mamba-2 of as many numbers: steps, trees of two branches, a prompt."""
+    heads, groups, size, channels = sized((2, 1, 16, 32), (32, 16, 128, 8192))
+    tokens = make_tokens(
+        batch * width, DTYPE, delta=delta, channels=channels, heads=heads, groups=groups, keys=size, values=size
+    ).to(DEVICE)
+    parents = torch.tensor([(node + 1) // 2 - 1 for node in range(width)] * batch, dtype=torch.int32, device=DEVICE)
+    slots, advance = torch.arange(batch, device=DEVICE), torch.full((batch,), not trees, device=DEVICE)
+    rows = RecurrentRows((width,) * batch, slots, advance, parents if trees else None)
+    whole, passes = slice(None), batch * (1 if trees else 2)  # a state that advances is read and written
+    case = f"{batch} x {width}{' as trees' if trees else ''}, {'delta' if delta else 'Mamba-2'}, {DTYPE}"
+    x, gates = tokens.x(whole), (tokens.decay, tokens.gain, tokens.states)
+    moved = (2 * x.numel() + passes * tokens.windows[0].numel()) * DTYPE.itemsize
+    convolution = partial(convolve, x, tokens.weight, None, tokens.windows, rows, silu=True)
+    timed("convolution of ancestors", case, moved, convolution)
+    moved = tokens.qkv.numel() * DTYPE.itemsize + 4 * (tokens.decay.numel() * size + passes * tokens.states[0].numel())
+    timed("recurrence", case, moved, partial(scan, *tokens.parts(whole), *gates, rows, delta=delta))
 
 
 @pytest.mark.gpu(seconds=2)

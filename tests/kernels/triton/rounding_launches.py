@@ -11,6 +11,7 @@ from tests.kernels.triton.launches import empty
 NAMES = (
     *("choose, sampled", "walk along chains", "top-k and top-p", "shape", "entropies", "block verification"),
     *("verify, sinks", "prefill, sinks", "norms", "rotary and QK norm", "silu", "gelu", "gelu of all outputs, by tanh"),
+    *("recurrence of chains", "recurrence of trees", "recurrence, Mamba-2"),
 )
 PROBE = "the engine's own question"
 DISASSEMBLED = ()

@@ -23,6 +23,7 @@ FLOAT_SUMS = {
     ),
     **dict.fromkeys(("best_of_block", "best_of_row"), "the mass, for log-probabilities of drafts and for display"),
     "walk_kernel": "one program per node; it decides what is drafted, not what is accepted",
+    "scan_kernel": "one program per head and block of columns, whose layout follows from the sizes",
     "exit_kernel": "one program for all chains; it decides what is drafted, not what is accepted",
     "grow_kernel": "of one number and zeros: the log-probability of a candidate at a given place",
     **dict.fromkeys(("verify_block", "entropy_of_row"), "fp64, for the rules that are not exact"),
@@ -48,6 +49,9 @@ AHEAD = {
     "attend": {"ld blocks", "ld committed", "ld ends", "ld request", "ld table", "prefetch cache"},
     "branch": {"ld committed", "ld ends"},
     "combine": {"ld committed", "ld ends"},
+    "convolve_kernel": set(),
+    "keep_kernel": set(),
+    "scan_kernel": set(),
 }
 SOURCES = ("kernels", "tests/kernels/triton/compiled.py", "tests/kernels/triton/launches.py", "pyproject.toml")
 pytestmark = pytest.mark.sources(*SOURCES)
@@ -79,6 +83,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled, request):
         ),
         *("plan_rows", "plan_tails", "advance_kernel", "grow_kernel", "best_kernel", "exit_kernel"),
         *("shape_kernel", "gather_kernel", "residual_silu_kernel", "walk_kernel", "two_taps_kernel"),
+        *("convolve_kernel", "keep_kernel", "scan_kernel"),
         *("verify_block", "entropy_of_row"),
         *("ttt_forward", "ttt_query_gradient", "ttt_own_gradient"),
         *("block_forward", "block_query_gradient", "key_gradient"),
@@ -119,6 +124,13 @@ def test_no_sum_depends_on_what_else_is_in_the_batch(compiled):
         assert all(layouts for _, layouts in sums[0])
     chains = [kernel["float_sums"] for kernel in compiled["block verification"]]
     assert chains[0] == chains[1]
+
+
+def test_prompts_steps_and_trees_of_a_recurrence_run_one_kernel(compiled):
+    """With a state or without: all have its layouts, hence its sums."""
+    kinds = [compiled[f"recurrence {case}"][-1] for case in ("of chains", "of trees", "from zeros")]
+    assert kinds[0]["kernel"] == "scan_kernel"
+    assert kinds[1:] == kinds[:1] * 2
 
 
 def test_what_starts_ahead_touches_nothing_that_the_kernel_ahead_writes(compiled):
