@@ -14,10 +14,8 @@ ATTENTION = ("attention", "full_attention", "hybrid")
 
 def parted(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the parts of Granite's merged tensors, as its converter stores them; any other tensor as it is."""
-    if not name.endswith(("put_linear.weight", "router.layer.weight")):
-        return [(name, tensor)]
     layer, _, kind = name.removesuffix(".weight").rpartition(".")
-    if kind == "layer":
+    if kind not in ("input_linear", "output_linear"):
         return [(name, tensor)]
     names = ("gate_proj", "up_proj") if kind == "input_linear" else ("down_proj",)
     if tensor.ndim == 2:
@@ -34,7 +32,6 @@ def known_name(name: str, config: dict[str, Any]) -> str:
     """Return a name that the gguf package knows, for one that a converter makes or splits."""
     shared = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"
     for pattern, known in (
-        (r"\.dt_bias$", ".dt_proj.bias"),
         (r"\.shared_mlp\.output_linear\.", f".{shared}.down_proj."),
         (r"\.shared_mlp\.", f".{shared}."),
         (r"^backbone\.(.*)\.mixer\.experts\.", r"model.\1.mlp.experts."),

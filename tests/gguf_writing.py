@@ -126,20 +126,20 @@ def write_gguf(
     if architecture is gguf.MODEL_ARCH.QWEN3NEXT:
         tensors = _apart(tensors, config)
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
-        value, known = tensor.float().numpy(), known_name(name, config)
+        value: np.ndarray = tensor.float().numpy()
         if architecture in QWEN:
             value = _as_in_qwens_files(architecture, name, tensor.float(), config).numpy()
-        if "conv.weight" in name:
+        elif writer.arch in LAYERS:
+            value = as_mamba2(name, value, config)
+        elif "conv.weight" in name:
             value = value.squeeze(1)
         heads = _permuted_heads(architecture, name, config)
         if heads:
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
             value = value + 1
-        value = value if architecture in QWEN else as_mamba2(name, value, config)
-        convolution = "conv" in name.rpartition(".")[0].rpartition(".")[2]
-        plain = ".experts." in name or min(value.ndim, tensor.ndim) < 2 or convolution
-        kind = Kind.F32 if plain else kinds[turn % len(kinds)]
+        unquantized = ".experts." in name or tensor.ndim < 2 or "conv" in name.rpartition(".")[0].rpartition(".")[2]
+        kind = Kind.F32 if unquantized else kinds[turn % len(kinds)]
         if architecture is gguf.MODEL_ARCH.GPT_OSS and ".experts." in name and value.ndim == 2:
             kind = Kind.MXFP4
         if name.endswith(".kv_b_proj.weight") and not older:
@@ -163,10 +163,10 @@ def write_gguf(
         scale = 0.5 + turn / 7 if scaled and ".layers." in name and value.ndim == 2 else 1.0
         expected[name] = restored * torch.tensor(scale) if scale != 1 else restored
         if ".experts." in name:
-            layer, _, rest = known.partition(".experts.")
+            layer, _, rest = known_name(name, config).partition(".experts.")
             stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append((kind, raw))
         else:
-            stored[_name(names, known)] = raw, kind
+            stored[_name(names, known_name(name, config))] = raw, kind
         if scale != 1:
             stem = _name(names, re.sub(r"experts\.\d+", "experts", name)).removesuffix(".weight")
             stored.update(_scales(stored, stem, scale))
@@ -282,7 +282,7 @@ def _write_heads(
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
-    if name.endswith("A_log"):  # without a suffix
+    if name.endswith(("A_log", ".D")):  # without a suffix
         return str(names.get_name(name))
     name = f"{name}.weight" if name.endswith(".sinks") else name.replace("correction_bias", "correction.bias")
     name = name.removeprefix("model.") if ".feed_forward.experts." in name else name

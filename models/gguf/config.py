@@ -35,8 +35,7 @@ CLASSES = {  # architecture -> Hugging Face's class and model_type
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
-    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
-    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), ("NemotronHForCausalLM", "nemotron_h")),
 }
 MIXTRAL = ("MixtralForCausalLM", "mixtral")  # of "llama" with experts
 DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3")  # of "deepseek2" whose router is a sigmoid
@@ -93,16 +92,8 @@ OF_ONE = {  # keys of one architecture alone
     "gpt-oss": WINDOW,
     "deepseek2": DEEPSEEK,
     **hybrid.KEYS,
-    "granitehybrid": (
-        *mamba2.SSM,
-        *MULTIPLIERS,
-        "expert_count",
-        "expert_used_count",
-        "expert_shared_feed_forward_length",
-    ),
-    "falcon-h1": mamba2.SSM,
-    "nemotron_h": (*mamba2.SSM, "attention.layer_norm_epsilon"),
-    "nemotron_h_moe": (*mamba2.SSM, "attention.layer_norm_epsilon", *mamba2.EXPERTS),
+    **mamba2.KEYS,
+    "granitehybrid": (*mamba2.KEYS["granitehybrid"], *MULTIPLIERS, *USED),
 }
 TEXTS = ("rope.scaling.type",)
 FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "factor", "scale", "beta_fast", "beta_slow", "multiplier")
@@ -140,12 +131,12 @@ def config_json(file: GgufFile) -> dict[str, Any]:
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
     recurrent = hybrid.take_lists(file, architecture, values) if architecture in hybrid.NAMES else []
+    lists = mamba2.per_layer(file, architecture, values)
     experts = EXPERTS.get(architecture, {})
     if mixtral := architecture == "llama" and bool(values.get("expert_count")):
         experts = {"expert_count": "num_local_experts", **USED}
-    lists = mamba2.per_layer(file, architecture, values)
     translated = {**SIZES, **FORWARD, **experts}
-    if EPSILON not in values and "attention.layer_norm_epsilon" in OF_ONE.get(architecture, ()):
+    if EPSILON not in values and "attention.layer_norm_epsilon" in mamba2.KEYS.get(architecture, ()):
         del translated[EPSILON]
     if architecture == "starcoder":
         translated = {key: name for key, name in translated.items() if key != EPSILON} | STARCODER
@@ -351,9 +342,7 @@ def latent(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> di
 def multipliers(file: GgufFile, architecture: str, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return Granite's multipliers; llama.cpp leaves those out that are absent or zero."""
     file.need(f"{architecture}.logit_scale")
-    if (
-        architecture == "granite" and values.get("rope.scaling.finetuned") is False
-    ):  # llama.cpp takes it so in this architecture
+    if architecture == "granite" and values.get("rope.scaling.finetuned") is False:  # llama.cpp takes it so here
         raise ValueError(f"{file.path}: granite.rope.scaling.finetuned=False: attention without rotary embedding")
     absent = {"attention.scale": config["head_dim"] ** -0.5}
     return {name: values.get(key) or absent.get(key, 1.0) for key, name in MULTIPLIERS.items()}

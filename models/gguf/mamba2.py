@@ -31,6 +31,13 @@ EXPERTS = {
     "expert_weights_scale": "routed_scaling_factor",
     "moe_latent_size": "moe_latent_size",
 }
+OF_SSM = (*SSM, "attention.layer_norm_epsilon")
+KEYS = {  # that are of these architectures alone
+    "granitehybrid": (*SSM, "expert_count", "expert_shared_feed_forward_length"),
+    "falcon-h1": SSM,
+    "nemotron_h": OF_SSM,
+    "nemotron_h_moe": (*OF_SSM, *EXPERTS),
+}
 # tensors of a layer -> our names, without its `mixer` or `mamba`
 MIXER = {
     "ssm_in": "in_proj",
@@ -55,11 +62,9 @@ LAYERS = {  # by architecture
     "nemotron_h": NEMOTRON_LAYER,
     "nemotron_h_moe": NEMOTRON_LAYER,
 }
-UNNAMED = ("ssm_a", "ssm_d", "ffn_norm")  # may have no ".weight" behind their name, the last one in Falcon-H1
-WIDE = (".A_log", ".D", ".dt_bias")  # in fp32 whatever the model's dtype
 
 
-def stored_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_of(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a checkpoint folder has for a tensor: `[C, 1, K]` of the convolution, else one axis."""
     if kind == "ssm_conv1d" and len(shape) == 2:
         return shape[0], 1, shape[1]

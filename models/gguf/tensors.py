@@ -15,10 +15,9 @@ from tqdm import tqdm
 
 from kernels.weights.ggml import BLOCK, GgmlRows
 from kernels.weights.groups import GroupedRows
-from models.gguf import hybrid
+from models.gguf import hybrid, mamba2
 from models.gguf.config import ARCHITECTURE, LONGROPE, ROPE_FREQS
 from models.gguf.file import GgufFile, Part
-from models.gguf.mamba2 import LAYERS, UNNAMED, WIDE, logarithm, stored_shape
 from models.weights import NamedTensors, Rows
 
 GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -58,14 +57,14 @@ OTHERWISE = {  # by architecture
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
     **hybrid.NAMES,
-    **LAYERS,
+    **mamba2.LAYERS,
 }
 HEADS = {"attn_q": "attention", "attn_k": "key_value", "attn_v": "key_value"}
 KEYS, VALUES = "attn_k_b", "attn_v_b"  # each head's matrices between latent and key, and value, in newer files
 PAIRED = ("llama", "granite", "granitehybrid")  # ggml rotates pairs of adjacent rows in these
 MIXTURES = (
-    *("llama", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "qwen3next", "qwen35moe"),
-    *("granitehybrid", "nemotron_h_moe"),
+    *("llama", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "qwen3next", "qwen35moe", "granitehybrid"),
+    "nemotron_h_moe",
 )
 STARCODER = {
     "token_embd": "transformer.wte",
@@ -86,9 +85,9 @@ QKV, GATE_UP = "attn_qkv", "ffn_gate_up_exps"
 FUSED = {QKV: ("attn_q", "attn_k", "attn_v"), GATE_UP: ("ffn_gate_exps", "ffn_up_exps")}  # one behind another, by rows
 # of a weight, by which it is multiplied; of its activations, which are not rounded here
 SCALE, INPUT_SCALE = "scale", "input_scale"
-NAME = re.compile(
-    rf"(?:blk\.(\d+)\.)?((?:shortconv\.)?\w+)\.(weight|bias|{SCALE}|{INPUT_SCALE})|blk\.(\d+)\.({'|'.join(UNNAMED)})"
-)
+NAME = re.compile(rf"(?:blk\.(\d+)\.)?((?:shortconv\.)?\w+)\.(weight|bias|{SCALE}|{INPUT_SCALE})")
+BARE = re.compile(r"blk\.\d+\.(ssm_a|ssm_d|ffn_norm)")  # a weight, without that word; the last one of Falcon-H1
+WIDE = (".mlp.gate.", ".A_log", ".dt_bias", ".mixer.D", ".mamba.D")  # may be fp32 whatever the model's dtype is
 
 
 class Source(NamedTuple):
@@ -139,8 +138,7 @@ class GgufTensors(NamedTensors):
                 names = {key: name for key, name in names.items() if key != shared}
             if architecture == "starcoder":
                 names = STARCODER if layer is None else STARCODER_LAYER
-            shape = info.shape if part != "weight" else hybrid.shape_of(kind, stored_shape(kind, info.shape))
-            pieces = {kind: shape}
+            pieces = {kind: (mamba2 if architecture in mamba2.LAYERS else hybrid).shape_of(kind, info.shape)}
             if kind in FUSED and kind not in names and layer is not None:
                 pieces = fused_pieces(file, name, kind, heads | doubled)
             experts = layer is not None and architecture in MIXTURES and next(iter(pieces)) in STACKED
@@ -172,8 +170,8 @@ class GgufTensors(NamedTensors):
                     change = rotary_halves(heads[piece])
                 elif architecture == "gemma3" and piece.endswith("_norm"):
                     change = without_one
-                elif piece == "ssm_a" and architecture in LAYERS:
-                    change = partial(logarithm, f"{file.path}: {name}")
+                elif architecture in mamba2.LAYERS and piece == "ssm_a":
+                    change = partial(mamba2.logarithm, f"{file.path}: {name}")
                 values = values_beside(file, name) if piece == KEYS else None
                 source = Source(name, Part(shape, first), change, values, scales[0], columns, run)
                 self._sources[prefix + (names.get(whole) or f"{names[piece]}.{part}")] = source
@@ -183,7 +181,7 @@ class GgufTensors(NamedTensors):
         tensor, part, change, values, scale, columns, _ = self._sources[name]
         # changed in fp32, so that it is rounded only once; a router may compute in fp32 whatever the model's dtype is
         changed = change is not None or scale is not None
-        wide = ".mlp.gate." in name or name.endswith(WIDE)
+        wide = any(word in name for word in WIDE)
         value = self._file.read(tensor, torch.float32 if changed or wide else self._dtype, part)
         if scale is not None:
             value *= self._file.read(beside(tensor, SCALE), torch.float32, scale)
@@ -238,11 +236,9 @@ class GgufTensors(NamedTensors):
 
 def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
     """Split `blk.3.attn_q.weight` into 3, "attn_q", "weight". Raises ValueError for a name of another form."""
-    match = NAME.fullmatch(name)
+    match = NAME.fullmatch(f"{name}.weight" if BARE.fullmatch(name) else name)
     if match is None:
         raise ValueError(f"{file.path}: the tensor {name} is not known")
-    if match[5] is not None:
-        return int(match[4]), match[5], "weight"
     return None if match[1] is None else int(match[1]), match[2], match[3]
 
 
