@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.gguf.file import GgufFile
+from models.gguf.hybrid import MODULES
 from models.mixers.mamba2 import GRANITE, NEMOTRON
 
 SSM = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
@@ -36,7 +37,7 @@ KEYS = {  # that are of these architectures alone
     "granitehybrid": (*SSM, "expert_count", "expert_shared_feed_forward_length"),
     "falcon-h1": SSM,
     "nemotron_h": OF_SSM,
-    "nemotron_h_moe": (*OF_SSM, *EXPERTS),
+    "nemotron_h_moe": (*OF_SSM, *EXPERTS, MODULES),
 }
 # tensors of a layer -> our names, without its `mixer` or `mamba`
 MIXER = {
@@ -80,10 +81,12 @@ def logarithm(source: str, value: Tensor) -> Tensor:
 
 def per_layer(file: GgufFile, architecture: str, values: dict[str, Any]) -> dict[str, list[int]]:
     """Return the keys of PER_LAYER as lists, and replace them in `values` by their largest number."""
-    layers, lists = file.need(f"{architecture}.block_count"), dict[str, list[int]]()
+    layers, lists = file.need(f"{architecture}.block_count") - values.get(MODULES, 0), dict[str, list[int]]()
     for key in PER_LAYER.get(architecture, ()):
         stated = file.need(f"{architecture}.{key}")
         numbers = stated if isinstance(stated, list) else [stated] * layers
+        if len(numbers) == layers + values.get(MODULES, 0):  # the last ones are of modules that are not read
+            numbers = numbers[:layers]
         if len(numbers) != layers or any(type(number) is not int or number < 0 for number in numbers):
             raise ValueError(f"{file.path}: {architecture}.{key}={numbers!r}: must be {layers} whole numbers")
         if not any(numbers):
@@ -138,4 +141,9 @@ def nemotron_keys(values: dict[str, Any], lists: dict[str, list[int]]) -> dict[s
     pairs = zip(lists[KV_HEADS], lists[FORWARD], strict=True)
     types = [other if size else "attention" if count else "mamba" for count, size in pairs]
     eps = values.get("attention.layer_norm_rms_epsilon", values.get("attention.layer_norm_epsilon"))
-    return stated | {"layers_block_type": types, "layer_norm_epsilon": eps, "mlp_hidden_act": "relu2"}
+    return stated | {
+        "num_hidden_layers": len(types),
+        "layers_block_type": types,
+        "layer_norm_epsilon": eps,
+        "mlp_hidden_act": "relu2",
+    }

@@ -66,6 +66,7 @@ MIXTURES = (
     *("llama", "qwen3moe", "gpt-oss", "deepseek2", "lfm2moe", "qwen3next", "qwen35moe", "granitehybrid"),
     "nemotron_h_moe",
 )
+WITH_MODULES = (*hybrid.NAMES, "nemotron_h_moe")  # for multi-token prediction, as blocks after the target's
 STARCODER = {
     "token_embd": "transformer.wte",
     "position_embd": "transformer.wpe",
@@ -123,8 +124,8 @@ class GgufTensors(NamedTensors):
         for name, info in file.tensors.items():
             if name in (ROPE_FREQS, *(LONGROPE.values() if architecture == "phi3" else ())):  # read by config_json
                 continue
-            if architecture in hybrid.NAMES and hybrid.layer_of(name) >= int(str(config["num_hidden_layers"])):
-                continue  # of a module for multi-token prediction
+            if architecture in WITH_MODULES and hybrid.layer_of(name) >= int(str(config["num_hidden_layers"])):
+                continue
             layer, kind, part = split_name(file, name)
             if kind == VALUES and architecture == "deepseek2":  # read with KEYS
                 continue

@@ -153,7 +153,10 @@ FAMILIES = {
         "Qwen3NextConfig",
         DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 32, "linear_num_value_heads": 6},
     ),
-    "granite hybrid": ("GraniteMoeHybridConfig", GRANITE_H | {"num_local_experts": 0, "tie_word_embeddings": True}),
+    "granite hybrid": (
+        "GraniteMoeHybridConfig",
+        GRANITE_H | {"num_local_experts": 0, "num_experts_per_tok": 0, "tie_word_embeddings": True},
+    ),
     "granite hybrid with experts, rotary": (
         "GraniteMoeHybridConfig",
         {**GRANITE_H, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 32, "mamba_n_groups": 1}
@@ -245,20 +248,26 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
         assert relative_error(target.logits(out.hidden), model(IDS).logits) < TOLERANCE
 
 
-def test_modules_of_multi_token_prediction_are_not_the_target_s(written, tmp_path):
+@pytest.mark.parametrize("name", ["qwen35", "nemotron h with experts"])
+def test_modules_of_multi_token_prediction_are_not_the_target_s(written, tmp_path, name):
     """llama.cpp's converter counts them as blocks after the target's."""
-    file, plain = tmp_path / "tiny.gguf", load_target(str(written("qwen35")[0]))
+    file, plain = tmp_path / "tiny.gguf", load_target(str(written(name)[0]))
+    layers = plain.config.num_layers
 
     def change(writer):
         writer.add_nextn_predict_layers(1)
-        writer.kv_data[0]["qwen35.block_count"].value = 5
-        for name in ("attn_q", "nextn.eh_proj"):
-            writer.add_tensor(f"blk.4.{name}.weight", np.ones((64, 64), np.float32))
+        keys = writer.kv_data[0]
+        keys[f"{writer.arch}.block_count"].value = layers + 1
+        for key in ("attention.head_count_kv", "feed_forward_length"):
+            if isinstance(numbers := keys.get(f"{writer.arch}.{key}", keys["general.name"]).value, list):
+                numbers.append(2)
+        for part in ("attn_q", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.{layers}.{part}.weight", np.ones((64, 64), np.float32))
 
-    write_gguf(written("qwen35")[1], file, change=change)
+    write_gguf(written(name)[1], file, change=change)
     check_weights(file, empty_target(file))
     target = load_target(str(file))
-    assert target.config.num_layers == 4
+    assert target.config.num_layers == layers
     assert [*dict(target.named_parameters())] == [*dict(plain.named_parameters())]
 
 
