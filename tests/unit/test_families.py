@@ -659,6 +659,17 @@ def test_layers_for_multi_token_prediction_are_not_the_target_s(make_family_fold
         load_head(tmp_path, name="mtp", target=target)
 
 
+def test_modules_of_nemotron_are_left_out_and_refused_by_name(make_family_folder, tmp_path):
+    folder = make_family_folder("nemotron h with experts")
+    tensors = dict(open_tensors(folder)) | {"mtp.layers.0.eh_proj.weight": torch.ones(64, 128)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    edit(folder, tmp_path, num_nextn_predict_layers=1)
+    check_weights(tmp_path, empty_target(tmp_path))
+    target = load_target(str(tmp_path))
+    with pytest.raises(ValueError, match=r"mtp\.\* are of Nemotron's blocks, of which head=mtp has none"):
+        load_head(tmp_path, name="mtp", target=target)
+
+
 def test_deepseek_is_served_in_blocks_of_fp8_as_published(make_family_folder, tmp_path):
     write(make_family_folder("deepseek v3"), FP8, fp8_blocks(48, 16), tmp_path / "fp8", tmp_path / "plain")
     check_weights(tmp_path / "fp8", empty_target(tmp_path / "fp8"))

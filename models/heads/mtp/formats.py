@@ -83,6 +83,8 @@ def find_shipped(folder: Path) -> tuple[Views, dict[str, str]]:
     """Return a target's tensors, each read on access, and by our names those of its modules, experts one by one."""
     config = read_json(folder / "config.json")
     layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
+    if layout is NEMOTRON:
+        raise ValueError(f"{folder}: tensors mtp.* are of Nemotron's blocks, of which head=mtp has none")
     fields.only("mtp_use_dedicated_embeddings", False)
     sizes = fields.size("num_hidden_layers"), modules_of(config) or 1
     stored, layers, modules = read_weights(folder, torch.float32, None, progress=False), *sizes
@@ -91,8 +93,6 @@ def find_shipped(folder: Path) -> tuple[Views, dict[str, str]]:
         views |= stacked_views(stored, name, str) or {name: View(name)}
     tensors = Views(stored, views)
     names = layout.names(tensors, layers, modules)
-    if layout is NEMOTRON:
-        raise ValueError(f"{folder}: {len(names)} tensors mtp.* are of Nemotron's blocks, of which head=mtp has none")
     return tensors, names
 
 
