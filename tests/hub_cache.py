@@ -43,6 +43,7 @@ DELTA_NET = {
     **{"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
     **{"linear_value_head_dim": 8, "mtp_num_hidden_layers": 1},
 }
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 24}
 # family -> the config of transformers, what differs from SIZES, ids
 TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": (
@@ -97,6 +98,20 @@ TARGETS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
             **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
         },
         ("Qwen/Qwen3-Next-80B-A3B-Instruct",),
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA2, "layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
+        ("ibm-granite/granite-4.0-h-350m",),
+    ),
+    "falcon_h1": ("FalconH1Config", {**MAMBA2, "mamba_d_ssm": 128}, ("tiiuae/Falcon-H1-0.5B-Instruct",)),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24},
+            "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        },
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2",),
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
     "opt": (
