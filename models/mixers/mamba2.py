@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.elementwise import rms_norm, uniform
+from kernels.elementwise import rms_norm, silu_mul
 from kernels.recurrence import softplus
 from models.config import RecurrentConfig, TargetConfig
 from models.fields import Fields
@@ -138,7 +137,6 @@ class Mamba2(nn.Module):
         decay = torch.exp(dt * -torch.exp(self.A_log))
         y = recurrence.scan(self.conv.layer, c, b, values, decay, dt, delta=False)
         y = (y + self.D[:, None] * values.float()).flatten(-2)
-        gate = uniform(F.silu, z.float() * z_scale)
-        if own.norm == "before the gate":
-            return (self.norm(y) * gate).to(dtype)
-        return (y * gate).to(dtype) if own.norm == "none" else self.norm(y * gate)
+        y = self.norm(y) if own.norm == "before the gate" else y
+        y = silu_mul(torch.cat([z if z_scale == 1 else z.float() * z_scale, y], dim=-1))  # in fp32, as y is
+        return self.norm(y) if own.norm == "after the gate" else y.to(dtype)
