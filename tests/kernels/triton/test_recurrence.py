@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels.recurrence import RecurrentRows
-from kernels.reference.recurrence import path
 from tests.device import BF16, DEVICE, FP32, sized
 from tests.kernels.recurrent_tokens import Tokens, equal, make_tokens, picked
+from tests.kernels.reference.recurrence import path
 from tests.pairwise import parametrize_pairs
 
 BOUND = {FP32: 1e-5, BF16: 2e-2}
