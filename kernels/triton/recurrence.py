@@ -21,7 +21,7 @@ from kernels.triton.elementwise import activate
 from kernels.triton.launch import Variant
 
 CHANNELS = 512  # of a program
-MOST_NODES = 64  # of a tree: bits of a word
+MOST_NODES = tl.constexpr(64)  # of a tree: bits of a word
 TILE = 1024  # numbers of a state in a warp's registers,
 LEAST = 8  # columns of it, of which memory reads no fewer at a time
 
@@ -29,8 +29,10 @@ LEAST = 8  # columns of it, of which memory reads no fewer at a time
 @triton.jit
 def parent_of(node, parents, begin, TREES: tl.constexpr):
     """Return the parent of a row of a request, or of a column of its state: -1, and -2 the column before it."""
-    above = tl.load(parents + begin + node, mask=node >= 0, other=0).to(tl.int64) if TREES else node - 1
-    return tl.where(node >= 0, above, node - 1)
+    above = node - 1
+    if TREES:
+        above = tl.where(node >= 0, tl.load(parents + begin + node, mask=node >= 0, other=0).to(tl.int64), above)
+    return above
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def scan_kernel(
         slot = states + tl.load(slots + request, mask=kept > 0, other=0) * slot_stride + head * keys * values
         state = tl.load(slot + tile, mask=in_tile, other=0.0)
         for at in range(begin, last + 1):
-            if whole | ((path >> ((at - begin) & 63)) & 1 != 0):
+            if whole | ((path >> ((at - begin) % MOST_NODES)) & 1 != 0):
                 key = tl.load(k + at * k_stride + group * keys + i, mask=in_k, other=0.0).to(tl.float32)
                 key = unit(key, DELTA, EPS)
                 u = tl.load(v + at * v_stride + head * values + j, mask=in_v, other=0.0).to(tl.float32)
@@ -172,7 +174,7 @@ def scan(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor, states: Tensor | None, rows: RecurrentRows, *,
     delta: bool,
 ) -> Tensor:  # fmt: skip
-    """As kernels.recurrence.scan; a row's q, k, v are contiguous. Trees have at most MOST_NODES nodes."""
+    """As kernels.recurrence.scan, of q, k and v whose rows are contiguous. Trees have at most MOST_NODES nodes."""
     (count, heads, values), (_, groups, keys) = v.shape, k.shape
     out, kept = torch.empty(count, heads, values, device=v.device), states is not None and rows.slots is not None
     stride, states = (states.stride(0), states) if states is not None and kept else (0, out)
