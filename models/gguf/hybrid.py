@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.gguf.file import GgufFile
-from models.gguf.mamba2 import logarithm
+from models.gguf.mamba2 import MODULES, logarithm
 
 LFM, QWEN, TILED = ("lfm2", "lfm2moe"), ("qwen3next", "qwen35", "qwen35moe"), ("qwen35", "qwen35moe")
 DELTA_NET = {
@@ -24,7 +24,6 @@ DELTA_NET = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-MODULES = "nextn_predict_layers"  # for multi-token prediction, which block_count includes, and which are not read
 LISTS = ("attention.head_count_kv", "attention.recurrent_layers", "rope.dimension_sections")  # may be one per layer
 SHARED = "expert_shared_feed_forward_length"
 KEYS = {

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from models.gguf.file import GgufFile
-from models.gguf.hybrid import MODULES
 from models.mixers.mamba2 import GRANITE, NEMOTRON
 
 SSM = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count")
+MODULES = "nextn_predict_layers"  # for multi-token prediction, which block_count includes, and which are not read
 KV_HEADS, FORWARD = "attention.head_count_kv", "feed_forward_length"
 PER_LAYER = {  # keys that may be lists, with a value for each layer
     "granitehybrid": (KV_HEADS,),
