@@ -122,7 +122,7 @@ def layer_of(name: str) -> int:
 
 def shape_of(piece: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the checkpoint's shape of a tensor: convolutions have a dimension more, as may a gate of one output."""
-    if piece == "shortconv.conv":
+    if piece in ("shortconv.conv", "ssm_conv1d"):
         return shape[0], 1, shape[-1]
     return (1, shape[-1]) if piece == "ffn_gate_inp_shexp" else shape
 
