@@ -8,7 +8,6 @@ output's factor. llama.cpp's files hold them within their weights.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +25,9 @@ from models.targets.llama import LlamaTarget
 
 # transformers' defaults for keys that a config.json may omit
 DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-    "mamba_d_ssm": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-}
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+}  # fmt: skip
 # Llama's names, and ours of Mamba-2 -> Falcon-H1's
 NAMES = {
     r"^model\.norm\.": "model.final_layernorm.",
@@ -85,6 +78,8 @@ class FalconLayer(DecoderLayer):
 
 
 class FalconH1Target(LlamaTarget):
+    renamed = NAMES
+
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         config = DEFAULTS | config
@@ -125,12 +120,6 @@ class FalconH1Target(LlamaTarget):
     @staticmethod
     def make_layer(config: TargetConfig, index: int) -> nn.Module:
         return FalconLayer(config, index)
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        for ours, theirs in NAMES.items():
-            name = re.sub(ours, theirs, name)
-        return name
 
 
 def multipliers(fields: Fields, key: str, count: int) -> tuple[float, ...]:

@@ -31,9 +31,12 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+NAMES = {r"\.mlp\.gate\.": ".mlp.router."}
 
 
 class GptOssTarget(LlamaTarget):
+    renamed = NAMES
+
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         fields, config = Fields(config), DEFAULTS | config
@@ -53,7 +56,3 @@ class GptOssTarget(LlamaTarget):
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return stack(tensors)
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        return name.replace(".mlp.gate.", ".mlp.router.")

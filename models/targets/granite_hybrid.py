@@ -24,14 +24,9 @@ from models.targets.lfm2 import typed_mixers
 
 # transformers' defaults for keys that a config.json may omit
 DEFAULTS: dict[str, Any] = {
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "shared_intermediate_size": 1024,
-}
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
+}  # fmt: skip
 LAYER_TYPES = {
     **dict.fromkeys(("mamba", "linear_attention"), RECURRENT),
     **dict.fromkeys(("attention", "full_attention"), ATTENTION),
@@ -62,6 +57,8 @@ class GraniteExperts(MixtureOfExperts):
 
 
 class GraniteHybridTarget(GraniteTarget):
+    renamed = NAMES
+
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
@@ -94,12 +91,6 @@ class GraniteHybridTarget(GraniteTarget):
         if config.mixes(index, ATTENTION):
             return DecoderLayer(config, index, mlp)
         return RecurrentLayer(config, Mamba2(config, index), mlp)
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        for ours, theirs in NAMES.items():
-            name = re.sub(ours, theirs, name)
-        return name
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Merge gate and up, and stack the experts of a layer."""

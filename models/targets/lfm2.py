@@ -5,7 +5,6 @@ LFM2-MoE (Lfm2MoeForCausalLM) has experts after the first layers, chosen by a si
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,8 @@ THETA = 1_000_000.0
 
 
 class Lfm2Target(LlamaTarget):
+    renamed = NAMES
+
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         fields = Fields(config)
@@ -62,12 +63,6 @@ class Lfm2Target(LlamaTarget):
         if config.mixes(index, ATTENTION):
             return DecoderLayer(config, index, mlp)
         return RecurrentLayer(config, ShortConvolution(config, index), mlp)
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        for ours, theirs in NAMES.items():
-            name = re.sub(ours, theirs, name)
-        return name
 
 
 class Lfm2Experts(DeepseekExperts):

@@ -7,9 +7,10 @@ families in this folder are this decoder with other options in their TargetConfi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class LlamaTarget(nn.Module):
     In 16 bits the residual stream is fp32: the output projections add their sums unrounded, and a norm rounds once, to
     the input of the next product. What heads read of it is rounded too, to the model's dtype.
     """
+
+    renamed: ClassVar[Mapping[str, str]] = {}  # patterns of Llama's names and ours -> those of the family's files
 
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # the local path of the checkpoint
@@ -72,9 +75,11 @@ class LlamaTarget(nn.Module):
     def make_layer(config: TargetConfig, index: int) -> nn.Module:
         return DecoderLayer(config, index, config.experts and MixtureOfExperts(config.hidden_size, config.experts))
 
-    @staticmethod
-    def published_name(name: str) -> str:
+    @classmethod
+    def published_name(cls, name: str) -> str:
         """Return the name that a tensor, by Llama's name, has in checkpoints of this family."""
+        for ours, theirs in cls.renamed.items():
+            name = re.sub(ours, theirs, name)
         return name
 
     def stored_rows(self, name: str) -> dict[str, tuple[tuple[int, int], ...]]:

@@ -20,19 +20,18 @@ DEFAULTS: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "sliding_window": None,
 }
-NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+NAMES = {
+    **{r"\.mlp\.": ".block_sparse_moe.", r"\.gate_proj\.": ".w1.", r"\.up_proj\.": ".w3."},
+    r"\.down_proj\.": ".w2.",
+}
 
 
 class MixtralTarget(MistralTarget):
+    renamed = NAMES
+
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         base, fields = super().read_config(DEFAULTS | config), Fields(config)
         count = fields.size("num_local_experts", 8)
         active = fields.size("num_experts_per_tok", 2, limit=count)
         return replace(base, experts=ExpertsConfig(count, active, base.intermediate_size, normalize=True))
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        for ours, theirs in NAMES.items():
-            name = name.replace(ours, theirs)
-        return name

@@ -7,7 +7,6 @@ where it reads a prompt in chunks, and not where it reads a token; here it has n
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,22 +25,11 @@ from models.targets.llama import LlamaTarget
 
 # transformers' defaults for keys that a config.json may omit
 DEFAULTS: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "intermediate_size": 21504,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+    "intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+    "conv_kernel": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
     "moe_shared_expert_intermediate_size": 7688,
-    "norm_topk_prob": True,
-}
+}  # fmt: skip
 MLP, MOE = "mlp", "moe"
 PATTERN = {"M": "mamba", "*": "attention", "-": MLP, "E": MOE}
 LAYER_TYPES = {
@@ -148,6 +136,8 @@ class NemotronAttention(DecoderLayer):
 
 
 class NemotronHTarget(LlamaTarget):
+    renamed = NAMES
+
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         config = DEFAULTS | {key: value for key, value in config.items() if value is not None}
@@ -174,12 +164,6 @@ class NemotronHTarget(LlamaTarget):
     @staticmethod
     def make_layer(config: TargetConfig, index: int) -> nn.Module:
         return (NemotronAttention if config.mixes(index, ATTENTION) else NemotronBlock)(config, index)
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        for ours, theirs in NAMES.items():
-            name = re.sub(ours, theirs, name)
-        return name
 
 
 def block_types(config: dict[str, Any]) -> list[str]:

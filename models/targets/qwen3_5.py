@@ -7,7 +7,6 @@ is a plain one.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +37,7 @@ NAMES = {
 
 
 class Qwen35Target(LlamaTarget):
+    renamed = NAMES
     unread = ("model.visual.",)
 
     @classmethod
@@ -66,12 +66,6 @@ class Qwen35Target(LlamaTarget):
         if config.mixes(index, ATTENTION):
             return DecoderLayer(config, index, mlp, GatedAttention(config, index))
         return RecurrentLayer(config, GatedDeltaNet(config, index), mlp)
-
-    @staticmethod
-    def published_name(name: str) -> str:
-        for ours, theirs in NAMES.items():
-            name = re.sub(ours, theirs, name)
-        return name
 
 
 class Qwen35MoeTarget(Qwen35Target):
