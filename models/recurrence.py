@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.recurrence import RecurrentRows, convolve, scan
+from kernels.recurrence import convolve, scan
+from kernels.recurrent_rows import RecurrentRows
 
 
 class Recurrence(Protocol):

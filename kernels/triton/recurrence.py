@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.recurrence import L2_EPS, RecurrentRows
+from kernels.recurrent_rows import L2_EPS, RecurrentRows
 from kernels.triton.dependent import follow, launched, overlaps
 from kernels.triton.elementwise import activate
 from kernels.triton.launch import Variant

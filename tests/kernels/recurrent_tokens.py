@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.recurrence import RecurrentRows, convolve, scan
+from kernels.recurrent_rows import RecurrentRows
 from tests.kernels.reference import recurrence as reference
 
 SLOTS = 6

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kernels import recurrence
 from kernels.cpu.library import library
 from kernels.recurrence import RecurrentRows
+from kernels.recurrent_rows import RecurrentRows
 from tests.kernels.recurrent_tokens import SLOTS, equal, make_tokens, picked
 from tests.kernels.reference.recurrence import path
 from tests.pairwise import parametrize_pairs

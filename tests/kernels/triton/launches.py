@@ -22,7 +22,7 @@ from kernels.operands import (
     Shaping,
     Transition,
 )
-from kernels.recurrence import RecurrentRows
+from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows
 from kernels.triton import (
     acceptance,

@@ -18,7 +18,8 @@ from kernels.copies import gather_rows, move_slots
 from kernels.early_exit import exit_level
 from kernels.linear import PackedLinear
 from kernels.operands import Nodes
-from kernels.recurrence import RecurrentRows, convolve, scan
+from kernels.recurrence import convolve, scan
+from kernels.recurrent_rows import RecurrentRows
 from kernels.residual import residual_silu
 from kernels.rotary import rotate_and_write
 from kernels.shape import shape
