@@ -17,7 +17,10 @@ from tests.kernels.test_lower_levels import run
 
 KERNELS = tuple(
     f"tests/kernels/test_{name}.py"
-    for name in ("linear", "narrow_linear", "integer_linear", "blocks", "elementwise", "attention", "decoder", "walk")
+    for name in (
+        *("linear", "narrow_linear", "integer_linear", "blocks", "elementwise", "attention", "decoder", "walk"),
+        "recurrence",
+    )
 )
 NOISE = "tests/kernels/test_choose.py"  # has the bits of torch, so it is the same whoever compiles it
 pytestmark = [
