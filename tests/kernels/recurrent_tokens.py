@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.recurrence import RecurrentRows, convolve, scan
+from kernels.recurrence import convolve, scan
 from kernels.recurrent_rows import RecurrentRows
 from tests.kernels.reference import recurrence as reference
 

@@ -15,7 +15,6 @@ from kernels import attention, linear, recurrence
 from kernels.attention import LayerShape, plan_attention
 from kernels.cpu.library import library
 from kernels.linear import PackedLinear
-from kernels.recurrence import RecurrentRows
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows
 from kernels.weights.ggml import FORMATS, GgmlMatrix

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kernels import recurrence
 from kernels.cpu.library import library
-from kernels.recurrence import RecurrentRows
 from kernels.recurrent_rows import RecurrentRows
 from tests.kernels.recurrent_tokens import SLOTS, equal, make_tokens, picked
 from tests.kernels.reference.recurrence import path

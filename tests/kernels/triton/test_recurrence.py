@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.recurrence import RecurrentRows
 from kernels.recurrent_rows import RecurrentRows
 from tests.device import BF16, DEVICE, FP32, sized
 from tests.kernels.recurrent_tokens import Tokens, equal, make_tokens, picked
