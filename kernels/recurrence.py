@@ -88,7 +88,7 @@ def _convolve_in_torch(
         outside = torch.zeros_like(past) if state is None else state[rows.owner, (index + taps - 1).clamp(max=taps - 2)]
         out = out + weight[:, tap].float() * torch.where((index >= 0)[:, None], past, outside).float()
     out = out + weight[:, -1].float() * x.float()
-    if windows is not None:
+    if state is not None and windows is not None:
         advance(x, windows, rows)
     return (uniform(F.silu, out) if silu else out).to(x.dtype)
 
