@@ -89,12 +89,11 @@ def _convolve_in_torch(
         out = out + weight[:, tap].float() * torch.where((index >= 0)[:, None], past, outside).float()
     out = out + weight[:, -1].float() * x.float()
     if state is not None and windows is not None:
-        advance(x, windows, rows)
+        _advance(x, windows, rows)
     return (uniform(F.silu, out) if silu else out).to(x.dtype)
 
 
-def advance(x: Tensor, windows: Tensor, rows: RecurrentRows) -> None:
-    """Do to the windows what `convolve` does, for rows x `[R, C]` whose outputs are known."""
+def _advance(x: Tensor, windows: Tensor, rows: RecurrentRows) -> None:
     assert rows.slots is not None
     columns = windows.shape[1]
     for b, (begin, end) in enumerate(itertools.pairwise(rows.first.tolist())):

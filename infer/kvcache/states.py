@@ -17,7 +17,8 @@ from torch import Tensor
 from infer.config import EngineConfig
 from infer.kvcache.tensors import KVLayers, PooledAttention
 from kernels.cpu.memory import zeros
-from kernels.recurrence import RecurrentRows, advance, convolve, scan
+from kernels.recurrence import convolve, scan
+from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
 from models.config import RECURRENT, TargetConfig
 
@@ -62,7 +63,8 @@ class HybridLayers(KVLayers):
         if first_layer:
             return attention
         self.last_states = rows.states
-        self._last = PooledRecurrence(attention, self.windows, self.states, recurrent_rows(rows))
+        drafted = not all(certain for _, certain in rows.states)
+        self._last = PooledRecurrence(attention, self.windows, self.states, recurrent_rows(rows), drafted)
         return self._last
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
@@ -79,12 +81,18 @@ class HybridLayers(KVLayers):
 
 
 class PooledRecurrence:
-    """Attention over the pool, and models.recurrence.Recurrence over its states, for the rows of one forward."""
+    """Attention over the pool, and models.recurrence.Recurrence over its states, for the rows of one forward.
 
-    def __init__(self, attention: PooledAttention, windows: Tensor, states: Tensor | None, rows: RecurrentRows) -> None:
+    Inputs are kept for `replay` only if some rows are `drafted`: those of prompts would take memory for nothing.
+    """
+
+    def __init__(
+        self, attention: PooledAttention, windows: Tensor, states: Tensor | None, rows: RecurrentRows, drafted: bool
+    ) -> None:
         self._attention, self._windows, self._states, self._rows = attention, windows, states, rows
-        self._columns: dict[int, Tensor] = {}  # what each layer's convolution read
-        self._inputs: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
+        self._drafted = drafted
+        self._convolved: dict[int, tuple[Any, ...]] = {}  # what each layer's convolution read
+        self._scanned: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
         if (project := getattr(attention, "project", None)) is not None:
             self.project = project
 
@@ -92,21 +100,23 @@ class PooledRecurrence:
         return self._attention(*args, **scoring)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-        self._columns[layer] = x
+        if self._drafted:
+            self._convolved[layer] = x, weight, bias
         return convolve(x, weight, bias, self._windows[layer], self._rows, silu=silu)
 
     def scan(self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor, *, delta: bool) -> Tensor:
         assert self._states is not None
-        self._inputs[layer] = q, k, v, decay, gain, delta
+        if self._drafted:
+            self._scanned[layer] = q, k, v, decay, gain, delta
         return scan(q, k, v, decay, gain, self._states[layer], self._rows, delta=delta)
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
         if not any(map(len, paths)):
             return
         index, rows = self._rows.along(paths)
-        for layer, columns in self._columns.items():
-            advance(columns[index], self._windows[layer], rows)
-        for layer, (*inputs, delta) in self._inputs.items():
+        for layer, (x, weight, bias) in self._convolved.items():
+            convolve(x[index], weight, bias, self._windows[layer], rows, silu=False)
+        for layer, (*inputs, delta) in self._scanned.items():
             assert self._states is not None
             q, k, v, decay, gain = (x[index] for x in inputs)
             scan(q, k, v, decay, gain, self._states[layer], rows, delta=delta)
