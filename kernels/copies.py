@@ -98,20 +98,22 @@ def move_slots(stack: Tensor, source: Tensor, destination: Tensor) -> None:
     stack[:, :, :, destination] = stack[:, :, :, source]  # the right side is read completely before the write
 
 
-def write_kv(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+def write_kv(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, *, shared_tiles: bool = True) -> None:
     """Write keys `[R, nkv, D]` and values `[R, nkv, Dv]` of any dtype to `slots` `[R]` of cache `[2, nkv, slots, D]`.
 
     Of a cache `[1, nkv, slots, D]` the values are the first numbers of the keys, fewer than all.
 
     Numbers of a value that are not finite are stored as zeros and make its key NaN: a row that sees the key has NaN
-    from its score, and one that does not can multiply the value by its weight of zero.
+    from its score, and one that does not can multiply the value by its weight of zero. Without `shared_tiles`, where
+    each row sums over the keys that it sees alone (attention in C), they are stored as they are.
     """
     if uses_triton(slots.device):
         from kernels.triton.rotary import write_kv as fused
 
         return fused(cache, slots, k, v)
-    finite = v.isfinite()
-    k, v = k.masked_fill(~finite.all(-1, keepdim=True), torch.nan), v.masked_fill(~finite, 0)
+    if shared_tiles:
+        finite = v.isfinite()
+        k, v = k.masked_fill(~finite.all(-1, keepdim=True), torch.nan), v.masked_fill(~finite, 0)
     rows = (k, v) if len(cache) == 2 else (torch.cat([v, k[..., v.shape[-1] :]], -1),)
     for stored, new in zip(cache, rows, strict=True):
         bits_of(stored).index_copy_(1, slots, bits_of(narrowed(new.transpose(0, 1), cache.dtype)))

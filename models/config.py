@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from models.fields import asks_for_nothing
 from models.mtp_names import modules_of
 
@@ -120,9 +118,9 @@ class RecurrentConfig:
     key_size: int = 0  # rows of a head's matrix (Mamba-2: the state size N)
     value_size: int = 0  # columns of a head's matrix (Mamba-2: the head size P)
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that one layer keeps of a request."""
-        columns = (self.taps - 1) * self.channels * dtype.itemsize
+    def bytes(self, itemsize: int) -> int:
+        """Return the bytes that one layer keeps of a request, for inputs of the convolution of `itemsize` bytes."""
+        columns = (self.taps - 1) * self.channels * itemsize
         return columns + 4 * self.heads * self.key_size * self.value_size
 
 

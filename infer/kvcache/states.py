@@ -140,7 +140,7 @@ def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) 
     """
     if target.recurrent is None:
         return 0, 0
-    each = target.recurrent.bytes(dtype) * target.count(RECURRENT)
+    each = target.recurrent.bytes(dtype.itemsize) * target.count(RECURRENT)
     snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
     slots = config.max_batch + 1 + snapshots  # one of the null row
     return slots, slots * each

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention import LayerShape, NativeAttention, PagedAttention, ProjectedAttention, plan_attention
+from kernels.attention import LayerShape, NativeAttention, PagedAttention, ProjectedAttention, plan_attention, runs_in_c
 from kernels.copies import move_slots, write_kv
 from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
@@ -80,8 +80,10 @@ class KVLayers:
     def writer(self, rows: AttentionRows, *, first_layer: int = 0) -> WriteKeys:
         """Return the callable that stores keys and values of these rows, which attend to nothing."""
 
+        in_c = self._kv_dtype is self._dtype and runs_in_c(self._shapes[first_layer].head_dim, self._dtype, self.device)
+
         def write(layer: int, k: Tensor, v: Tensor) -> None:
-            write_kv(self.caches[first_layer + layer], rows.slots, k, v)
+            write_kv(self.caches[first_layer + layer], rows.slots, k, v, shared_tiles=not in_c)
 
         return write
 

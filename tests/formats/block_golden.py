@@ -133,6 +133,14 @@ BLOCK_CONFIGS = {
             **MARKOV,
         },
     },
+    ("liquid-dspark", "liquid-dspark"): {
+        **DFLASH,
+        "architectures": ["Lfm2DSparkDraftModel"],
+        "block_size": 4,
+        "dflash_config": {"mask_token_id": 7, "sample_from_anchor": True, "target_layer_ids": [1, 3, 5]},
+        "rope_is_neox_style": False,
+        **MARKOV,
+    },
     ("dflash2", "dflash2"): DFLASH2,
     ("dflash2", "headway"): {**DFLASH2, "verifier": VERIFIER, "speculative_tokens": 4},
     ("dflash2", "speculators"): {

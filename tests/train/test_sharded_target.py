@@ -162,7 +162,7 @@ def test_a_target_whose_routers_are_in_fp32_is_sharded_in_fp32_alone(tmp_path: P
     path = str(write_family("DeepseekV3Config", tmp_path, **DEEPSEEK))
     full, gathered = load_target(path), load_target(path, exchange=SingleProcess())
     assert torch.equal(outputs_of(gathered, batches_of(0), (2, 5)), outputs_of(full, batches_of(0), (2, 5)))
-    with pytest.raises(ValueError, match=r"features.target=sharded: .* routers in fp32"):
+    with pytest.raises(ValueError, match=r"features.target=sharded: .* routers or decays in fp32"):
         load_target(path, dtype=torch.bfloat16, exchange=SingleProcess())
 
 

@@ -22,6 +22,9 @@ PRODUCT = ("kernels", "models", "infer", "train", "scripts")
 EXCEPTIONS = {
     "models/formats/speculators.py": "a format that several heads share",
     "models/formats/dflash.py": "what the formats of block drafters share",
+    "models/gguf/mamba2.py": "layers of Nemotron that are an MLP",
+    "models/targets/falcon_h1.py": "factors of its MLP",
+    "models/targets/nemotron_h.py": "layers that are an MLP",
     "models/gguf/head.py": "GGUF files of heads, whose one architecture is eagle3",
     "train/objectives/block.py": "the objectives of block drafters",
     "train/objectives/eagle.py": "the objective of one head",

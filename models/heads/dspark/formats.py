@@ -95,8 +95,9 @@ def read_liquid(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> 
 def write_liquid(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(DSparkConfig, checkpoint.config)
     flat, further = config.flat_json(LIQUID), config.further_json()
-    section = {key: value for key, value in flat["dflash_config"].items() if key not in further}
-    return flat | further | {"rope_is_neox_style": False, "dflash_config": section}
+    top = {"block_size": config.block_size, **further, "rope_is_neox_style": False}
+    section = {key: value for key, value in flat["dflash_config"].items() if key not in top}
+    return flat | top | {"dflash_config": section}
 
 
 def to_halves(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
