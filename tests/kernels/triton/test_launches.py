@@ -29,8 +29,8 @@ DRAFTS = {
     "chain of 5": ("head", {"max_draft_tokens": 5}),
     "tree 4x5": ("head", {"tree": "beam:4x5:16"}),
 }
-# launches of a round: greedy, with top-p. One plain step serves both, and one drafting step all limits: the kernels of a
-# search that no row asks for return at once
+# Launches of a round: greedy, with top-p. One plain step serves both, and one drafting step has all limits: the kernels
+# of a search that no row asks for return at once.
 CAPTURED = {"plain": (59, 59), "chain of 5": (143, 257), "tree 4x5": (180, 294)}
 HOST_STEP = {"plain": (62, 77), "chain of 5": (169, 239), "tree 4x5": (219, 289)}  # of a step that the host runs
 
