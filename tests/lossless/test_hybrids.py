@@ -174,6 +174,23 @@ def test_snapshots(make_engine, plain, name):
         assert engine.stats.cached_tokens - before == (32 if count else 0)
 
 
+def test_a_snapshot_is_taken_inside_an_accepted_path(make_engine, plain):
+    """Where a page ends within it; of an answer at most what its last step emitted must be computed again."""
+    oracle, prompt = plain("qwen3.5", torch.float32), make_prompts()[7]
+
+    def answer_of(request):
+        return oracle(request.prompt_ids, request.params).token_ids
+
+    for tokens in range(40, 56, 3):
+        engine = make_engine("qwen3.5", torch.float32, "wrong then right", answer_of, max_batch=1)
+        params = replace(GREEDY, max_tokens=tokens)
+        (first,) = answer_all(engine, [(prompt, params)])
+        text = [*prompt, *first.token_ids, 9, 9]
+        (second,) = answer_all(engine, [(text, params)])
+        assert second == oracle(text, params)
+        assert engine.stats.cached_tokens >= (len(text) - 3 - 5) // 16 * 16
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_several_outputs_of_one_prompt(make_engine, plain, name):
     engine, oracle = make_engine(name, torch.float32, "ngram", max_batch=4), plain(name, torch.float32)
