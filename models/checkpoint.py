@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from models import weights
-from models.config import read_json
+from models.config import read_config_json
 from models.gguf import is_gguf
 from models.quantized import read_scheme
 from models.stacked_experts import open_weights
@@ -25,7 +25,7 @@ SAMPLE = 65536  # bytes that a fingerprint reads at each sampled place of a file
 def read_config(checkpoint: Path) -> dict[str, Any]:
     """Return the keys of config.json. Raises ValueError naming the file for one that is broken or not supported."""
     if not is_gguf(checkpoint):
-        return read_json(checkpoint / "config.json")
+        return read_config_json(checkpoint / "config.json")
     from models.gguf.config import config_json
     from models.gguf.file import open_gguf
 
@@ -91,7 +91,7 @@ def stated_dtype(checkpoint: Path) -> torch.dtype:
     """
     if is_gguf(checkpoint):
         return OF_GGUF
-    config = read_json(checkpoint / "config.json")
+    config = read_config_json(checkpoint / "config.json")
     stated = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stated not in DTYPES:
         raise ValueError(f"{checkpoint}: config.json: dtype={stated!r}: say model.dtype={' or '.join(DTYPES)}")

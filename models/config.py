@@ -313,17 +313,19 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object; of a config.json of several parts the `language_part`.
-
-    Raises ValueError naming the file if it holds none.
-    """
+    """Read one JSON object. Raises ValueError naming the file if it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object")
-    return language_part(content)
+    return content
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """Read a target's config.json, of one of several parts the `language_part`. Raises ValueError as `read_json`."""
+    return language_part(read_json(path))
 
 
 def language_part(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.config import read_json, token_ids
+from models.config import read_config_json, token_ids
 from models.gguf import is_gguf
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
             sources.setdefault(tokens.index(text), f"{folder}: tokenizer.ggml.tokens")
         vocab_size = len(tokens) or None
     for name in ("generation_config.json", "config.json"):
-        content = read_json(folder / name) if (folder / name).is_file() else {}
+        content = read_config_json(folder / name) if (folder / name).is_file() else {}
         ids = token_ids(f"{folder / name}: eos_token_id", content.get("eos_token_id"))
         sources |= {token: f"{folder / name}: eos_token_id" for token in ids if token not in sources}
         vocab_size = content.get("vocab_size", vocab_size)

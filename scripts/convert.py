@@ -31,7 +31,7 @@ import torch
 
 from kernels.weights.ggml import GGML_FORMATS
 from models.checkpoint import fingerprint
-from models.config import read_json
+from models.config import read_config_json
 from models.formats.conversion import (
     FORMATS,
     Checkpoint,
@@ -139,9 +139,9 @@ def stitch(args: argparse.Namespace, checkpoint: Checkpoint, target: Path | None
     """Write a copy of the target to OUT, with the tensors of `checkpoint` in place of its modules', in their dtype."""
     if target is None or is_gguf(target) or checkpoint.head not in NATIVE.heads:
         raise ValueError("--stitch: needs a head of MTP modules, and --verifier with the folder of their target")
-    if not ships_modules(read_json(target / "config.json")):
+    if not ships_modules(read_config_json(target / "config.json")):
         raise ValueError(f"--stitch: {target} ships no MTP modules; serve the head beside it, with head.path=")
-    if SECTION in read_json(target / "config.json"):
+    if SECTION in read_config_json(target / "config.json"):
         raise ValueError(f"--stitch: {target} is quantized, and its modules with it; stitch into one that is not")
     tensors, names = find_shipped(target)
     shapes = {name: list(tensors.shape(stored)) for name, stored in names.items()}

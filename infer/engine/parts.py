@@ -45,9 +45,8 @@ def build_parts(config: EngineConfig, context: int, shard: Shard, drafters: Sequ
     sizes = engine_sizes(config, context, facts)
     shapes = [*shard.layer_shapes, *draft_layers]
     memory = plan_memory(config, target.config, shapes, dtype, sizes=sizes, weights=weights, free=free)
-    states = {"state_slots": memory.state_slots} if memory.state_slots else {}
-    layers = shard.allocate(memory.pages, config.page_size, draft_layers, **states)
-    make_pool, first = (HybridPool if states else KVPool), len(shapes) - len(draft_layers)
+    layers = shard.allocate(memory.pages, config.page_size, draft_layers, state_slots=memory.states.slots)
+    make_pool, first = (HybridPool if memory.states.slots else KVPool), len(shapes) - len(draft_layers)
     pool = make_pool(layers, max_requests=config.max_batch, max_positions=context)
     for drafter in drafters:
         drafter.attach(pool, first)

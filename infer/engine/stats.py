@@ -54,12 +54,8 @@ class EngineStats:
 
     def snapshot(self) -> EngineStats:
         """Return a copy that other threads may read while the engine continues, all but `steps`."""
-        counts = self.speculation
-        by_position = {
-            "drafted_by_position": [*counts.drafted_by_position],
-            "accepted_by_position": [*counts.accepted_by_position],
-        }
-        return replace(self, speculation=replace(counts, **by_position))
+        counts, lists = self.speculation, ("drafted_by_position", "accepted_by_position")
+        return replace(self, speculation=replace(counts, **{name: [*getattr(counts, name)] for name in lists}))
 
     def restore(self, saved: EngineStats) -> None:
         """Reset all statistics to those in the copy `saved`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -101,17 +102,10 @@ class HybridPool(KVPool):
         return min(chunk, *stops, chunk)
 
     def rows(
-        self,
-        requests: Sequence[Request],
-        starts: Sequence[int],
-        counts: Sequence[int],
-        tree_mask: Tensor | None = None,
-        *,
-        first: int = 0,
-        bases: Sequence[int] | None = None,
+        self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], *masks: Any, **layers: Any
     ) -> AttentionRows:
         """Rows of a prompt and a root without drafts are certain: their forward advances the request's state."""
-        rows = super().rows(requests, starts, counts, tree_mask, first=first, bases=bases)
+        rows = super().rows(requests, starts, counts, *masks, **layers)
         pairs = zip(requests, counts, strict=True)
         rows.states = tuple((r.table_row, int(count == 1 or r.phase is Phase.PREFILL)) for r, count in pairs if count)
         return rows

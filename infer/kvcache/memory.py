@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infer.config import EngineConfig
-from infer.kvcache.states import plan_states
+from infer.kvcache.states import NO_STATES, StatePlan, plan_states
 from infer.kvcache.tensors import kv_dtype
 from kernels.attention import LayerShape
 from models.config import TargetConfig
@@ -90,11 +90,10 @@ class MemoryPlan:
     workspace: int
     pages: int
     ranks: int = 1
-    states: int = 0  # of recurrent layers
-    state_slots: int = 0
+    states: StatePlan = NO_STATES  # of recurrent layers
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "KV": self.kv, "states": self.states, "workspace": self.workspace}
+        parts = {"weights": self.weights, "KV": self.kv, "states": self.states.bytes, "workspace": self.workspace}
         text = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts.items() if size or name != "states")
         return text if self.ranks == 1 else f"{text} (rank 0 of {self.ranks})"
 
@@ -117,19 +116,18 @@ def plan_memory(
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
     per_page = config.page_size * per_value * sum(shape.vectors * shape.kv_heads * shape.head_dim for shape in layers)
     workspace, tokens = workspace_bytes(sizes.max_rows, target, dtype), sizes.cache_tokens
-    pages, (slots, states) = -(-tokens // config.page_size), plan_states(config, target, dtype)
+    pages, states = -(-tokens // config.page_size), plan_states(config, target, dtype)
     if free is not None:
-        fitting = int((free * (1 - SPARE) - workspace - states) // per_page) - 1  # less the null block
+        fitting = int((free * (1 - SPARE) - workspace - states.bytes) // per_page) - 1  # less the null block
         if fitting < 1 or (config.max_tokens_in_cache and pages > fitting):
-            stated = f", the states of engine.max_batch={config.max_batch} {states / MIB:.0f} MiB" if states else ""
             left = "free" if config.memory_share is None else f"left of engine.memory_share={config.memory_share}"
             raise ValueError(
                 f"engine.max_tokens_in_cache={tokens}: its KV needs {pages * per_page / MIB:.0f} MiB and a step "
-                f"{workspace / MIB:.0f} MiB{stated}, but {free / MIB:.0f} MiB are {left}; "
+                f"{workspace / MIB:.0f} MiB{states}, but {free / MIB:.0f} MiB are {left}; "
                 + (f"{fitting * config.page_size} tokens would fit" if fitting > 0 else "use a smaller model or dtype")
             )
         pages = min(pages, fitting)
-    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel, states, slots)
+    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel, states)
 
 
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:

@@ -8,15 +8,13 @@ same kernels along the accepted paths. So a rejected token has never been in a s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infer.config import EngineConfig
 from infer.kvcache.tensors import KVLayers, PooledAttention
-from kernels.cpu.memory import zeros
 from kernels.recurrence import convolve, scan
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
@@ -37,10 +35,8 @@ class HybridLayers(KVLayers):
         assert config is not None
         columns = layers, state_slots, config.taps - 1, config.channels
         matrices = layers, state_slots, config.heads, config.key_size, config.value_size
-        cpu = self.device.type == "cpu"
-        make = zeros if cpu else partial(torch.zeros, device=self.device)
-        self.windows = make(columns, dtype=self._dtype)
-        self.states = make(matrices, dtype=torch.float32) if config.heads else None
+        self.windows = self._zeros(*columns, dtype=self._dtype)
+        self.states = self._zeros(*matrices, dtype=torch.float32) if config.heads else None
         self.last_states: Sequence[tuple[int, int]] = ()  # of the last forward's rows (kernels.rows.AttentionRows)
         self._last: PooledRecurrence | None = None
 
@@ -133,14 +129,26 @@ def recurrent_rows(rows: AttentionRows) -> RecurrentRows:
     return RecurrentRows(rows.counts, slots.contiguous(), certain.bool(), parents)
 
 
-def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many states of a hybrid target are kept, and their bytes: of each request, and snapshots beside them.
+class StatePlan(NamedTuple):
+    slots: int = 0  # one of each request, one of the null row, and of snapshots
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        """Return what a message about memory adds."""
+        return f", the {self.slots} states for engine.max_batch {self.bytes / 2**20:.0f} MiB" if self.slots else ""
+
+
+NO_STATES = StatePlan()
+
+
+def plan_states(config: EngineConfig, target: TargetConfig, dtype: torch.dtype) -> StatePlan:
+    """Return how many states of a hybrid target are kept, and their bytes; of another target none.
 
     Snapshots are as many as SNAPSHOT_BYTES hold, at least one for each second request.
     """
     if target.recurrent is None:
-        return 0, 0
+        return NO_STATES
     each = target.recurrent.bytes(dtype.itemsize) * target.count(RECURRENT)
     snapshots = max(config.max_batch // 2, min(MOST_SNAPSHOTS * config.max_batch, SNAPSHOT_BYTES // each), 1)
-    slots = config.max_batch + 1 + snapshots  # one of the null row
-    return slots, slots * each
+    slots = config.max_batch + 1 + snapshots
+    return StatePlan(slots, slots * each)

@@ -57,10 +57,10 @@ class KVLayers:
             self._zeros(shape.vectors, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
         ]
 
-    def _zeros(self, *shape: int) -> Tensor:
+    def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if self.device.type == "cpu":
-            return zeros(shape, self._kv_dtype)
-        return torch.zeros(*shape, dtype=self._kv_dtype, device=self.device)
+            return zeros(shape, dtype or self._kv_dtype)
+        return torch.zeros(*shape, dtype=dtype or self._kv_dtype, device=self.device)
 
     def free(self) -> None:
         """Free the memory, whoever still refers to these layers."""
@@ -79,13 +79,9 @@ class KVLayers:
 
     def writer(self, rows: AttentionRows, *, first_layer: int = 0) -> WriteKeys:
         """Return the callable that stores keys and values of these rows, which attend to nothing."""
-
         in_c = self._kv_dtype is self._dtype and runs_in_c(self._shapes[first_layer].head_dim, self._dtype, self.device)
-
-        def write(layer: int, k: Tensor, v: Tensor) -> None:
-            write_kv(self.caches[first_layer + layer], rows.slots, k, v, shared_tiles=not in_c)
-
-        return write
+        caches, slots = self.caches[first_layer:], rows.slots
+        return lambda layer, k, v: write_kv(caches[layer], slots, k, v, shared_tiles=not in_c)
 
     def attention(self, rows: AttentionRows, num_heads: int, *, first_layer: int = 0) -> PooledAttention:
         """Return the attention callable for these rows; `first_layer` is where the model's layers begin in the pool."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from infer.config import AUTO, ModelConfig, ProposerConfig, PublishedHeadConfig
 from infer.settings.draft_tree import Measured
 from infer.settings.paths import REPO_ROOT, resolve_path, short
-from models.config import read_json
+from models.config import read_config_json
 from models.heads import DEFAULT_HEAD, HEADS, SHIPPED_BY_TARGETS
 from models.heads.config import PROVENANCE, HeadConfig
 from models.heads.measured_tree import RANK_ACCURACY, best_paths, rank_accuracy
@@ -147,7 +147,7 @@ def ships_modules(model: ModelConfig) -> bool:
     if is_hub_id(model.path_or_hub_id) and not folder.exists():
         folder = fetch_snapshot(model.path_or_hub_id, model.revision, ("*.json",), "model=")
     config = folder / "config.json"
-    if not (config.is_file() and modules_of(read_json(config))):
+    if not (config.is_file() and modules_of(read_config_json(config))):
         return False
     from models.heads.mtp.formats import find_shipped
     from models.targets import read_target_config, resolve_checkpoint

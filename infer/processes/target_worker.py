@@ -74,10 +74,12 @@ class Shard:
             self._kv = None
         return free_bytes(self.device)
 
-    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = (), **states: int) -> KVLayers:
+    def allocate(
+        self, num_pages: int, page_size: int, others: Sequence[LayerShape] = (), state_slots: int = 0
+    ) -> KVLayers:
         """Allocate KV for the target's layers and, after them, for those of proposers (`others`).
 
-        A hybrid target has states too: `state_slots` of each recurrent layer.
+        `state_slots`: of each recurrent layer of a hybrid target.
         """
         self._kv = self._make_layers(
             [*self.layer_shapes, *others],
@@ -87,7 +89,7 @@ class Shard:
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             device=self.device,
-            **states,
+            **({"state_slots": state_slots} if state_slots else {}),
         )
         return self._kv
 

@@ -45,9 +45,11 @@ class LeadingShard(Shard):
         with self._ranks.leading("free"):
             return self._ranks.least(super().free())
 
-    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = (), **states: int) -> KVLayers:
-        with self._ranks.leading("allocate", [num_pages, page_size, states]):
-            return super().allocate(num_pages, page_size, others, **states)
+    def allocate(
+        self, num_pages: int, page_size: int, others: Sequence[LayerShape] = (), state_slots: int = 0
+    ) -> KVLayers:
+        with self._ranks.leading("allocate", [num_pages, page_size, state_slots]):
+            return super().allocate(num_pages, page_size, others, state_slots)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
         scalars, tensors = split_rows(rows)
@@ -122,8 +124,8 @@ def follow(shard: Shard, ranks: Ranks) -> None:
         match command:
             case "free", _, _:
                 ranks.least(shard.free())
-            case "allocate", (num_pages, page_size, states), _:
-                shard.allocate(num_pages, page_size, **states)
+            case "allocate", (num_pages, page_size, state_slots), _:
+                shard.allocate(num_pages, page_size, state_slots=state_slots)
             case "forward", (scalars, aux), (ids, positions, *parts):
                 shard.forward(ids, positions, join_rows(scalars, parts), aux)
             case "logits", _, (hidden,):

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from models.config import read_json
+from models.config import read_config_json, read_json
 from models.fields import Fields
 from models.formats import headway
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier, formats_of
@@ -55,7 +55,7 @@ class RenderedCheckpoint:
 def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder}: no {CONFIG}" + ("" if folder.is_dir() else "; there is no such folder"))
-    return read_json(folder / CONFIG)
+    return read_config_json(folder / CONFIG)
 
 
 def detect(folder: Path) -> Format:

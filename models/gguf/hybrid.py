@@ -59,10 +59,8 @@ GATED_DELTA_NET = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 NAMES = {**dict.fromkeys(LFM, SHORT_CONVOLUTION), **dict.fromkeys(QWEN, GATED_DELTA_NET)}
-OF_RECURRENT = (
-    "attn_qkv",
-    "ssm_out.weight",
-)  # a tensor of both kinds of Qwen's layers, and one of recurrent ones alone
+# a tensor of both kinds of Qwen's layers, and one of recurrent ones alone
+OF_RECURRENT = ("attn_qkv", "ssm_out.weight")
 
 
 class Change(NamedTuple):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.chat import DEFAULT, TEMPLATE_FOLDER
-from models.config import read_json
+from models.config import read_config_json
 from models.gguf import is_gguf
 from models.mtp_names import COUNTS
 from models.quantized.scheme import SECTION
@@ -74,7 +74,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     if target.config.tie_word_embeddings:
         layout.pop(LM_HEAD, None)
     copy_beside(target, folder)
-    config = read_json(folder / "config.json")
+    config = read_config_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # the weights are written widened
     for key in COUNTS:  # of modules that were not loaded

@@ -236,10 +236,10 @@ def test_memory_of_states_is_planned(make_engine):
     """They are no part of the KV cache, whose tokens cost as many layers as have attention."""
     engine = make_engine("qwen3.5", torch.bfloat16, max_batch=4, max_tokens_in_cache=512)
     layers, plan = engine._pool.layers, engine.memory
-    assert plan.states == sum(tensor.numel() * tensor.element_size() for tensor in layers._tensors)
+    assert plan.states.bytes == sum(tensor.numel() * tensor.element_size() for tensor in layers._tensors)
     assert len(layers.caches) == 2
     assert "states" in str(plan)
-    with pytest.raises(ValueError, match=r"the states of engine.max_batch=4 \d+ MiB"):
+    with pytest.raises(ValueError, match=r"the \d+ states for engine.max_batch \d+ MiB"):
         plan_memory(
             engine.config, engine.target.config, engine._shard.layer_shapes, torch.bfloat16,
             sizes=engine.sizes, weights=0, free=2**20,

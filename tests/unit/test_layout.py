@@ -142,7 +142,7 @@ def test_files_stay_within_their_budgets() -> None:
         assert {name: lines for name, lines in files.items() if lines > most} == {}
 
 
-MOST_SPINE_LINES = 3_906  # 3,850 are meant, without what plans and schedules the states of hybrids (14)
+MOST_SPINE_LINES = 3_895  # 3,850 are meant; without infer/kvcache/{states,hybrid}.py
 # 50,500 are meant; 56,261 are what stands: lower it
 MOST_PRODUCT_LINES = 56_261
 HYBRIDS = (  # what hybrid targets cost beside the rest: recurrent kernels, mixers, states, targets, their GGUF files

@@ -21,7 +21,7 @@ from infer.options.stored_weights import why_widened
 from infer.request import DrafterState, Phase, ProposerState, Request
 from infer.speculation.proposers.head import ModelProposer
 from kernels.copies import upload
-from models.config import read_json
+from models.config import read_config_json
 from models.gguf import is_gguf
 from models.heads.draft_model.head import DraftModelHead
 from models.heads.weights import dtype_of
@@ -166,7 +166,7 @@ def parallel_token(proposer: ProposerConfig, folder: Path, rows: int) -> int | N
 
     Raises ValueError if `proposer.parallel_drafting` asks for one that config.json does not name, or that has no row.
     """
-    config = {} if is_gguf(folder) else read_json(folder / "config.json")
+    config = {} if is_gguf(folder) else read_config_json(folder / "config.json")
     name = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
     if proposer.parallel_drafting is False or (name is None and proposer.parallel_drafting is None):
         return None

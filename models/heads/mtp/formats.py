@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models.config import TargetConfig, read_json
+from models.config import TargetConfig, read_config_json
 from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
@@ -81,7 +81,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 def find_shipped(folder: Path) -> tuple[Views, dict[str, str]]:
     """Return a target's tensors, each read on access, and by our names those of its modules, experts one by one."""
-    config = read_json(folder / "config.json")
+    config = read_config_json(folder / "config.json")
     layout, fields = layout_of(architecture_of(config)), Fields(config, str(folder / "config.json"))
     if layout is NEMOTRON:
         raise ValueError(f"{folder}: tensors mtp.* are of Nemotron's blocks, of which head=mtp has none")
