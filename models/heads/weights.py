@@ -5,6 +5,7 @@ The functions here do it for any head. What a head does in its own way, it says 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from models.heads.borrowing import borrow, borrowed_by
 from models.targets.llama import LlamaTarget
 from models.vocab import target_ids
 from models.weights import merged_parts, split_merged
+
+log = logging.getLogger("headway.heads")
 
 Layout = dict[str, tuple[str, ...]]  # parameter or buffer -> the checkpoint's tensors that are concatenated to make it
 
@@ -78,6 +81,11 @@ def initialize(head: Head, target: LlamaTarget, *, from_target: bool, seed: int 
     for borrowed in borrowed_by(head):
         borrowed.to(next(head.parameters()))
     module_of(head.config.name).initialize(head, target, from_target=from_target, seed=seed)
+
+
+def start_at_random() -> None:
+    """Say that a head takes nothing of its target's layers."""
+    log.warning("the head starts at random: its layers are not of the sizes and kind of the target's last ones")
 
 
 def draw_matrices(head: Head, seed: int, *, but: str | None = None) -> None:

@@ -708,7 +708,7 @@ def test_quantized_hybrids(make_family_folder, tmp_path, monkeypatch, name, quan
     assert sum(getattr(module, "packed", None) is not None for module in native.modules()) == count
 
 
-def test_block_drafters_do_not_start_from_layers_with_latents(make_family_folder):
+def test_block_drafters_do_not_start_from_layers_with_latents(make_family_folder, caplog):
     target = load_target(str(make_family_folder("deepseek v3")))
     head = HEADS["dflash"](num_layers=1, aux_layers=[1, 3]).make(target.config)
     weights = []
@@ -716,6 +716,7 @@ def test_block_drafters_do_not_start_from_layers_with_latents(make_family_folder
         initialize(head, target, from_target=from_target)
         weights.append(head.layers[0].self_attn.qkv_proj.weight.clone())
     assert torch.equal(*weights)
+    assert caplog.text.count("the head starts at random") == 1
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler on this machine")

@@ -21,7 +21,7 @@ from models.heads.base import Readout
 from models.heads.block import Attend, BlockHead
 from models.heads.borrowing import Borrowed
 from models.heads.dflash.config import DFlashConfig
-from models.heads.weights import HeadModule, draw_matrices, pack_layers
+from models.heads.weights import HeadModule, draw_matrices, pack_layers, start_at_random
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, make_lm_head
 from models.targets.llama import LlamaTarget
 
@@ -142,7 +142,7 @@ def initialize(head: DFlashHead, target: LlamaTarget, *, from_target: bool, seed
             for one, other in zip(decoder_layers(head), donors, strict=True)
         )
     ):
-        return
+        return start_at_random()
     for layer, donor in zip(decoder_layers(head), donors, strict=True):
         copy_layer(layer, donor)
     head.fc.weight[:, -size:].copy_(torch.eye(size))

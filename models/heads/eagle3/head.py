@@ -21,7 +21,7 @@ from models.decoder import DecoderLayer, FusedDecoder, SelfAttention, draft_part
 from models.heads.base import Head, Readout, RecurrentHead
 from models.heads.config import EMBEDDING
 from models.heads.eagle3.config import Eagle3Config
-from models.heads.weights import HeadModule, draw_matrices
+from models.heads.weights import HeadModule, draw_matrices, start_at_random
 from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding, make_lm_head
 from models.targets.llama import LlamaTarget
 
@@ -149,7 +149,7 @@ def initialize(head: Eagle3Layers, target: LlamaTarget, *, from_target: bool, se
             or attention.o_proj.weight.shape != donor.self_attn.o_proj.weight.shape
         )
     ):
-        return
+        return start_at_random()
     head.lm_head.weight.copy_(target.lm_head_rows(head.target_ids))
     head.norm.weight.copy_(target.norm.scale)
     head.fc.weight[:, -size:].copy_(torch.eye(size))
