@@ -20,6 +20,8 @@ from kernels.cpu.library import library
 from kernels.dispatch import KINDS, LANES, address, threads
 from kernels.linear import PackedLinear, scratch_rows
 from kernels.operands import QKNorm
+from kernels.recurrence import MOST_TAPS, ConvolveArguments
+from kernels.recurrent_rows import RecurrentRows
 
 Layer = structure("decoder_layer")  # of decoder.h
 Convolved = structure("convolution")  # of decoder.h
@@ -33,20 +35,29 @@ class Convolution(NamedTuple):
     projection: PackedLinear  # [4 H / group, H], of the normed input
 
 
+class States(NamedTuple):
+    """The states of a hybrid's L recurrent layers for one call (kernels/recurrence.py)."""
+
+    rows: RecurrentRows
+    windows: Tensor  # [L, S, K - 1, C]
+    inputs: Tensor  # [L, R, C] receives the rows that each layer convolves
+
+
 class LayerParts(NamedTuple):
     """A layer: norm, attention with rotary embedding, norm and gated MLP, each half added to the residual stream.
 
     Attention reads the normed input; the raw input, without `input_norm`; or, with `token_norm`, the concatenation of
-    the normed token embedding and the normed input.
+    the normed token embedding and the normed input. With `short_conv` a gated short convolution takes its place, of the
+    same normed input; `qkv` projects that to b, c and x of c * convolution(b * x).
     """
 
     input_norm: Tensor | None  # [H]
     qkv: PackedLinear
-    qk_norm: QKNorm | None
     output: PackedLinear
     post_norm: Tensor  # [H]
     gate_up: PackedLinear
     down: PackedLinear
+    qk_norm: QKNorm | None = None
     window: int | None = None
     token_norm: Tensor | None = None  # [H], of the token embedding
     residual_normed: bool = False  # the residual stream is the normed input
@@ -58,6 +69,7 @@ class LayerParts(NamedTuple):
     rotary: int = 0  # index of the rotary table
     attention_conv: Convolution | None = None
     mlp_conv: Convolution | None = None
+    short_conv: Tensor | None = None  # [K, H], the oldest tap first
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
@@ -98,13 +110,15 @@ def runs_in_c(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
             return False
         if any(conv.base.dtype is not dtype for conv in convolutions):
             return False
+        if layer.short_conv is not None and (layer.short_conv.dtype not in KINDS or len(layer.short_conv) > MOST_TAPS):
+            return False
         if layer.post_norm.shape[0] % LANES or layer.down.in_features % LANES:
             return False
     return True
 
 
 class NativeDecoder:
-    """A decoder of `runs_in_c` layers, all of one shape except for the input of attention.
+    """A decoder of `runs_in_c` layers, all of one shape except for the input of attention or what takes its place.
 
     Their tensors must not move in memory.
     """
@@ -118,6 +132,8 @@ class NativeDecoder:
         self.layers, self.dtype, self._stream = len(layers), layers[0].post_norm.dtype, layers[0].output.out_dtype
         self._layers = (Layer * self.layers)()
         self._convolutions = list[tuple[ctypes.Structure, ctypes.Structure]]()
+        self.short_convs = {i: layer.short_conv for i, layer in enumerate(layers) if layer.short_conv is not None}
+        self._short_convs = {i: short_convolution(weight) for i, weight in self.short_convs.items()}
         for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
             assert layer.token_norm is None or layer.input_norm is not None
             assert {layer.output.out_dtype, layer.down.out_dtype} == {self._stream}
@@ -136,14 +152,17 @@ class NativeDecoder:
                     assert layer.mlp_norm is None
                     self._convolutions.append(convolved(conv))
                     setattr(entry, name, ctypes.addressof(self._convolutions[-1][0]))
-        first, convolutions = layers[0], [conv for layer in layers for conv in layer.convolutions]
-        assert all(
-            (entry.centered, entry.gelu, entry.scale) == (first.centered, first.gelu, first.scale) for entry in layers
-        )
+        for i, weight in self._short_convs.items():
+            self._layers[i].short_conv = ctypes.addressof(weight)
+        convolutions = [conv for layer in layers for conv in layer.convolutions]
+        attending = [layer for layer in layers if layer.short_conv is None]
+        first = attending[0]
+        assert all((entry.centered, entry.gelu) == (first.centered, first.gelu) for entry in layers)
+        assert all(entry.scale == first.scale for entry in attending)
         self._widths = {
             "normed": max(layer.qkv.in_features for layer in layers),
-            "qkv": first.qkv.out_features,
-            "attended": first.output.in_features,
+            "qkv": max(layer.qkv.out_features for layer in layers),
+            "attended": max(layer.output.in_features for layer in layers),
             "inner": first.gate_up.out_features,
             "gated": first.down.in_features,
             "deltas": max((conv.projection.out_features for conv in convolutions), default=0),
@@ -177,13 +196,15 @@ class NativeDecoder:
         tokens: Tensor | None = None,
         block: int = 0,
         reach: int = 0,
+        states: States | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
 
         x has the dtype of the output projections' sums. rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several
-        tables. tokens `[R, H]`: the token embeddings, for a layer with a `token_norm`. `block`: the rows of each block,
-        for layers with convolutions. Returns the stream after the final norm, if there is one, and the streams before
-        the layers `entering`, `[R, H]` each.
+        tables. `caches`: of the layers with attention. tokens `[R, H]`: the token embeddings, for a layer with a
+        `token_norm`. `block`: the rows of each block, for layers with convolutions. `states`: of recurrent layers,
+        brought up to date as kernels/recurrence.py says. Returns the stream after the final norm, if there is one, and
+        the streams before the layers `entering`, `[R, H]` each.
         """
         assert (x.is_contiguous(), x.dtype) == (True, self._stream)
         assert tokens is None or tokens.is_contiguous()
@@ -192,10 +213,11 @@ class NativeDecoder:
         hidden = x if self.final_norm is None else torch.empty_like(x, dtype=self.dtype)
         streams = {layer: torch.empty_like(x) for layer in entering}
         a, keepalive = self.begin(x.shape[0], attention, caches, streams)
+        recurrent = None if states is None else self._set_states(a, states)
         a.tokens, a.block, a.reach = address(tokens), block, reach
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
-        del keepalive
+        del keepalive, recurrent
         return hidden, tuple(streams[layer] for layer in entering)
 
     def begin(
@@ -211,7 +233,9 @@ class NativeDecoder:
             "scratch": threads * scratch_rows(rows) * self._scratch * 4,
         }
         buffer, addresses = allocate_aligned(sizes)
-        cache_pointers = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
+        cache_pointers, cache = (ctypes.c_void_p * self.layers)(), iter(caches)
+        for layer in range(self.layers):
+            cache_pointers[layer] = None if layer in self.short_convs else next(cache).data_ptr()
         stream_pointers = (ctypes.c_void_p * self.layers)()
         for layer, stream in streams.items():
             stream_pointers[layer] = stream.data_ptr()
@@ -219,6 +243,17 @@ class NativeDecoder:
         a = copied(self._arguments, addresses | numbers)
         a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
         return a, (buffer, cache_pointers, stream_pointers, attention)
+
+    def _set_states(self, a: ctypes.Structure, states: States) -> tuple[object, ...]:
+        """Set a call's arguments on states, and return the objects to keep alive meanwhile."""
+        assert states.windows.is_contiguous()
+        assert states.inputs.is_contiguous()
+        rows, pointers = states.rows, [(ctypes.c_void_p * self.layers)() for _ in range(2)]
+        for layer, window, inputs in zip(self.short_convs, states.windows, states.inputs, strict=True):
+            pointers[0][layer], pointers[1][layer] = window.data_ptr(), inputs.data_ptr()
+        recurrent = ConvolveArguments(**rows.fields, parents=address(rows.parents))
+        a.windows, a.inputs, a.recurrent = map(ctypes.addressof, (*pointers, recurrent))
+        return *pointers, recurrent
 
     def threads(self, rows: int) -> int:
         return threads(rows * self._work)
@@ -238,6 +273,11 @@ def convolved(conv: Convolution) -> tuple[ctypes.Structure, ctypes.Structure]:
     group = 4 * size // conv.projection.out_features
     pointers = {"base": conv.base.data_ptr(), "projection": ctypes.addressof(projection)}
     return Convolved(**pointers, group=group), projection
+
+
+def short_convolution(weight: Tensor) -> ctypes.Structure:
+    assert weight.is_contiguous()
+    return ConvolveArguments(weight=weight.data_ptr(), weight_kind=KINDS[weight.dtype], taps=len(weight))
 
 
 def linear_arguments(linear: PackedLinear) -> ctypes.Structure:

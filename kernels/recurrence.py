@@ -29,7 +29,7 @@ from kernels.elementwise import uniform
 from kernels.recurrent_rows import L2_EPS, RecurrentRows
 from kernels.triton import INTERPRETED
 
-ConvolveArguments = structure("convolve_args")  # of recurrence.c
+ConvolveArguments = structure("convolve_args")  # of recurrence.h
 ScanArguments = structure("scan_args")
 MOST_TAPS = 8  # of a convolution in C
 
@@ -50,8 +50,8 @@ def convolve(
     native = _native(channels, x, x if windows is None else windows)
     if native is None or taps > MOST_TAPS or x.stride(1) != 1 or weight.dtype not in KINDS:
         return _convolve_in_torch(x, weight, bias, windows, rows, silu=silu)
-    assert windows is None or windows.stride()[1:] == (channels, 1)
-    out, weight = torch.empty(count, channels, dtype=x.dtype), weight.contiguous()
+    assert windows is None or windows.is_contiguous()
+    out, weight = torch.empty(count, channels, dtype=x.dtype), weight.t().contiguous()
     if bias is not None and bias.dtype is not weight.dtype:
         weight, bias = weight.float(), bias.float()
     arguments = ConvolveArguments(
@@ -63,7 +63,6 @@ def convolve(
         windows=address(windows),
         out=out.data_ptr(),
         stride=x.stride(0),
-        slot_stride=0 if windows is None else windows.stride(0),
         channels=channels,
         taps=taps,
         silu=silu,
@@ -116,7 +115,7 @@ def scan(
     native, in_triton = _native(values, v, q, k), _in_triton(v)
     if not in_triton and (native is None or keys % LANES):
         return _scan_in_torch(q, k, v, decay, gain, states, rows, delta=delta)
-    assert states is None or (states.dtype is torch.float32 and states.stride()[1:] == (keys * values, values, 1))
+    assert states is None or (states.dtype is torch.float32 and states.is_contiguous())
     q, k, v = (x if _has_whole_rows(x) else x.contiguous() for x in (q, k, v))
     decay, gain = decay.float().contiguous(), gain.float().contiguous()
     if in_triton:
@@ -143,7 +142,6 @@ def scan(
         q_stride=q.stride(0),
         k_stride=k.stride(0),
         v_stride=v.stride(0),
-        slot_stride=0 if states is None else states.stride(0),
         heads=heads,
         groups=groups,
         keys=keys,

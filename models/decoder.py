@@ -56,6 +56,13 @@ class SelfAttention(nn.Module):
         attended = self._attend(self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)), rotary, attention, reach)
         return self.o_proj(attended) if residual is None else self.o_proj.add(residual, attended)
 
+    def parts(self) -> dict[str, Any] | None:
+        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such attention."""
+        if self.rotary_dim is not None:
+            return None
+        fields = {"qk_norm": self.head_norm, "window": self.window, "scale": self.scale, "rotary": self.rotary_table}
+        return {"qkv": self.qkv_proj, "output": self.o_proj, **fields}
+
     @property
     def qkv_weight(self) -> Tensor:
         """The rows `[(nh + 2 nkv) D, H]` of the projection for heads that start from them."""
@@ -93,6 +100,9 @@ class GatedAttention(SelfAttention):
     def qkv_weight(self) -> Tensor:
         return self._split(self.qkv_proj.weight.T.unflatten(-1, (-1, self.head_dim)))[0].flatten(-2).T
 
+    def parts(self) -> None:
+        return None
+
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries, keys and values `[..., nh + 2 nkv, D]`, and gates `[..., nh, D]`."""
         q, gate = qkv[..., : 2 * self.num_heads, :].unflatten(-2, (-1, 2)).unbind(-2)
@@ -125,7 +135,7 @@ class DecoderLayer(nn.Module):
 
 
 class RecurrentLayer(nn.Module):
-    """A decoder layer whose rows are mixed by a recurrence (models/mixers/). No kernel runs such a layer whole."""
+    """A decoder layer whose rows are mixed by a recurrence (models/mixers/)."""
 
     rotary_table = 0
 
@@ -141,12 +151,13 @@ class RecurrentLayer(nn.Module):
         x = self.mixer(self.input_layernorm(x), attention, x)
         return self.mlp(self.post_attention_layernorm(x), x)
 
-    def parts(self) -> None:
-        return None
+    def parts(self) -> LayerParts | None:
+        """As of DecoderLayer."""
+        return parts_of(self.mixer, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
 
 
 def parts_of(
-    attention: SelfAttention,
+    mixer: Any,
     mlp: nn.Module,
     post_norm: RMSNorm,
     *,
@@ -156,10 +167,14 @@ def parts_of(
     attended_norm: RMSNorm | None = None,
     mlp_norm: RMSNorm | None = None,
 ) -> LayerParts | None:
-    """Return a layer's weights for the fused decoder; None if no kernel runs such a layer."""
-    if type(mlp) is not GatedMLP or attention.rotary_dim is not None or isinstance(attention, GatedAttention):
+    """Return a layer's weights for the fused decoder; None if no kernel runs such a layer.
+
+    mixer: attention, or what takes its place, with the fields of LayerParts that it decides in `parts()`.
+    """
+    own = mixer.parts()
+    if type(mlp) is not GatedMLP or own is None:
         return None
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    linears = (own.pop("qkv"), own.pop("output"), mlp.gate_up_proj, mlp.down_proj)
     packed = [linear.packed for linear in linears if type(linear) is Linear and linear.packed is not None]
     if len(packed) < len(linears):
         return None
@@ -167,20 +182,17 @@ def parts_of(
     return LayerParts(
         input_norm=None if input_norm is None else input_norm.weight,
         qkv=qkv,
-        qk_norm=attention.head_norm,
         output=output,
         post_norm=post_norm.weight,
         gate_up=gate_up,
         down=down,
-        window=attention.window,
         token_norm=None if token_norm is None else token_norm.weight,
         residual_normed=residual_normed,
         attended_norm=None if attended_norm is None else attended_norm.weight,
         mlp_norm=None if mlp_norm is None else mlp_norm.weight,
         centered=post_norm.centered,
         gelu=mlp.gelu,
-        scale=attention.scale,
-        rotary=attention.rotary_table,
+        **own,
     )
 
 
@@ -232,7 +244,11 @@ class FusedDecoder:
         parts = [layer_parts for layer in layers if (layer_parts := layer.parts()) is not None]
         if len(parts) < len(layers):
             return None
-        eps, head_dim = layers[0].post_attention_layernorm.eps, layers[0].self_attn.head_dim
+        eps, attending = (
+            layers[0].post_attention_layernorm.eps,
+            [layer for layer in layers if hasattr(layer, "self_attn")],
+        )
+        head_dim = attending[0].self_attn.head_dim
         return fuse_layers(parts, None if norm is None else norm.weight, eps, head_dim)
 
     def over(

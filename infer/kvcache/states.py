@@ -8,13 +8,15 @@ same kernels along the accepted paths. So a rejected token has never been in a s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from infer.config import EngineConfig
-from infer.kvcache.tensors import KVLayers, PooledAttention
+from infer.kvcache.tensors import KVLayers, PooledAttention, PooledDecoding
+from kernels.decoder import NativeDecoder, States
 from kernels.recurrence import convolve, scan
 from kernels.recurrent_rows import RecurrentRows
 from kernels.rows import AttentionRows, set_bit_positions
@@ -91,6 +93,8 @@ class PooledRecurrence:
         self._scanned: dict[int, tuple[Any, ...]] = {}  # and its linear recurrence
         if (project := getattr(attention, "project", None)) is not None:
             self.project = project
+        if isinstance(attention, PooledDecoding):
+            self.decode = partial(self._decode, attention)
 
     def __call__(self, *args: Any, **scoring: Any) -> Tensor:
         return self._attention(*args, **scoring)
@@ -105,6 +109,20 @@ class PooledRecurrence:
         if self._drafted:
             self._scanned[layer] = q, k, v, decay, gain, delta
         return scan(q, k, v, decay, gain, self._states[layer], self._rows, delta=delta)
+
+    def _decode(
+        self,
+        attention: PooledDecoding,
+        decoder: NativeDecoder,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        entering: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weights = list(decoder.short_convs.values())
+        inputs = torch.empty(len(weights), len(x), self._windows.shape[-1], dtype=self._windows.dtype)
+        if self._drafted:
+            self._convolved = {i: (inputs[i], weight.t(), None) for i, weight in enumerate(weights)}
+        return attention.decode(decoder, x, rotary, entering, states=States(self._rows, self._windows, inputs))
 
     def replay(self, paths: Sequence[Sequence[int]]) -> None:
         if not any(map(len, paths)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.attention import LayerShape, NativeAttention, PagedAttention, ProjectedAttention, plan_attention, runs_in_c
 from kernels.copies import move_slots, write_kv
 from kernels.cpu.memory import zeros
-from kernels.decoder import NativeDecoder
+from kernels.decoder import NativeDecoder, States
 from kernels.operands import QKNorm
 from kernels.rows import AttentionRows
 from models.attention import WriteKeys
@@ -129,9 +129,10 @@ class PooledDecoding(PooledAttention):
         tokens: Tensor | None = None,
         block: int = 0,
         reach: int = 0,
+        states: States | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        caches = self._caches[self._first : self._first + decoder.layers]
-        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach)
+        caches = self._caches[self._first : self._first + decoder.layers - len(decoder.short_convs)]
+        return decoder(x, rotary, self._plan.arguments, caches, entering, tokens, block, reach, states)
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer

@@ -2,7 +2,8 @@
  * rotary embedding, paged attention, output projection, RMSNorm, gated MLP; then the final norm. A layer of a head may
  * read its input without a norm (EAGLE), or concatenated with a token embedding, each normed separately (EAGLE-3). The
  * outputs of attention and MLP may be normed before they are added to the residual stream (Gemma). The input and output of
- * both may be convolved along the rows of a block (DFlash2); then all rows are kept.
+ * both may be convolved along the rows of a block (DFlash2); then all rows are kept. In a layer of a hybrid a gated short
+ * convolution takes the place of attention (LFM2).
  *
  * In the last layer every row's keys and values are written, since other rows attend to them, but the outputs of only
  * some rows may be needed: after the keys and values are written, the other rows are dropped.
@@ -11,7 +12,7 @@
  * unrounded and which a norm rounds once, to the input of the next product. The inputs without a norm, the token norm and
  * convolutions are of heads, whose stream has the kind of the products.
  *
- * It calls the kernels that otherwise run separately (linear.c, attention.c, rows.c) and rounds where they do, so its
+ * It calls the kernels that otherwise run separately (linear.c, attention.c, recurrence.c, rows.c) and rounds where they do, so its
  * bits are the same. There is a barrier wherever a thread reads what other threads wrote.
  */
 #include "decoder.h"
@@ -157,6 +158,18 @@ static void attend(const part *p, const attention_args *rows, const decoder_laye
     barrier(p);
 }
 
+/* Mix the rows by layer i's short convolution. */
+static void convolve_rows(const part *p, int64_t i) {
+    const decoder_args *a = p->a;
+    convolve_args own = *a->layers[i].short_conv;
+    own.first = a->recurrent->first, own.slots = a->recurrent->slots, own.requests = a->recurrent->requests;
+    own.advance = a->recurrent->advance, own.parents = a->recurrent->parents;
+    own.gates = a->qkv, own.x = a->inputs[i], own.windows = a->windows[i], own.out = a->attended;
+    own.kind = a->kind, own.threads = a->threads, own.channels = own.stride = a->hidden_size;
+    convolve_share(&own, p->self);
+    barrier(p);
+}
+
 /* Move the kept rows to the front of the residual stream and the queries, and return this thread's part of them. */
 static part keep_rows(const part *p) {
     const decoder_args *a = p->a;
@@ -188,12 +201,16 @@ static void work(void *data) {
         const decoder_layer *layer = a->layers + i;
         if (a->entering[i]) memcpy(in_stream(p, a->entering[i], from), in_stream(p, a->x, from), (p->end - p->first) * row);
         apply(p, layer->qkv, convolved(p, layer->attention_conv, enter(p, layer)), 0, a->qkv);
-        write_rows(p, layer, a->caches[i]);
-        if (a->kept && i == a->count - 1) {
-            if (!a->kept->rows) return;
-            own = keep_rows(p), rows = a->kept;
+        if (layer->short_conv) {
+            convolve_rows(p, i);
+        } else {
+            write_rows(p, layer, a->caches[i]);
+            if (a->kept && i == a->count - 1) {
+                if (!a->kept->rows) return;
+                own = keep_rows(p), rows = a->kept;
+            }
+            attend(p, rows, layer, a->caches[i]);
         }
-        attend(p, rows, layer, a->caches[i]);
         add_convolved(p, layer->attention_conv, layer->output, a->attended, layer->attended_norm);
         norm(p, layer->post_norm, a->normed);
         apply(p, layer->gate_up, convolved(p, layer->mlp_conv, a->normed), 0, a->inner);

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "recurrence.h"
 
 /* A convolution of a sublayer with two taps along the rows of a block (kernels/convolution.py). */
 typedef struct {
@@ -21,13 +22,18 @@ typedef struct {
     int64_t residual_normed;                             /* whether the normed input is the residual stream */
     int64_t rotary;                                      /* index of the table of cos and sin */
     const convolution *attention_conv, *mlp_conv;        /* null: none */
+    const convolve_args *short_conv; /* weights of a gated short convolution in place of attention, of `hidden` channels,
+                                        with b, c and x for queries, keys and values; null: attention */
 } decoder_layer;
 
 typedef struct {
     const decoder_layer *layers;
-    void *const *caches;             /* [layers], as in attention.h */
+    void *const *caches;             /* [layers], as in attention.h; of recurrent layers null */
     void *const *entering;           /* [layers] receives the residual stream before a layer, [rows, hidden] of `stream`; or null */
     const attention_args *attention; /* addresses of the rows; the rest is filled in here */
+    const convolve_args *recurrent;  /* which rows follow each other; the rest is filled in here */
+    void *const *windows;            /* [layers], as in recurrence.h; of attention null */
+    void *const *inputs;             /* [layers] receives what a recurrent layer convolves, [rows, channels] */
     const attention_args *kept;      /* the same for the rows whose outputs are needed; null: of all rows */
     const int64_t *keep;             /* [kept->rows], ascending: indices of these rows */
     const void *tokens;              /* [rows, hidden] embeddings, if a layer has a token_norm */

@@ -1,6 +1,7 @@
 /* Recurrent layers, as kernels/recurrence.py defines them. A row is updated by the same instructions in a prompt, in a
  * step of its own, in a chain and in a tree, so its bits depend on its ancestors alone.
  */
+#include "recurrence.h"
 #include "reduce.h"
 #include "threads.h"
 
@@ -10,34 +11,6 @@
 #define COLUMNS 4    /* vectors of a state's columns that are updated together: their sums stay in registers */
 #define FOLD 16      /* partial sums of a norm, on every processor */
 #define L2_EPS 1e-6f
-
-/* Requests have rows first[b] to first[b + 1], exclusive. The state of its last row replaces the one in a request's slot
- * if `advance` is 1; the rows are a chain then. Without slots states begin with zeros, and none is kept. */
-typedef struct {
-    const int64_t *first, *slots;
-    const uint8_t *advance;
-    const int32_t *parents; /* [rows] among the request's, -1: its state; null: chains */
-    const void *x;          /* [rows, channels], rows `stride` apart */
-    const void *weight;     /* [channels, taps] of weight_kind, like bias [channels], which may be null */
-    const void *bias;
-    void *windows; /* [slots, taps - 1, channels], slots `slot_stride` apart; null: none */
-    void *out;     /* [rows, channels] */
-    int64_t requests, stride, slot_stride, channels, taps, silu, kind, weight_kind, threads, taken /* channels */;
-} convolve_args;
-
-typedef struct {
-    const int64_t *first, *slots;
-    const uint8_t *advance;
-    const int32_t *visits; /* of order_trees; null: chains */
-    const void *q, *k;     /* [rows, groups, keys], rows q_stride and k_stride apart */
-    const void *v;         /* [rows, heads, values], rows v_stride apart */
-    const float *decay, *gain; /* [rows, heads] */
-    float *states; /* [slots, heads, keys, values], slots `slot_stride` apart; null: none */
-    float *out;    /* [rows, heads, values] */
-    float *scratch; /* scan_scratch floats of each thread */
-    int64_t requests, rows, places, q_stride, k_stride, v_stride, slot_stride, heads, groups, keys, values, delta, kind;
-    int64_t threads, taken /* heads of requests */;
-} scan_args;
 
 /* Order the rows of trees so that few states are kept at a time: a node's child with the most descendants comes last and
  * takes the node's place, the others use the next one. visits [3, rows]: rows, counted within the request, and the places
@@ -101,7 +74,7 @@ INLINE const void *advanced(const void *base, int64_t index, int kind) {
 INLINE void convolve_request(const convolve_args *a, int64_t b, int64_t channel, int64_t size, const float *taps, int kind, int silu) {
     int64_t begin = a->first[b], count = a->first[b + 1] - begin, old = a->taps - 1;
     const void *x = advanced(a->x, begin * a->stride + channel, kind), *from[MOST_TAPS];
-    void *window = a->windows && a->slots ? (void *)advanced(a->windows, a->slots[b] * a->slot_stride + channel, kind) : 0;
+    void *window = a->windows && a->slots ? (void *)advanced(a->windows, a->slots[b] * old * a->channels + channel, kind) : 0;
     for (int64_t row = 0; row < count; row++) {
         for (int64_t tap = old, node = row; tap >= 0; tap--) {
             if (node >= 0) from[tap] = advanced(x, node * a->stride, kind);
@@ -125,30 +98,47 @@ INLINE void convolve_request(const convolve_args *a, int64_t b, int64_t channel,
 /* Widen the weights of channels, tap by tap, and then their biases. */
 INLINE void widen_taps(const convolve_args *a, int64_t channel, int64_t size, float *taps, int kind) {
     for (int64_t tap = 0; tap < a->taps; tap++, taps += CHANNELS)
-        for (int64_t i = 0; i < size; i++) taps[i] = element(a->weight, (channel + i) * a->taps + tap, kind);
+        for (int64_t i = 0; i < size; i += LANES) store_f32(taps + i, load(a->weight, tap * a->channels + channel + i, kind));
     for (int64_t i = 0; i < size; i += LANES)
         store_f32(taps + i, a->bias ? load(a->bias, channel + i, kind) : splat(0.0f));
 }
 
-static void convolve_part(void *data) {
-    convolve_args *a = data;
+/* Multiply numbers of x by those of the part `of` b, c and x, each of `channels` channels a row. */
+INLINE void multiply(const convolve_args *a, const void *x, int64_t stride, void *out, int of, int64_t channel, int64_t size, int kind) {
+    for (int64_t row = 0, rows = a->first[a->requests]; row < rows; row++)
+        for (int64_t i = channel; i < channel + size; i += LANES) {
+            vec gate = load(a->gates, (3 * row + of) * a->channels + i, kind);
+            store(out, row * a->channels + i, gate * load(x, row * stride + i, kind), kind);
+        }
+}
+
+INLINE void convolve_channels(const convolve_args *a, int64_t channel, int64_t size, const float *taps, int kind, int silu) {
+    int64_t stride = 3 * a->channels;
+    if (a->gates) multiply(a, advanced(a->gates, 2 * a->channels, kind), stride, a->x, 0, channel, size, kind);
+    for (int64_t b = 0; b < a->requests; b++) convolve_request(a, b, channel, size, taps, kind, silu);
+    if (a->gates) multiply(a, a->out, a->channels, a->out, 1, channel, size, kind);
+}
+
+void convolve_share(const convolve_args *a, int64_t self) {
     float taps[(MOST_TAPS + 1) * CHANNELS]; /* [taps, CHANNELS], and the bias */
-    for (int64_t channel; (channel = __atomic_fetch_add(&a->taken, CHANNELS, __ATOMIC_RELAXED)) < a->channels;) {
-        int64_t size = a->channels - channel < CHANNELS ? a->channels - channel : CHANNELS;
+    int64_t blocks = a->channels / 16, end = blocks * (self + 1) / a->threads * 16;
+    for (int64_t channel = blocks * self / a->threads * 16; channel < end; channel += CHANNELS) {
+        int64_t size = end - channel < CHANNELS ? end - channel : CHANNELS;
         if (a->weight_kind == FLOAT32) widen_taps(a, channel, size, taps, FLOAT32);
         else widen_taps(a, channel, size, taps, BFLOAT16);
-        for (int64_t b = 0; b < a->requests; b++) {
-            if (a->kind == FLOAT32 && a->silu) convolve_request(a, b, channel, size, taps, FLOAT32, 1);
-            else if (a->kind == FLOAT32) convolve_request(a, b, channel, size, taps, FLOAT32, 0);
-            else if (a->silu) convolve_request(a, b, channel, size, taps, BFLOAT16, 1);
-            else convolve_request(a, b, channel, size, taps, BFLOAT16, 0);
-        }
+        if (a->kind == FLOAT32 && a->silu) convolve_channels(a, channel, size, taps, FLOAT32, 1);
+        else if (a->kind == FLOAT32) convolve_channels(a, channel, size, taps, FLOAT32, 0);
+        else if (a->silu) convolve_channels(a, channel, size, taps, BFLOAT16, 1);
+        else convolve_channels(a, channel, size, taps, BFLOAT16, 0);
     }
 }
 
-/* Channels are a multiple of 16; at most MOST_TAPS taps. */
+static void convolve_part(void *data) {
+    const convolve_args *a = data;
+    convolve_share(a, this_thread(a->threads));
+}
+
 void convolve(convolve_args *a) {
-    a->taken = 0;
     run_threads(convolve_part, a, &a->threads);
 }
 
@@ -221,7 +211,7 @@ INLINE void scan_head(const scan_args *a, int64_t b, int64_t head, float *scratc
     int64_t group = head / (a->heads / a->groups), zero = a->places, kept = a->states && a->slots;
     head_rows h = {.k = scratch, .q = scratch + TOGETHER * keys, .v = scratch + 2 * TOGETHER * keys};
     h.tiles = h.v + TOGETHER * values;
-    if (kept) h.state = a->states + a->slots[b] * a->slot_stride + head * keys * values;
+    if (kept) h.state = a->states + (a->slots[b] * a->heads + head) * keys * values;
     else memset(h.tiles + zero * keys * values, 0, sizeof(float) * (size_t)(keys * values));
     float eps = a->delta ? L2_EPS : 0.0f, scale = a->delta ? 1.0f / __builtin_sqrtf((float)keys) : 1.0f;
     for (int64_t done = 0; done < count; done += h.count) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,3 +40,8 @@ class ShortConvolution(nn.Module):
         """Return residual + the layer's output `[..., H]`."""
         b, c, x = self.in_proj(x).chunk(3, dim=-1)
         return self.o_proj.add(residual, c * self.conv(b * x, recurrence))
+
+    def parts(self) -> dict[str, Any] | None:
+        """Return what models.decoder.parts_of reads of a mixer; None where no kernel runs such a layer."""
+        weight = self.conv.weight[:, 0].t().contiguous()
+        return {"qkv": self.in_proj, "output": self.o_proj, "short_conv": weight} if self.conv.bias is None else None

@@ -54,3 +54,6 @@ class GatedDeltaNet(nn.Module):
         out = recurrence.scan(self.layer, q, k, v, decay, uniform(torch.sigmoid, b), delta=True)
         gated = silu_mul(torch.cat([z, self.norm(out.to(x.dtype))], dim=-1).float())
         return self.o_proj.add(residual, gated.to(x.dtype).flatten(-2))
+
+    def parts(self) -> None:
+        """No kernel runs such a layer."""

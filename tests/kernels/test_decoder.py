@@ -16,12 +16,13 @@ from kernels.rows import AttentionRows
 from kernels.weights.ggml import GgmlMatrix, GgmlRows
 from kernels.weights.groups import GroupedMatrix
 from models.attention import CausalAttention
-from models.config import UNNORMED, ExpertsConfig, RopeConfig, TargetConfig
+from models.config import ATTENTION, RECURRENT, UNNORMED, ExpertsConfig, RecurrentConfig, RopeConfig, TargetConfig
 from models.decoder import FusedDecoder
 from models.heads import HEADS
 from models.heads.borrowing import borrow
 from models.layers import Linear, pack
 from models.targets.gemma3 import Gemma3Target
+from models.targets.lfm2 import Lfm2Target
 from models.targets.llama import LlamaTarget
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from tests.drafts import checked_tree
@@ -76,6 +77,10 @@ CONFIGS = {
     "granite": replace(PLAIN, embedding_scale=9.0, stream_scale=0.3, attention_scale=0.05, logits_scaling=8.0),
     "long sums": replace(PLAIN, hidden_size=1104, intermediate_size=1600, num_heads=3, num_kv_heads=3, head_dim=96),
 }
+MIXERS = (RECURRENT, ATTENTION, RECURRENT)
+HYBRIDS = {
+    "lfm2": (Lfm2Target, replace(PLAIN, qk_norm=True, mixers=MIXERS, recurrent=RecurrentConfig(PLAIN.hidden_size, 3))),
+}
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
@@ -96,9 +101,13 @@ def serve(config, dtype, **options):
 
 
 def forward(shard, start, count, tokens, *, request=0, tree_mask=None, depths=None):
-    """Run `count` rows from place `start` on; return their states. The pages of two requests are interleaved."""
+    """Run `count` rows from place `start` on; return their states. The pages of two requests are interleaved.
+
+    The rows of a tree leave the request's recurrent state as it is, others advance it.
+    """
     table = 1 + request + 2 * torch.arange(LENGTH // PAGE + 5)[None]
     rows = AttentionRows.blocks(table, [start], [count], page_size=PAGE, tree_mask=tree_mask)
+    rows.states = ((request, int(tree_mask is None)),)
     positions = rows.places if depths is None else rows.committed + depths
     out = shard.forward(tokens, positions, rows, READ)
     return [out.hidden, *out.aux]
@@ -184,6 +193,32 @@ def test_weights_stored_in_several_formats_give_the_bits_of_the_operations_too(
             monkeypatch.setattr("infer.kvcache.tensors.attention_class_for", lambda plan: PooledAttention)
         outputs.append(forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:]))
     assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
+
+
+@parametrize_pairs(
+    {"name": list(HYBRIDS), "dtype": DTYPES, "weights": ["same", "int8"], "before": [1, 2, 64], "count": [1, 2, 3]}
+)
+def test_recurrent_layers_have_the_bits_of_the_operations_too(
+    name, dtype, weights, before, count, threads, monkeypatch
+):
+    family, config = HYBRIDS[name]
+    shard, tokens = Shard(make(config, family).to(dtype), weights=weights), tokens_of(config)
+    assert fused_decoder(shard.target) is not None
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
+    tree = checked_tree(torch.arange(7)[None], parents, torch.tensor([7]))
+    outputs = []
+    for fused in (True, False):
+        threads(count if fused else 1)
+        if not fused:
+            monkeypatch.setattr("infer.kvcache.tensors.attention_class_for", lambda plan: PooledAttention)
+        layers = shard.allocate(2 * (LENGTH // PAGE + 6), PAGE, state_slots=2)
+        outputs.append(forward(shard, 0, before, tokens[:before]))
+        verified = forward(shard, before, 7, tokens[:7], tree_mask=tree.ancestors[0], depths=tree.depth[0].long())
+        unchanged = [tensor.clone() for tensor in layers._tensors]
+        layers.replay([[0, 2, 5]])
+        outputs[-1] += [*verified, *unchanged, *layers._tensors, *forward(shard, before + 3, 1, tokens[:1])]
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert not torch.equal(unchanged[0], layers.windows)
 
 
 def split_sizes(outputs):

@@ -131,7 +131,10 @@ FAMILIES = {
         | {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         | {"mamba_proj_bias": True, "mamba_conv_bias": False, "attention_bias": True},
     ),
-    "lfm2": ("Lfm2Config", LFM2 | {"eos_token_id": 1, "norm_eps": 1e-5}),
+    "lfm2": (  # heads as large as the fused decoder's
+        "Lfm2Config",
+        LFM2 | {"eos_token_id": 1, "norm_eps": 1e-5, "num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
     "lfm2 of seven taps": (
         "Lfm2Config",
         LFM2 | {"eos_token_id": 1, "conv_L_cache": 7, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
